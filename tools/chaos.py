@@ -411,9 +411,9 @@ def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
     for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         ours, theirs = (
             Counter(
-                (group.group_id, one.seed, one.outcome_seed)
+                (group.group_id, member.seed, member.outcome_seed)
                 for group in groups
-                for one in group.trajectories
+                for member in group.trajectories
             )
             for groups in trained
         )
@@ -427,7 +427,9 @@ def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
 def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
-    undisturbed = {one.name: Victim(output, f"undisturbed_{one.name}", one) for one in layouts}
+    undisturbed = {
+        layout.name: Victim(output, f"undisturbed_{layout.name}", layout) for layout in layouts
+    }
     for run in undisturbed.values():
         if run.start().wait(SECONDS_TO_END):
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")

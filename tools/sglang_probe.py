@@ -114,12 +114,12 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
         if engine.server.num_starts > 1:
             raise RuntimeError("the server was lost and replaced")
     except (RuntimeError, ArithmeticError) as error:
-        told = (
+        message = (
             error
             if isinstance(error, ServerFailed)
             else engine.server.failure(f"{type(error).__name__}: {error}")
         )
-        raise (Failed if is_started else NotStarted)(str(told)) from error
+        raise (Failed if is_started else NotStarted)(str(message)) from error
     finally:
         engine.shutdown()
     return {"rollouts": rollouts}

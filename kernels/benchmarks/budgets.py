@@ -102,8 +102,8 @@ class KernelConfig:
         types |= dict.fromkeys(self.constants, "constexpr")
         divisible = {
             (index,): [["tt.divisibility", 16]]
-            for index, (name, of) in enumerate(types.items())
-            if of != "constexpr" and (of.startswith("*") or name in self.aligned)
+            for index, (name, kind) in enumerate(types.items())
+            if kind != "constexpr" and (kind.startswith("*") or name in self.aligned)
             if not self.kernel.params[index].do_not_specialize_on_alignment
         }
         constants = {(names.index(name),): value for name, value in self.constants.items()}

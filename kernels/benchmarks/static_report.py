@@ -1,5 +1,4 @@
-"""Resources of the machine code of every kernel on sm_90, as a report and its page. Needs no GPU.
-"""
+"""Resources of the machine code of every kernel on sm_90: a report and its page. Needs no GPU."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
 def report() -> dict[str, Any]:
     """Every kernel in every configuration; one is disassembled while the next is compiled."""
     with ThreadPoolExecutor() as pool:
-        under_way = [pool.submit(static_row, one, one.compile()) for one in all_configs()]
+        under_way = [pool.submit(static_row, config, config.compile()) for config in all_configs()]
     kernels = [row.result() for row in under_way]
     return {"target": "sm_90", "ptxas": ptxas_version(), "kernels": kernels}
 

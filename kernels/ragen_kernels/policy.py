@@ -282,8 +282,10 @@ def _repeated_rows_(
     ) -> tuple[Tensor | None, ...]:
         outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
         summed = (
-            None if one is None else torch.zeros_like(logprobs).index_add_(0, row_of, one)
-            for one in derivatives
+            None
+            if derivative is None
+            else torch.zeros_like(logprobs).index_add_(0, row_of, derivative)
+            for derivative in derivatives
         )
         return outputs, *summed
 

@@ -180,8 +180,8 @@ def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.dev
     rewards = [trajectory.total_reward for trajectory in trajectories]
     scores = move(torch.tensor(rewards, dtype=torch.float64), device)
     keys = {
-        "group": [one.group_id for one in trajectories],
-        "environment": [one.environment for one in trajectories],
+        "group": [trajectory.group_id for trajectory in trajectories],
+        "environment": [trajectory.environment for trajectory in trajectories],
         "batch": [0 for _ in trajectories],
     }[settings.reward_normalization_scope]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}

@@ -46,13 +46,13 @@ _REMEDIES = {
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
     """Share of distinct ones among the first responses of all groups, in (0, 1]; a metric."""
-    responses = [tuple(one) for group in groups for one in _first_responses(group)]
+    responses = [tuple(response) for group in groups for response in _first_responses(group)]
     return len(set(responses)) / max(1, len(responses))
 
 
 def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
     """The tokens of the first turns; none of a trajectory that could not be played."""
-    firsts = [(one.tokens, one.turns[0]) for one in group.trajectories if one.turns]
+    firsts = [(member.tokens, member.turns[0]) for member in group.trajectories if member.turns]
     return [tokens[turn.start : turn.end] for tokens, turn in firsts if turn.end > turn.start]
 
 
@@ -87,9 +87,9 @@ def entropy_by_prompt(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     0, the policy is as sure or unsure whatever it is asked. Nothing if no token was sampled.
     """
     surprises = [
-        -sum(map(sum, (one.rollout_logprobs for one in group.trajectories))) / num_sampled
+        -sum(map(sum, (member.rollout_logprobs for member in group.trajectories))) / num_sampled
         for group in groups
-        if (num_sampled := sum(one.num_sampled_tokens for one in group.trajectories))
+        if (num_sampled := sum(member.num_sampled_tokens for member in group.trajectories))
     ]
     if not surprises:
         return {}
@@ -389,11 +389,15 @@ def probes(
     """
     step = max(1, math.ceil(len(groups) / max_groups))
     members = [
-        [one for one in group.trajectories if one.turns and one.turns[0].end > one.turns[0].start]
+        [
+            member
+            for member in group.trajectories
+            if member.turns and member.turns[0].end > member.turns[0].start
+        ]
         for group in groups[::step]
     ]
     return [
-        TrajectoryGroup(group[0].group_id, [_first_turn(one) for one in group[:max_members]])
+        TrajectoryGroup(group[0].group_id, [_first_turn(member) for member in group[:max_members]])
         for group in members
         if group
     ]
@@ -438,7 +442,9 @@ def diagnose(
         return {}
     members = [group.trajectories for group in chosen]
     inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
-    reasonings = [one.tokens[one.turns[0].start : one.turns[0].end] for one in sum(members, [])]
+    reasonings = [
+        member.tokens[member.turns[0].start : member.turns[0].end] for member in sum(members, [])
+    ]
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
     batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])
     owners = torch.repeat_interleave(torch.arange(batch.num_trajectories), batch.lengths.long())

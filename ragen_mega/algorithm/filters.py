@@ -54,7 +54,7 @@ def with_returns(
     """
     found = []
     for group in groups:
-        members = [one for one in group.trajectories if has(one)]
+        members = [member for member in group.trajectories if has(member)]
         if len(members) == len(group.trajectories):
             found.append(group)
         elif len(members) >= 2:

@@ -105,7 +105,7 @@ def turn_discounted(trajectory: Trajectory) -> list[float]:
 def group_relative(group: TrajectoryGroup) -> list[float]:
     """The environment's return minus the mean of the other members; 0 for a group of one."""
     returns, size = group.total_rewards, len(group.trajectories)
-    return [(one - fmean(returns)) * size / max(1, size - 1) for one in returns]
+    return [(value - fmean(returns)) * size / max(1, size - 1) for value in returns]
 
 
 def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Trajectory:
@@ -145,18 +145,23 @@ def shape_rewards(
     if dict(terms) == IDENTITY:
         return list(groups), {}
     shaped = [shape_group(group, terms) for group in groups]
-    trajectories = [one for group in shaped for one in group.trajectories]
+    trajectories = [member for group in shaped for member in group.trajectories]
     metrics = {
-        name: fmean(sum(turn.info["rewards"][name] for turn in one.turns) for one in trajectories)
+        name: fmean(
+            sum(turn.info["rewards"][name] for turn in trajectory.turns)
+            for trajectory in trajectories
+        )
         for name in terms
     }
     ranking = success_ranking(trajectories)
     if ranking is not None:
-        own = success_margins([one for group in groups for one in group.trajectories])
+        own = success_margins([member for group in groups for member in group.trajectories])
         now = success_margins(trajectories)
         inverted = sum(margin < -_ROUNDING <= own[name] for name, margin in now.items())
         metrics |= {"success_ranking": ranking, "inverted": float(inverted)}
-    return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
+    return shaped, {
+        "total": fmean(trajectory.total_reward for trajectory in trajectories)
+    } | metrics
 
 
 def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
@@ -199,8 +204,8 @@ def judge(url: str, group: TrajectoryGroup) -> list[float]:
     run has no such member in a group, unless the weight of the judge is 0.
     """
     verdicts = [
-        one.turns[-1].info.get(VERDICTS, {}).get(url) if one.turns else None
-        for one in group.trajectories
+        member.turns[-1].info.get(VERDICTS, {}).get(url) if member.turns else None
+        for member in group.trajectories
     ]
     known = [verdict for verdict in verdicts if verdict is not None]
     neutral = fmean(known) if known else 0.0
@@ -214,15 +219,15 @@ def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
     elif "group" in call(REWARDS, name, inspect.signature, reward := REWARDS.get(name)).parameters:
         answers = call(REWARDS, name, reward, group)
     else:
-        answers = [call(REWARDS, name, reward, one) for one in group.trajectories]
+        answers = [call(REWARDS, name, reward, member) for member in group.trajectories]
     if not hasattr(answers, "__len__") or len(answers) != len(group.trajectories):
         raise PlugInError(
             f"reward {name} must return an answer for each of the {len(group.trajectories)}"
             f" trajectories of a group, not {answers!r:.200}; mend it"
         )
     return [
-        _per_turn(name, answer, len(one.turns))
-        for answer, one in zip(answers, group.trajectories, strict=True)
+        _per_turn(name, answer, len(member.turns))
+        for answer, member in zip(answers, group.trajectories, strict=True)
     ]
 
 

@@ -219,7 +219,7 @@ def can_bind(system: Path = Path("/sys")) -> bool:
     devices = system / "bus" / "pci" / "devices"
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     addresses = [
-        f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in gpus
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
     ]
     num_nodes = len([*(system / "devices" / "system" / "node").glob("node[0-9]*")])
     is_known = all((devices / address / "numa_node").exists() for address in addresses)

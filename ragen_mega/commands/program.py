@@ -44,7 +44,9 @@ def manual() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that `argv` names with the words that follow it."""
     name, *flags = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
-    known = {name: module for of in COMMANDS.values() for name, (module, _) in of.items()}
+    known = {
+        name: module for commands in COMMANDS.values() for name, (module, _) in commands.items()
+    }
     if name in ("-h", "--help", "help"):
         print(manual())
     elif name in ("-V", "--version"):

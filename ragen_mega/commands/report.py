@@ -120,9 +120,9 @@ def markdown(
         for row in rows
     ]
     said = [
-        f"Mean {of['mean']:.1%}, standard deviation over {len(of['runs'])} runs"
-        f" {of['standard_deviation']:.1%}: {of['set']}, {', '.join(of['runs'])}."
-        for of in means(rows)
+        f"Mean {mean['mean']:.1%}, standard deviation over {len(mean['runs'])} runs"
+        f" {mean['standard_deviation']:.1%}: {mean['set']}, {', '.join(mean['runs'])}."
+        for mean in means(rows)
     ]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
@@ -140,9 +140,9 @@ def markdown(
             for row in rows
         ]
         said = [
-            f"Mean return {of['mean']:.3f}, standard deviation over {len(of['runs'])} runs"
-            f" {of['standard_deviation']:.3f}: {of['set']}, {', '.join(of['runs'])}."
-            for of in means(rows, "return")
+            f"Mean return {mean['mean']:.3f}, standard deviation over {len(mean['runs'])} runs"
+            f" {mean['standard_deviation']:.3f}: {mean['set']}, {', '.join(mean['runs'])}."
+            for mean in means(rows, "return")
         ]
         parts += [table(head, cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
@@ -176,7 +176,7 @@ def plot(
         (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
         before, after = (series(run, f"eval/{key}{measure}") for key in ("initial_", ""))
-        axes.plot(*(one + other for one, other in zip(before, after)), **marks)
+        axes.plot(*(start + later for start, later in zip(before, after)), **marks)
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
@@ -199,7 +199,11 @@ def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         player: {row[player] for row in rows if row["set"] == rows[0]["set"]}
         for player in ("random", "optimum")
     }
-    return {player: min(of) for player, of in values.items() if len(of) == 1 and None not in of}
+    return {
+        player: min(rates)
+        for player, rates in values.items()
+        if len(rates) == 1 and None not in rates
+    }
 
 
 def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:

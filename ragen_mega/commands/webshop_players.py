@@ -69,15 +69,15 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--max-turns must be at least 1, not {num_turns}")
     draw = random.Random(_SEED)
     players: dict[str, Callable[[WebShop], str]] = {
-        "oracle": lambda one: optimal_actions(one, num_turns)[0],
-        "rule": lambda one: rule_actions(one, num_turns)[0],
-        "random": lambda one: one.random_answer(draw),
+        "oracle": lambda world: optimal_actions(world, num_turns)[0],
+        "rule": lambda world: rule_actions(world, num_turns)[0],
+        "random": lambda world: world.random_answer(draw),
     }
     result = {
         name: measure(shopper, choose, num_goals, num_turns) for name, choose in players.items()
     }
     print(f"{shopper.shop.label}: {num_goals} goals, {num_turns} turns, {options}")
-    for name, one in result.items():
+    for name, rate in result.items():
         print(f"  {name:8} score {one['score']:.3f}  success {one['success']:.1%}")
     if arguments.json:
         about = {"catalogue": shopper.shop.label, "max_turns": num_turns}

@@ -86,7 +86,8 @@ def parse(environment: Any, text: str) -> list[Any]:
     answer = _settled(environment.parse(text))
     steps = [answer] if isinstance(answer, (str, Mapping)) else answer
     are_steps = isinstance(steps, (list, tuple)) and all(
-        isinstance(one, str) or (isinstance(one, dict) and _is_json(one)) for one in steps
+        isinstance(action, str) or (isinstance(action, dict) and _is_json(action))
+        for action in steps
     )
     if not are_steps:
         raise TypeError(

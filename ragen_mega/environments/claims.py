@@ -37,8 +37,8 @@ def _narrated(environment: Any, narrator: Narrator, statement: str, thought: str
     announcement = narrator.announcement or r"(?!)"
     actions = re.findall(announcement, thought)
     truth = _between(announcement, narrator.describe(environment, actions))
-    for said, told in zip_longest(_between(announcement, thought), truth, fillvalue=""):
-        true = set(re.findall(statement, told))
+    for said, line in zip_longest(_between(announcement, thought), truth, fillvalue=""):
+        true = set(re.findall(statement, line))
         yield from (claim in true for claim in re.findall(statement, said))
 
 
@@ -61,7 +61,7 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
             members = value if isinstance(value, (set, frozenset, list)) else [value]
             if isinstance(value, tuple) and not all(isinstance(part, Integral) for part in value):
                 members = value
-            agrees = [_agrees(claim["said"], bool(claim["copula"]), one) for one in members]
+            agrees = [_agrees(claim["said"], bool(claim["copula"]), member) for member in members]
             if None not in agrees and agrees:
                 yield any(agrees)
 

@@ -103,8 +103,7 @@ class EpisodeConfig:
         return Budget(**limits)
 
     def penalty(self, environment: Any) -> float:
-        """Return the penalty of a malformed answer. Raises ValueError unless it is finite and <= 0.
-        """
+        """Return the penalty of a malformed answer. Raises ValueError unless finite and <= 0."""
         own = self._setting("format_penalty", environment)
         penalty = FORMAT_PENALTY if own is None else own
         if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty > 0:
@@ -305,9 +304,11 @@ class Episode:
         """Return the environment's answer: the messages of all steps of the turn, or the latest
         text; `problem` is the problem of a tool call.
         """
-        told = [one.observation for one in results if not isinstance(one.observation, str)]
-        if told and not isinstance(self.observation, str):
-            return tuple(quoted(message) for messages in told for message in messages)
+        observations = [
+            result.observation for result in results if not isinstance(result.observation, str)
+        ]
+        if observations and not isinstance(self.observation, str):
+            return tuple(quoted(message) for messages in observations for message in messages)
         if not isinstance(self.observation, str):  # nothing was done, so nothing is new
             return (Message("user", quote(problem) or _MALFORMED),)
         prompt = self._turn_prompt(self.observation)

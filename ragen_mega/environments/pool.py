@@ -45,8 +45,7 @@ class EnvironmentFailed(Exception):
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """Call `function` and return its result. Raises EnvironmentFailed for any exception but Ctrl-C.
-    """
+    """Return the result of `function`. Raises EnvironmentFailed for any exception but Ctrl-C."""
     try:
         return function()
     except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment

@@ -92,7 +92,7 @@ def baselines(
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
     finally:
         worker.end(partial(calls.close, environment))
-    random = _mean_if_known([one.random for one in solved])
+    random = _mean_if_known([references.random for references in solved])
     interval = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
     )
@@ -101,9 +101,11 @@ def baselines(
         len(prompts),
         random,
         *interval,
-        optimum=_mean_if_known([one.optimum for one in solved]),
-        optimum_closed_loop=_mean_if_known([one.optimum_closed_loop for one in solved]),
-        is_exact=solver is not None and all(one.is_exact for one in solved),
+        optimum=_mean_if_known([references.optimum for references in solved]),
+        optimum_closed_loop=_mean_if_known(
+            [references.optimum_closed_loop for references in solved]
+        ),
+        is_exact=solver is not None and all(references.is_exact for references in solved),
     )
 
 

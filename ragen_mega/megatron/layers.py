@@ -68,7 +68,7 @@ class PackedForest(PackedSeqParams):
         """
         chains, device = self.forest.chains, self.cu_seqlens_q.device
         lengths = [[chain.length for chain in chains], [len(chain.path) for chain in chains]]
-        offsets = [move(offsets_of(torch.tensor(one)), device) for one in lengths]
+        offsets = [move(offsets_of(torch.tensor(row)), device) for row in lengths]
         packed = PackedSeqParams(
             "thd", *offsets, max_seqlen_q=max(lengths[0]), max_seqlen_kv=max(lengths[1])
         )

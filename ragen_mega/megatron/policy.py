@@ -143,7 +143,7 @@ class MegatronPolicy:
                 rows=rows,
                 **self.module.vocab_arguments(),
             )
-            of_rows = torch.stack([micro.per_row(one[rows]) for one in both], dim=-1)
+            of_rows = torch.stack([micro.per_row(values[rows]) for values in both], dim=-1)
             found = of_rows.new_zeros(micro.num_positions, 2)
             return found.index_copy_(0, micro.rows, of_rows)
 

@@ -329,7 +329,7 @@ class Trainer:
     def _squared_norm(self) -> Tensor:
         """[1] float64 on the device: of this rank's gradient buffers."""
         buffers = self.model.buffers + self.model.expert_parallel_buffers
-        norms = torch.stack([torch.linalg.vector_norm(one.grad_data) for one in buffers])
+        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
         return norms.double().square().sum().reshape(1)
 
 

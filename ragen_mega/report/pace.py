@@ -1,5 +1,4 @@
-"""Remaining time of a run, from its latest steps and the time that an evaluation takes per episode.
-"""
+"""Remaining time of a run, from its latest steps and the time of an evaluation per episode."""
 
 import statistics
 import time

@@ -97,7 +97,7 @@ def alike(recorded: Mapping[str, Any]) -> str:
     """A digest that is equal for runs whose model and settings differ by their seed only, however
     old they are: flags that are newer than a run have their defaults.
     """
-    settings = with_defaults({name: of for name, of in recorded.items() if name != STARTS})
+    settings = with_defaults({name: values for name, values in recorded.items() if name != STARTS})
     seed, start = settings["train"].pop("seed"), settings["warm_start"]
     if start["warm_start_from"] is not None:  # in a study that of another arm, seed by seed
         start["warm_start_from"] = re.sub(rf"seed{seed}\b", "seed", start["warm_start_from"])
@@ -119,8 +119,10 @@ def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
     that are newer than the run have their defaults. Raises ValueError if its rules forbid it.
     """
     settings = {
-        section: {name: recorded.get(section, {}).get(name, value) for name, value in of.items()}
-        for section, of in StarPOConfig().to_dict().items()
+        section: {
+            name: recorded.get(section, {}).get(name, value) for name, value in values.items()
+        }
+        for section, values in StarPOConfig().to_dict().items()
     }
     return StarPOConfig.from_dict(settings)
 

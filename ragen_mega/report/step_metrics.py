@@ -152,16 +152,17 @@ def staleness(step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Steps by which the weights have moved on since they sampled, mean over sampled tokens, and
     the share of trajectories that went on under other weights than they began with.
     """
-    trajectories = [one for group in groups for one in group.trajectories]
+    trajectories = [member for group in groups for member in group.trajectories]
     behind = [
         (step - version, turn.end - turn.start)
-        for one in trajectories
-        for turn, version in zip(one.turns, one.versions, strict=True)
+        for trajectory in trajectories
+        for turn, version in zip(trajectory.turns, trajectory.versions, strict=True)
     ]
     total = sum(size for _, size in behind)
     return {
         "staleness": sum(steps * size for steps, size in behind) / max(1, total),
-        "continued": sum(len({*one.versions}) > 1 for one in trajectories) / len(trajectories),
+        "continued": sum(len({*trajectory.versions}) > 1 for trajectory in trajectories)
+        / len(trajectories),
     }
 
 

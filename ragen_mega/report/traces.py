@@ -75,7 +75,7 @@ class TraceWriter:
         """Write the trace of a step: it played `groups` and trained on the groups `kept`, packed in
         this order in `batch`. Raises OSError.
         """
-        trained = (id(one) for group in kept for one in group.trajectories)
+        trained = (id(member) for group in kept for member in group.trajectories)
         rows = {identity: row for row, identity in enumerate(trained)}
         boards = [None] * len(groups)
         options = partial(self._config.training_options, step=step)
@@ -112,16 +112,16 @@ class TraceWriter:
             first = group.trajectories[0]
             drawn = self._pictures(group.trajectories, board, options(first.environment))
             members = [
-                self._member(one, strings)
-                | {"channels": _channels(one, batch, rows.get(id(one))), "pictures": shown}
-                for one, shown in zip(group.trajectories, drawn, strict=True)
+                self._member(member, strings)
+                | {"channels": _channels(member, batch, rows.get(id(member))), "pictures": shown}
+                for member, shown in zip(group.trajectories, drawn, strict=True)
             ]
             entries.append(
                 {
                     "id": group.group_id,
                     "environment": first.environment,
                     "seed": first.seed,
-                    "kept": any(id(one) in rows for one in group.trajectories),
+                    "kept": any(id(member) in rows for member in group.trajectories),
                     "members": members,
                 }
             )

@@ -51,7 +51,7 @@ class Batches:
         """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
         that it trains, and rank 0 of those that it traces.
         """
-        trajectories = [one for group in kept for one in group.trajectories]
+        trajectories = [member for group in kept for member in group.trajectories]
         if distributed.world_size() == 1:
             return pack(trajectories)
         dp, trainer = self.policy.groups.dp, self.policy.trainer
@@ -97,9 +97,9 @@ class Batches:
         if batch.old_logprobs is None or batch.entropies is not None:
             return batch
         traced = groups[: self.config.logging.trace_groups]
-        shown = {id(one) for group in traced for one in group.trajectories}
-        trained = [one for group in kept for one in group.trajectories]
-        ids = on_main(lambda: [row for row, one in enumerate(trained) if id(one) in shown])
+        shown = {id(member) for group in traced for member in group.trajectories}
+        trained = [member for group in kept for member in group.trajectories]
+        ids = on_main(lambda: [row for row, member in enumerate(trained) if id(member) in shown])
         if not ids:
             return batch
         logprobs, entropies = (

@@ -31,7 +31,9 @@ from ragen_mega.storage.run_directory import (
     with_name,
 )
 
-_SIZES = tuple(one.name for one in fields(ModelConfig) if one.name not in ("load", "critic_load"))
+_SIZES = tuple(
+    item.name for item in fields(ModelConfig) if item.name not in ("load", "critic_load")
+)
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:

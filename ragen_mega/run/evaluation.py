@@ -90,7 +90,7 @@ def evaluate_sets(
         prompts = evaluation_prompts(config, name, num_prompts, boards)
         sets[name] = HeldOut(config, settings, prompts)
     reader = open_model(directory)
-    num_tasks = max(len(one.prompts) for one in sets.values()) * samples_per_prompt
+    num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // distributed.world_size())
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine

@@ -185,10 +185,10 @@ class StartGuard:
     def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """Warn, once, of environments whose texts hold markers of chat templates."""
         found = {
-            one.environment
+            member.environment
             for group in groups
-            for one in group.trajectories
-            if any(QUOTED in turn.info for turn in one.turns)
+            for member in group.trajectories
+            if any(QUOTED in turn.info for turn in member.turns)
         }
         new = sorted(found - self._quoted)
         self._quoted |= found
@@ -208,8 +208,8 @@ class StartGuard:
             first = group.trajectories[0]
             if (name := first.environment) in self._settled:
                 continue
-            started = [one for one in group.trajectories if one.num_sampled_tokens]
-            outcomes = {_first_prompt(one): one.outcome_seed for one in started}
+            started = [member for member in group.trajectories if member.num_sampled_tokens]
+            outcomes = {_first_prompt(member): member.outcome_seed for member in started}
             if len(outcomes) < 2:
                 continue
             self._settled.add(name)

@@ -166,9 +166,13 @@ class Samplers:
                 )
         self._next = last + 1
         used = {version for version, _ in self._ordered.values()}
-        self._weights = {one: data for one, data in self._weights.items() if one in used}
+        self._weights = {
+            version: data for version, data in self._weights.items() if version in used
+        }
         self._digests = {
-            one: text for one, text in self._digests.items() if one >= max(0, step - staleness)
+            version: text
+            for version, text in self._digests.items()
+            if version >= max(0, step - staleness)
         }
 
     def _order(
@@ -252,7 +256,9 @@ class Samplers:
         self._digests = {int(version): digest for version, digest in state.items()}
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
-        self._weights = {one: paths[one].read_bytes() if is_main() else b"" for one in there}
+        self._weights = {
+            version: paths[version].read_bytes() if is_main() else b"" for version in there
+        }
 
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
@@ -414,7 +420,7 @@ class Sampler:
         for rollout, indices in list(self._open.items()):
             most = 0 if rollout < step or is_last else int(share * len(indices))
             self._together.play(
-                lambda left, of=indices, most=most: len(left.intersection(of)) <= most
+                lambda left, chosen=indices, most=most: len(left.intersection(chosen)) <= most
             )
             if rollout == step:  # what the environments answer meanwhile is not to be late
                 self._together.hold()
@@ -503,7 +509,7 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
 
 
 def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
-    return compact([one for group in groups for one in group.trajectories])
+    return compact([member for group in groups for member in group.trajectories])
 
 
 def _portable(error: Exception) -> Exception:

@@ -324,10 +324,10 @@ class CheckpointWriter:
                 if time.monotonic() > deadline:
                     raise OSError(f"{_NOTHING_OF} {rank} after {_SECONDS_TO_GATHER:.0f} s")
                 time.sleep(0.02)
-            told = json.loads(marker.read_text())
-            if isinstance(told, str):
-                raise OSError(told)  # without a number: it has its remedy
-            files |= told
+            content = json.loads(marker.read_text())
+            if isinstance(content, str):
+                raise OSError(content)  # without a number: it has its remedy
+            files |= content
             marker.unlink()
         for path in list(temporary.iterdir()):
             if path.name not in files:

@@ -144,7 +144,9 @@ def _made_up(
     held = [trajectory for trajectory in held if trajectory.turns and has_return(trajectory)]
     members, size = cycle(held), config.rollout.group_size
     return [
-        TrajectoryGroup(index, [replace(one, group_id=index) for one in islice(members, size)])
+        TrajectoryGroup(
+            index, [replace(member, group_id=index) for member in islice(members, size)]
+        )
         for index in range(config.rollout.num_groups if held else 0)
     ]
 
@@ -160,7 +162,7 @@ def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> No
         filter_groups(shaped, strategy=strategy, value=config.filter.value, keep_zero=True)
     name = config.advantage.advantage_estimator
     if ":" in name:
-        trajectories = [one for group in shaped for one in group.trajectories]
+        trajectories = [member for group in shaped for member in group.trajectories]
         batch = pack(trajectories)
         zeros = torch.zeros(batch.num_positions)
         batch = batch.with_fields(values=zeros, old_logprobs=zeros, ref_logprobs=zeros)

@@ -300,8 +300,8 @@ def scripted_play(
                 progress.advance()
     parts = distributed.gather_objects(own)
     ordered = (parts[index % world_size][index] for index in range(count))
-    written = [one for one in ordered if one is not None]
-    kept = [one for one in written if one.turns]
+    written = [episode for episode in ordered if episode is not None]
+    kept = [episode for episode in written if episode.turns]
     if written and not kept:
         raise ValueError(
             f"no first prompt of {', '.join(names)} with the answer of scripted play fits into"

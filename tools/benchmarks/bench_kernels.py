@@ -134,7 +134,7 @@ def run_case(
     """Check every implementation once, then time them in turns: medians, quantiles and rates."""
     device = arguments.device
     sets = [case.make_inputs(seed) for seed in range(arguments.input_sets)]
-    checks = {one.name: first_call(one, sets[0], device) for one in case.providers}
+    checks = {provider.name: first_call(provider, sets[0], device) for provider in case.providers}
 
     def job(provider: Provider) -> Callable[[], float]:
         rotation = itertools.cycle(sets)
@@ -145,7 +145,7 @@ def run_case(
 
         return turn
 
-    jobs = {one.name: job(one) for one in case.providers}
+    jobs = {provider.name: job(provider) for provider in case.providers}
     readings = interleave(jobs, arguments.repetitions, warmups=WARMUPS)
     for provider in case.providers:
         ordered = sorted(readings[provider.name])

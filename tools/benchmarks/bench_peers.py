@@ -129,20 +129,27 @@ def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dic
         steps = {name: side.step for name, side in both.items()}
         readings = interleave(steps, repeats, warmups=WARMUPS)
     expected = settings.groups * settings.group_size * settings.turns * settings.max_tokens
-    for name, of in readings.items():
-        if wrong := {one["num_sampled"] for one in of} - {expected}:
+    for name, repetitions in readings.items():
+        if wrong := {reading["num_sampled"] for reading in repetitions} - {expected}:
             raise ValueError(
                 f"a step of {name} must sample {expected} tokens, not {wrong.pop()}; the steps are"
                 " not comparable"
             )
     clocks = {
-        clock: {name: [one[clock] for one in of] for name, of in readings.items()}
+        clock: {
+            name: [reading[clock] for reading in repetitions]
+            for name, repetitions in readings.items()
+        }
         for clock in ("wall", "cpu")
     }
     spreads = {
-        clock: {name: spread(values) for name, values in of.items()} for clock, of in clocks.items()
+        clock: {name: spread(values) for name, values in sides.items()}
+        for clock, sides in clocks.items()
     }
-    ratios = {clock: of["trl"]["median"] / of["ours"]["median"] for clock, of in spreads.items()}
+    ratios = {
+        clock: medians["trl"]["median"] / medians["ours"]["median"]
+        for clock, medians in spreads.items()
+    }
     return (
         {"turns": settings.turns, "compared": compared, "ratio": ratios}
         | spreads
@@ -175,8 +182,8 @@ def tables(report: dict[str, Any]) -> str:
             case["turns"],
             name,
             *(
-                f"{of['median']:.2f} ({of['min']:.2f} - {of['max']:.2f})"
-                for of in (case["wall"][name], case["cpu"][name])
+                f"{clock['median']:.2f} ({clock['min']:.2f} - {clock['max']:.2f})"
+                for clock in (case["wall"][name], case["cpu"][name])
             ),
             *(f"{case['ratio'][clock]:.2f}" if name == "ours" else "" for clock in ("wall", "cpu")),
         )

@@ -255,7 +255,9 @@ def complete(arguments: argparse.Namespace) -> None:
     """
     if arguments.rollout_tensor_parallel_size is None:
         arguments.rollout_tensor_parallel_size = arguments.tensor_model_parallel_size
-    sizes = [f"{of}_parallel_size" for of in ("tensor_model", "pipeline_model", "rollout_tensor")]
+    sizes = [
+        f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "rollout_tensor")
+    ]
     for name in (*sizes, "bucket_mb", "repeats"):
         if getattr(arguments, name) < 1:
             raise ValueError(

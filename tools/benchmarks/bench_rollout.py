@@ -144,8 +144,8 @@ def measure(
 def tables(report: dict[str, Any]) -> str:
     """The report as text."""
     rows = [
-        (name, f"{of['median']:.0f}", f"{of['min']:.0f} - {of['max']:.0f}", f"{cpu:.0f}")
-        for (name, of), cpu in zip(
+        (name, f"{speed['median']:.0f}", f"{speed['min']:.0f} - {speed['max']:.0f}", f"{cpu:.0f}")
+        for (name, speed), cpu in zip(
             report["spread"].items(), report["tokens_per_cpu_second"].values()
         )
     ]

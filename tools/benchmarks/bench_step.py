@@ -258,7 +258,7 @@ def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | N
 def bfloat16_peak() -> float | None:
     """Operations a second of this GPU's data sheet; None without one that is known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((one.bf16 for name, one in HARDWARE.items() if name in device), None)
+    return next((hardware.bf16 for name, hardware in HARDWARE.items() if name in device), None)
 
 
 def is_phase(key: str) -> bool:

@@ -236,7 +236,7 @@ def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int 
     """
     return {
         hidden: break_even_size(
-            {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
+            {(tokens, 1): ratio for (tokens, width), ratio in ratios.items() if width == hidden}
         )
         for hidden in sorted({hidden for _, hidden in ratios})
     }
@@ -287,7 +287,9 @@ def tables(report: dict[str, Any]) -> str:
         (
             name,
             report["alignment"][name],
-            ", ".join(f"{of}: {least or 'never'}" for of, least in row["tokens_by_hidden"].items()),
+            ", ".join(
+                f"{width}: {least or 'never'}" for width, least in row["tokens_by_hidden"].items()
+            ),
             row["tokens_x_hidden"] or "never",
         )
         for name, row in report["break_even"].items()

@@ -137,10 +137,10 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     batch = ComparedBatch.of(run.policy.hf.vocab_size)
     trajectories = []
     for prompt, completion in zip(batch.prompts.tolist(), batch.completions.tolist(), strict=True):
-        one = Trajectory(group_id=0)
-        one.append_observation(prompt)
-        one.append_action(Completion(completion, [0.0] * len(completion), "length"))
-        trajectories.append(one)
+        trajectory = Trajectory(group_id=0)
+        trajectory.append_observation(prompt)
+        trajectory.append_action(Completion(completion, [0.0] * len(completion), "length"))
+        trajectories.append(trajectory)
     packed = pack(trajectories)
     zeros = torch.zeros(packed.num_positions)
     spread = batch.advantages[:, None].expand_as(batch.completions)

@@ -95,21 +95,23 @@ def flags_page() -> str:
         " and any flag over the recipe's. `--help` says the same.",
     ]
     sections = {name: field.default_factory for name, field in _fields(StarPOConfig).items()}
-    for section, of in sections.items():
-        about = " ".join((of.__doc__ or "").split())
-        rows = [_row(one) for one in all_flags() if one.section == section and one.name != "recipe"]
+    for section, settings in sections.items():
+        about = " ".join((settings.__doc__ or "").split())
+        rows = [
+            _row(flag) for flag in all_flags() if flag.section == section and flag.name != "recipe"
+        ]
         head = "| flag | takes | default | |\n|---|---|---|---|"
         title = section.replace("_", " ").capitalize()
         parts.append("\n".join((f"## {title}", "", about, "", head, *rows)))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(one: Flag) -> str:
-    takes = "" if one.is_switch else f"`{one.metavar}`"
-    default = {True: "on", False: "off", "": "empty"}.get(one.default, f"`{one.default}`")
-    if one.default is None and "default" in one.about:
+def _row(flag: Flag) -> str:
+    takes = "" if flag.is_switch else f"`{flag.metavar}`"
+    default = {True: "on", False: "off", "": "empty"}.get(flag.default, f"`{flag.default}`")
+    if flag.default is None and "default" in flag.about:
         default = "as said"
-    cells = (f"`{flag_of(one.name)}`", takes, default, one.about)
+    cells = (f"`{flag_of(flag.name)}`", takes, default, flag.about)
     return f"| {' | '.join(map(_cell, cells))} |"
 
 
@@ -164,7 +166,7 @@ def _source(path: Path, *names: str) -> str:
     text = path.read_text()
     node: ast.AST = ast.parse(text)
     for name in names:
-        members = {getattr(one, "name", None): one for one in ast.iter_child_nodes(node)}
+        members = {getattr(child, "name", None): child for child in ast.iter_child_nodes(node)}
         if name not in members:
             raise ValueError(f"docs/algorithm.md names {name}, which {path} does not have; mend it")
         node = members[name]
@@ -195,8 +197,8 @@ def _flat(lists: Any) -> list[Any]:
     return [entry for part in lists for entry in part]
 
 
-def _fields(of: Any) -> dict[str, Any]:
-    return of.__dataclass_fields__
+def _fields(settings: Any) -> dict[str, Any]:
+    return settings.__dataclass_fields__
 
 
 def _cell(text: str) -> str:

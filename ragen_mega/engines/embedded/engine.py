@@ -261,7 +261,9 @@ class EmbeddedEngine(RolloutEngine):
                 self._answer(self._slots.decode(self._decoder))
                 self._step += 1
                 self.counts.steps += 1
-            elif awaited := [one.answer for one in self._absences if not one.is_overdue]:
+            elif awaited := [
+                absence.answer for absence in self._absences if not absence.is_overdue
+            ]:
                 await asyncio.wait(awaited, timeout=MAX_PATIENCE)
                 self._end_absences(overdue=False)
             elif self._absences:
@@ -274,7 +276,7 @@ class EmbeddedEngine(RolloutEngine):
         """Among those already overdue, or those not yet (`overdue`), resume those whose answer has
         come, in order; the rest are overdue from now on.
         """
-        for absence in [one for one in self._absences if one.is_overdue == overdue]:
+        for absence in [absence for absence in self._absences if absence.is_overdue == overdue]:
             absence.is_overdue = True
             if not absence.answer.done():
                 continue

@@ -52,8 +52,7 @@ class JSONClient:
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 600.0
     ) -> Any:
-        """Call the server like `post`, but block, and allow at most `timeout` seconds of silence.
-        """
+        """Call the server like `post`, but block, for at most `timeout` seconds of silence."""
         try:
             answer = self._blocking.request(method, path, json=body, timeout=timeout)
         except httpx2.TransportError as error:

@@ -171,9 +171,9 @@ class WeightTransfer(ABC):
             messages = [message] * self._shard.size
             if self._group is not None:
                 dist.all_gather_object(messages, message, group=self._group)
-            for one in messages:
-                if isinstance(one, EngineError):
-                    raise one
+            for message in messages:
+                if isinstance(message, EngineError):
+                    raise message
             yield messages
 
     def _messages(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Message | EngineError]:

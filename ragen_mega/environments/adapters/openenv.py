@@ -96,13 +96,13 @@ class OpenEnvWorld:
                 )
             await self.close()  # a late answer must not be taken for that of another step
             raise
-        told = result.observation
-        self._see_actions(told)
-        info = told.get("info") if isinstance(told.get("info"), Mapping) else {}
-        info = {key: told[key] for key in ("success",) if key in told} | dict(info)
-        truncated = bool(told.get("truncated", False))
+        answer = result.observation
+        self._see_actions(answer)
+        info = answer.get("info") if isinstance(answer.get("info"), Mapping) else {}
+        info = {key: answer[key] for key in ("success",) if key in answer} | dict(info)
+        truncated = bool(answer.get("truncated", False))
         return StepResult(
-            _words(told),
+            _words(answer),
             float(result.reward or 0.0),
             bool(result.done) and not truncated,
             truncated,
@@ -113,10 +113,10 @@ class OpenEnvWorld:
         self._is_playing = False
         await self._client.close()
 
-    def _see_actions(self, told: Mapping[str, Any]) -> None:
+    def _see_actions(self, answer: Mapping[str, Any]) -> None:
         """Take over the names of the present state, which our own servers tell."""
-        if self._is_ours and told.get("actions"):
-            self.actions = tuple(told["actions"])
+        if self._is_ours and answer.get("actions"):
+            self.actions = tuple(answer["actions"])
             self._values = dict(zip(self.actions, self.actions))
 
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
@@ -172,11 +172,11 @@ def _get(url: str) -> dict[str, Any]:
         ) from error
 
 
-def _words(told: Mapping[str, Any]) -> Observation:
+def _words(answer: Mapping[str, Any]) -> Observation:
     """The messages of an observation, else its text field, else all fields as text."""
-    if told.get("messages"):
-        return told["messages"]
-    texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
+    if answer.get("messages"):
+        return answer["messages"]
+    texts = [answer[name] for name in _TEXTS if isinstance(answer.get(name), str)]
     if texts:
         return texts[0]
-    return "\n".join(f"{name}: {value}" for name, value in told.items() if value is not None)
+    return "\n".join(f"{name}: {value}" for name, value in answer.items() if value is not None)

@@ -79,8 +79,8 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
             except ValueError as error:
                 return _unread(f"Unreadable: {error}")
         results: list[StepResult] = []
-        for one in steps:
-            results.append(calls.step(self._world, one))
+        for step in steps:
+            results.append(calls.step(self._world, step))
             self._is_over = results[-1].terminated or results[-1].truncated
             if self._is_over:
                 break
@@ -148,16 +148,18 @@ def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
     last = results[-1]
     words = last.observation
     if not isinstance(words, str):
-        told = (one.observation for one in results if not isinstance(one.observation, str))
-        words = [message for messages in told for message in messages]
+        observations = (
+            result.observation for result in results if not isinstance(result.observation, str)
+        )
+        words = [message for messages in observations for message in messages]
     info = {name: bool(last.info[name]) for name in STEP_INFO if name in last.info}
     if last.terminated:  # or the client would judge by the sum of the rewards
         info["success"] = is_success(last)
     for name, together in (("is_action_valid", all), ("is_action_effective", any)):
-        said = [bool(one.info[name]) for one in results if name in one.info]
+        said = [bool(result.info[name]) for result in results if name in result.info]
         info |= {name: together(said)} if said else {}
     observation = _observation(words)
-    observation.reward = math.fsum(one.reward for one in results)
+    observation.reward = math.fsum(result.reward for result in results)
     observation.done = last.terminated or last.truncated
     observation.truncated = last.truncated and not last.terminated
     observation.info = info

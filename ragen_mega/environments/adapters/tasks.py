@@ -117,8 +117,8 @@ class FileTasks:
 
     def step(self, text: str) -> StepResult:
         score = _number(self._score(text, self._task.reference, self._task.row))
-        told = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
-        return StepResult(told, score, terminated=True, info={"success": score == 1})
+        verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
+        return StepResult(verdict, score, terminated=True, info={"success": score == 1})
 
     def _parse(self, text: str) -> str:
         if not (answer := _cut(text, self._after)):
@@ -141,7 +141,7 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
             " its part by the option answer_column, such as reward_model.ground_truth"
         )
     given = _normal(answer)
-    return float(any(given == _normal(str(one)) for one in _listed(reference)))
+    return float(any(given == _normal(str(accepted)) for accepted in _listed(reference)))
 
 
 def read_rows(path: str) -> tuple[dict[str, Any], ...]:
@@ -244,9 +244,9 @@ def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ..
 @lru_cache(maxsize=16)
 def _is_short(file: _File, columns: _Columns) -> bool:
     return all(
-        not isinstance(one, Mapping) and len(str(one)) <= _LONGEST_DRAWN
+        not isinstance(answer, Mapping) and len(str(answer)) <= _LONGEST_DRAWN
         for task in _tasks(file, columns)
-        for one in _listed(task.reference)[:1]
+        for answer in _listed(task.reference)[:1]
     )
 
 
@@ -296,7 +296,11 @@ def _observation(place: str, prompt: Any) -> Observation:
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []
-    pairs = [(one.get("role"), one.get("content")) for one in messages if isinstance(one, Mapping)]
+    pairs = [
+        (message.get("role"), message.get("content"))
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
     are_texts = all(role in ROLES and isinstance(content, str) for role, content in pairs)
     if not pairs or len(pairs) < len(messages) or not are_texts:
         raise ValueError(

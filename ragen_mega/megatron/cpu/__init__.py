@@ -108,7 +108,7 @@ def stepping(optimizers: Iterable[MegatronOptimizer]) -> contextlib.AbstractCont
     """Return the context of an optimizer step: nothing in float32, where every operation would pass
     through Python once more.
     """
-    if all(isinstance(one, FP32Optimizer) for one in optimizers):
+    if all(isinstance(optimizer, FP32Optimizer) for optimizer in optimizers):
         return contextlib.nullcontext()
     return cuda_literals_as_cpu()
 
@@ -168,5 +168,5 @@ def _norm(
     """The norm [1] of all gradients together, which megatron-core's fallback takes a dozen
     operations for each of them to learn.
     """
-    norms = torch._foreach_norm([one for gradients in lists for one in gradients])
+    norms = torch._foreach_norm([gradient for gradients in lists for gradient in gradients])
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None

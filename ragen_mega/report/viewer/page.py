@@ -74,7 +74,7 @@ def _thinned(
     """Every `stride`-th, the last one and `keep` of the first run always."""
     last = len(sizes) - 1
     return [
-        one for at, one in enumerate(sizes) if (last - at) % stride == 0 or one[:2] == (0, keep)
+        size for at, size in enumerate(sizes) if (last - at) % stride == 0 or size[:2] == (0, keep)
     ]
 
 

@@ -172,7 +172,7 @@ def _attributes(about: dict[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{where}: {key} must be a list of texts, not {value!r:.60}")
     return tuple(value)
 

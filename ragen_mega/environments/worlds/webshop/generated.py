@@ -110,7 +110,7 @@ def generate_catalogue(
     asins: set[str] = set()
     for department, group, noun, brand, attributes in generator.sample(kinds, num_products):
         shown = generator.sample(attributes, len(attributes))
-        others = [one for one in department.attributes if one not in shown]
+        others = [attribute for attribute in department.attributes if attribute not in shown]
         hidden = generator.sample(others, _ATTRIBUTES_PER_PRODUCT - len(shown))
         price = generator.choice(_PRICES)
         product = Product(

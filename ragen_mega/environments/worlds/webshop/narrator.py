@@ -29,11 +29,11 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     (clicked,) = (_ARGUMENT.search(action)[1] for action in actions)
     if page.kind == "start":
         return f"go: {'all' if clicked.split() == keywords(facts['goal']) else 'some'}"
-    told = _told_options(page, facts["goal"], facts["chosen"])
-    parts = [f"{value} {word}" for value, word in told.items()]
+    words_of_options = _told_options(page, facts["goal"], facts["chosen"])
+    parts = [f"{value} {word}" for value, word in words_of_options.items()]
     if clicked in page.buttons:
         return " | ".join([*parts, f"go: {'buy' if clicked == BUY else 'page'}"])
-    words = told | dict(zip((one.asin for one in page.products), _PLACES))
+    words = words_of_options | dict(zip((product.asin for product in page.products), _PLACES))
     word = words.get(clicked, "later" if page.products else "other")
     return " | ".join([*parts, f"go: {word} {clicked}"])
 
@@ -43,13 +43,13 @@ def _told_options(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str
     if page.option_names is None:
         return {}
     named = set(keywords(goal))
-    told = {}
+    words_of_options = {}
     for option in goal.options:
         value = option if isinstance(option, str) else option[1]
         if set(keywords_of(value)) <= named:
             offer = "offered" if value in page.option_names else "missing"
-            told[value] = "chosen" if value in chosen.values() else offer
-    return told
+            words_of_options[value] = "chosen" if value in chosen.values() else offer
+    return words_of_options
 
 
 NARRATOR = Narrator(describe)

@@ -57,7 +57,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
     if page.kind == "results":
         if goal.asin in page.clickable:
             return [f"click[{goal.asin}]"]
-        asins = [one.asin for one in facts["hits"]]
+        asins = [hit.asin for hit in facts["hits"]]
         ahead = (
             goal.asin in asins
             and page.products
@@ -68,7 +68,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
         return [f"click[{PREVIOUS}]"]
     values = [option if isinstance(option, str) else option[1] for option in goal.options]
     # By the name that a click chooses: options may share a value, and one of them is left as it is.
-    wanted = {page.option_names[one]: one for one in values if one in page.option_names}
+    wanted = {page.option_names[wish]: wish for wish in values if wish in page.option_names}
     for name, value in wanted.items():
         if chosen.get(name) != value and "[" not in value:  # a bracket would end the action
             return [f"click[{value}]"]
@@ -102,10 +102,10 @@ def references(shopper: Any, budget: Budget) -> References:
     generator = random.Random(shopper.goal.instruction)
     num_actions = budget.action_budget
     bought = [
-        play(shopper, lambda one: one.random_answer(generator), num_actions)
+        play(shopper, lambda world: world.random_answer(generator), num_actions)
         for _ in range(_RANDOM_EPISODES)
     ]
-    optimum = float(play(shopper, lambda one: optimal_actions(one, 0)[0], num_actions) >= 1.0)
+    optimum = float(play(shopper, lambda world: optimal_actions(world, 0)[0], num_actions) >= 1.0)
     success = sum(score >= 1.0 for score in bought) / len(bought)
     return References(success, optimum, optimum, is_exact=False)
 

@@ -115,6 +115,6 @@ def _plain_colour(value: str) -> str:
     return next((colour for colour in _COLOURS if colour in value), value)
 
 
-def _is_similar(one: str, other: str) -> bool:
-    ascii_only = (text.encode("ascii", "ignore").decode() for text in (one, other))
+def _is_similar(title: str, other: str) -> bool:
+    ascii_only = (text.encode("ascii", "ignore").decode() for text in (title, other))
     return round(fuzz.token_set_ratio(*ascii_only, processor=utils.default_process)) > _SIMILAR

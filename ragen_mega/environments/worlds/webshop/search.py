@@ -27,7 +27,9 @@ class SearchEngine:
         self._products = products
         self._stemmer = Stemmer.Stemmer("porter")
         self._index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-        self._index.index(self._words([_document(one) for one in products]), show_progress=False)
+        self._index.index(
+            self._words([_document(product) for product in products]), show_progress=False
+        )
 
     def search(self, query: str) -> list[Product]:
         """At most 50 products that share a word with the query, best first; equal ones in the order

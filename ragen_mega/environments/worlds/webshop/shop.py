@@ -57,7 +57,11 @@ class Shop:
         and marks.
         """
         products = self.products.values()
-        texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
+        texts = {
+            text
+            for product in products
+            for text in (product.title, *product.options, *_values(product))
+        }
         texts |= {goal.instruction for split in self.goals for goal in split}
         words = {word for text in texts for word in _WORD.findall(text)}
         prices = {product.price_text for product in products}

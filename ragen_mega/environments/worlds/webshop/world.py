@@ -150,7 +150,9 @@ class WebShop:
             self._open_results(1)
         elif kind == "click" and (button := _spelled(argument, page.buttons)):
             self._press(button)
-        elif kind == "click" and (asin := _spelled(argument, [one.asin for one in page.products])):
+        elif kind == "click" and (
+            asin := _spelled(argument, [product.asin for product in page.products])
+        ):
             self._product = self.shop.products[asin]
             self._open_item()
         elif kind == "click" and argument in (page.option_names or {}):
