@@ -104,8 +104,8 @@ LAYOUTS = (
 
 
 def sglang_layouts(python: Path) -> tuple[Layout, ...]:
-    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the
-    disk.
+    """Return the ranks that roll out with SGLang servers of another environment and keep every
+    rollout on the disk.
 
     One replaces a lost server from its copy of the weights; of two pipeline stages both have to
     send theirs again.
@@ -154,7 +154,7 @@ class Victim:
             )
 
     def said(self) -> str:
-        """The output since the last start."""
+        """Return the output since the last start."""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def phase(self) -> str:
@@ -179,8 +179,8 @@ class Victim:
         ]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the last checkpoint: weights and moments of both models, as the ranks
-        wrote them.
+        """Return every tensor of the last checkpoint: weights and moments of both models, as the
+        ranks wrote them.
         """
         last = self.directory / CHECKPOINTS / f"step_{NUM_STEPS:08d}"
         return {
@@ -195,12 +195,12 @@ class Victim:
         return [path for path in published if identity(path) not in tainted]
 
     def trained(self) -> list[list[TrajectoryGroup]]:
-        """The groups of every rollout that is on the disk, in the order of the steps."""
+        """Return the groups of every rollout that is on the disk, in the order of the steps."""
         store = RolloutStore(self.directory / ROLLOUTS)
         return [store.read(step).groups for step in store.steps()]
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this run: those that carry its mark, and its servers, whose
+        """Return every live process of this run: those that carry its mark, and its servers, whose
         environment is scrubbed.
         """
         seen = psutil.process_iter(["environ", "cmdline", "cwd", "status"])
@@ -215,11 +215,11 @@ class Victim:
         return Path(process.info["cwd"] or "/").is_relative_to(self.directory / "sglang")
 
     def servers(self) -> list[psutil.Process]:
-        """The processes of SGLang servers, with those that supervise them."""
+        """Return the processes of SGLang servers, with those that supervise them."""
         return [process for process in self.processes() if self._serves(process)]
 
     def ranks(self, launcher: int) -> list[psutil.Process]:
-        """The processes that train."""
+        """Return the processes that train."""
         return [
             process
             for process in self.processes()

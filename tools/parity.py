@@ -111,8 +111,8 @@ LAYOUTS = {
 
 
 def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A small model whose every parameter, biases and norms too, is random; `changes` are entries
-    of its configuration.
+    """Return a small model whose every parameter, biases and norms too, is random; `changes` are
+    entries of its configuration.
     """
     config = AutoConfig.for_model(
         architecture,
@@ -192,7 +192,7 @@ def transformers_logprobs(
 
 
 def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
-    """A batch in which every term of the objective is active: ratios around 1, both signs of
+    """Return a batch in which every term of the objective is active: ratios around 1, both signs of
     advantage, a reference. Its second half begins as the first does.
     """
     trajectories = random_trajectories(model.config.vocab_size, 6, seed)
@@ -325,7 +325,7 @@ def compare(
 
 
 def largest(*differences: float) -> float:
-    """The largest difference, NaN if any is: Python's own `max` would leave that out."""
+    """Return the largest difference, NaN if any is: Python's own `max` would leave that out."""
     return float(torch.tensor(differences, dtype=torch.float64).max())
 
 
@@ -379,7 +379,7 @@ def measure(names: list[str]) -> dict:
 
 
 def is_within_tolerance(report: dict) -> bool:
-    """Whether every layout in the report of `measure` agrees as well as TOLERANCES demand."""
+    """Check that every layout in the report of `measure` agrees as well as TOLERANCES demand."""
     return report["transformers"]["max_diff_logprobs"] <= TRANSFORMERS_TOLERANCE and all(
         row[key] <= tolerance for row in report["layouts"] for key, tolerance in TOLERANCES.items()
     )
@@ -388,8 +388,8 @@ def is_within_tolerance(report: dict) -> bool:
 def unfused_gradients(
     model: PreTrainedModel, batch: TokenBatch, loss: LossConfig, temperature: float
 ) -> dict[str, Tensor]:
-    """Gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and an
-    importance cap.
+    """Return the gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and
+    an importance cap.
     """
     exact = type(model)(model.config).double().eval()
     exact.load_state_dict(model.state_dict())
@@ -404,7 +404,7 @@ def unfused_gradients(
 
 
 def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) -> Tensor:
-    """Loss [T] of tokens with logits [T, V], as the papers write it (formulas:
+    """Return the loss [T] of tokens with logits [T, V], as the papers write it (formulas:
     `ragen_kernels.objective`).
     """
     all_logprobs = logits.log_softmax(-1)
@@ -429,7 +429,7 @@ def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) ->
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled to at most `max_norm`, and the norm that they had."""
+    """Return the gradients scaled to at most `max_norm`, and the norm that they had."""
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     scale = min(1.0, max_norm / norm)
     return {name: gradient * scale for name, gradient in gradients.items()}, norm

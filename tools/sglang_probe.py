@@ -65,7 +65,8 @@ class NotStarted(Failed):
 def first_that_works(
     attempt: Callable[[str, str], dict[str, Any]], report: Callable[[dict[str, Any]], None]
 ) -> tuple[str, str] | None:
-    """The first (way of the weights, key of OPTIONS) for which `attempt` does not raise Failed.
+    """Return the first (way of the weights, key of OPTIONS) for which `attempt` does not raise
+    Failed.
 
     Options under which the server has not started are not tried again with another way of the
     weights.
@@ -84,7 +85,7 @@ def first_that_works(
 
 
 def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
-    """Two rollouts, and their cost. Raises Failed, with the end of the server's log."""
+    """Return two rollouts, and their cost. Raises Failed, with the end of the server's log."""
     engine = SGLangEngine(CONFIG, settings, transfer=transfer, bucket_bytes=256 * 1024)
     rollouts, is_started = [], False
     try:

@@ -128,7 +128,7 @@ FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
 def row_configs() -> list[KernelConfig]:
-    """The kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
+    """Return the kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
     return [*_statistics_and_gradients(), *_policy_rows()]
 
 
@@ -225,7 +225,7 @@ def _policy_rows() -> list[KernelConfig]:
 
 
 def token_configs() -> list[KernelConfig]:
-    """The kernels over tokens, trajectories and gradients."""
+    """Return the kernels over tokens, trajectories and gradients."""
     tokens = KernelConfig(
         "policy_tokens",
         triton_token.token_kernel,
@@ -264,5 +264,5 @@ def token_configs() -> list[KernelConfig]:
 
 
 def all_configs() -> list[KernelConfig]:
-    """Every kernel in every configuration."""
+    """Return every kernel in every configuration."""
     return [*row_configs(), *token_configs()]

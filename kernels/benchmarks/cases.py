@@ -87,7 +87,7 @@ class LossInputs:
         return self.old_logprobs, self.advantages, self.weights
 
     def fresh_logits(self) -> Tensor:
-        """A leaf that an in-place implementation may destroy."""
+        """Return a leaf that an in-place implementation may destroy."""
         self.scratch.copy_(self.logits)
         return self.scratch.detach().requires_grad_()
 
@@ -116,7 +116,7 @@ def torch_logprob_entropy(
 def surrogate_loss(
     logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor
 ) -> Tensor:
-    """The clipped surrogate with entropy bonus."""
+    """Return the clipped surrogate with entropy bonus."""
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - OBJECTIVE.clip_ratio_low, 1 + OBJECTIVE.clip_ratio_high)
     surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -126,7 +126,7 @@ def surrogate_loss(
 def torch_policy_loss(
     logits: Tensor, labels: Tensor, *constants: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The policy loss as a torch user writes it; in float64, the ground truth."""
+    """Return the policy loss as a torch user writes it; in float64, the ground truth."""
     return surrogate_loss(*torch_logprob_entropy(logits, labels, dtype), *constants)
 
 
@@ -159,13 +159,13 @@ def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
 
 
 def logits_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
-    """Error of d_logits on the sampled rows."""
+    """Return the error of d_logits on the sampled rows."""
     rows = sampled_rows(inputs)
     return relative_error(output[0][rows], true_d_logits(inputs, rows, inputs.logits[rows]))
 
 
 def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
-    """Error of d_hidden on the sampled rows."""
+    """Return the error of d_hidden on the sampled rows."""
     rows = sampled_rows(inputs)
     weight = inputs.weight.double()
     truth = true_d_logits(inputs, rows, inputs.hidden[rows].double() @ weight.T) @ weight
@@ -188,7 +188,7 @@ def make_logits(num_rows: int, vocab: int, device: str) -> Callable[[int], LossI
 def make_hidden(
     num_rows: int, vocab: int, width: int, active: float, device: str, seed: int
 ) -> LossInputs:
-    """An input set of hidden states and an LM head."""
+    """Return an input set of hidden states and an LM head."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = loss_inputs(num_rows, vocab, active, device, seed)
     hidden = torch.randn(num_rows, width, device=device).to(dtype)
@@ -197,7 +197,7 @@ def make_hidden(
 
 
 def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> dict[str, Tensor]:
-    """An input set of packed trajectories, half of their tokens sampled."""
+    """Return an input set of packed trajectories, half of their tokens sampled."""
     total = num_trajectories * length
     random = torch.Generator(device).manual_seed(seed)
     values, old_values, rewards = torch.randn(3, total, generator=random, device=device)
@@ -216,13 +216,13 @@ def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> 
 def with_torch(
     run: Callable[[Function], Function], function: Function, compiled: Function | None
 ) -> dict[str, Function]:
-    """A torch user's function, eager and compiled; `run` makes a job of it."""
+    """Return a torch user's function, eager and compiled; `run` makes a job of it."""
     named = {"torch": function} | ({"torch.compile": compiled(function)} if compiled else {})
     return {name: run(function) for name, function in named.items()}
 
 
 def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Log-probability and entropy, logits in."""
+    """Return the log-probability and entropy, logits in."""
 
     def run(function: Function) -> Function:
         return torch.no_grad()(lambda inputs: function(inputs.logits, inputs.labels))
@@ -247,7 +247,7 @@ def backward_providers() -> tuple[Provider, ...]:
 
 
 def fused_rows(state: tuple[Tensor, LossInputs]) -> tuple[Tensor]:
-    """The gradient of the policy loss, written over the logits."""
+    """Return the gradient of the policy loss, written over the logits."""
     logits, inputs = state
     terms = TokenTerms(*inputs.constants, None, None)
     shard = vocab_shard(logits.shape[1], 0, None, None)
@@ -297,7 +297,7 @@ def logits_cases(device: str, sizes: str, compiled: Function | None) -> Iterator
 
 
 def linear_gradients(function: Function, inputs: LossInputs) -> tuple[Tensor, ...]:
-    """Gradients of function(hidden, weight) in both."""
+    """Return the gradients of function(hidden, weight) in both."""
     leaves = [x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight)]
     return torch.autograd.grad(function(*leaves), leaves)
 

@@ -82,7 +82,7 @@ def run_tool(name: str, *arguments: str) -> str:
 
 
 def ptxas_version() -> str:
-    """Version of the assembler that Triton ships, such as 12.8.93."""
+    """Return the version of the assembler that Triton ships, such as 12.8.93."""
     return re.search(r"V([\d.]+)", run_tool("ptxas", "--version")).group(1)
 
 

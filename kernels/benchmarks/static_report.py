@@ -36,7 +36,7 @@ asserts a budget for each line.
 
 
 def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
-    """One kernel in one configuration: counts, and `violations` of its budget in words."""
+    """Return one kernel in one configuration: counts, and `violations` of its budget in words."""
     report = config.analyse(compiled)
     return {
         "name": config.name,
@@ -50,7 +50,7 @@ def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Every kernel in every configuration; one is disassembled while the next is compiled."""
+    """Report every kernel in every configuration; one is disassembled while the next compiles."""
     with ThreadPoolExecutor() as pool:
         under_way = [pool.submit(static_row, config, config.compile()) for config in all_configs()]
     kernels = [row.result() for row in under_way]
@@ -64,7 +64,7 @@ def preamble(report: Mapping[str, Any]) -> str:
 
 
 def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """The table's rows, under COLUMNS."""
+    """Yield the table's rows, under COLUMNS."""
     for row in report["kernels"]:
         kernel, _, configuration = row["name"].partition(" ")
         per_element = [row[f"{name}_per_element"] for name in ("instructions", "exponentials")]

@@ -231,7 +231,7 @@ class TokenTerms(NamedTuple):
     rollout_logprobs: Tensor | None
 
     def at(self, index: Tensor | slice) -> TokenTerms:
-        """The terms of some tokens."""
+        """Return the terms of some tokens."""
         return TokenTerms(*(None if term is None else term[index] for term in self))
 
 

@@ -69,7 +69,7 @@ def logprob_entropy(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, differentiable in `logits`.
+    """Return the log-probability of each label and entropy of each row, differentiable in `logits`.
 
     Args:
         logits: [T, V/tp], this rank's vocabulary shard.
@@ -164,7 +164,8 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of labels straight from hidden states, without gradient.
+    """Return log-probabilities and entropies of labels straight from hidden states, without
+    gradient.
 
     Args:
         hidden: [T, H].
@@ -208,7 +209,7 @@ def _logprobs_of_rows(
     temperature: float,
     chunks: list[slice],
 ) -> Tensor:
-    """Log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
+    """Return log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
     result = hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden))
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:

@@ -102,7 +102,7 @@ def logits_gradient(
 def token_losses(
     logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The token objective with its statistics and derivatives.
+    """Return the token objective with its statistics and derivatives.
 
     Args:
         logprobs, entropy: [T], of the current weights.
@@ -167,7 +167,7 @@ def token_losses(
 
 
 def bounded_importance(importance: Tensor, objective: PolicyObjective) -> Tensor:
-    """The importance within the objective's bounds: truncated at the cap, or 0 outside them."""
+    """Bound the importance by the objective's limits: truncated at the cap, or 0 outside them."""
     cap, floor = objective.importance_cap, objective.importance_floor or 0.0
     if objective.importance_mode == "truncate":
         return importance.clamp(max=cap)

@@ -151,5 +151,5 @@ def gae(
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """A bool mask as int8, without a copy."""
+    """Return a bool mask as int8, without a copy."""
     return mask.contiguous().view(torch.int8)

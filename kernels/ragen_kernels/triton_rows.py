@@ -208,7 +208,7 @@ def gradient_kernel(
 
 
 def group_size(dtype: torch.dtype) -> int:
-    """Elements of a 16-byte load."""
+    """Return the elements of a 16-byte load."""
     return 16 // dtype.itemsize
 
 

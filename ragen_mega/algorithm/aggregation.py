@@ -24,8 +24,8 @@ def aggregation_weights(
     num_tokens: int,
     num_trajectories: int,
 ) -> Tensor:
-    """Weights w such that the loss of the minibatch is the sum of w * token_loss over all its
-    tokens.
+    """Return the weights w such that the loss of the minibatch is the sum of w * token_loss over
+    all its tokens.
 
         token-mean            w = 1 / num_tokens
         seq-mean-token-mean   w = 1 / (num_trajectories * sampled tokens of the trajectory)

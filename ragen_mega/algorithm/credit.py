@@ -139,8 +139,8 @@ def estimate_advantages(
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: checked for shape and finite values, and set to 0
-    where nothing was sampled.
+    """Return advantages and, with a critic, returns: checked for shape and finite values, and set
+    to 0 where nothing was sampled.
     """
     mask = batch.loss_mask
     pair = answer if isinstance(answer, tuple) else (answer,)

@@ -45,13 +45,15 @@ _REMEDIES = {
 
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
-    """Share of distinct ones among the first responses of all groups, in (0, 1]; a metric."""
+    """Return the share of distinct ones among the first responses of all groups, in (0, 1]; a
+    metric.
+    """
     responses = [tuple(response) for group in groups for response in _first_responses(group)]
     return len(set(responses)) / max(1, len(responses))
 
 
 def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
-    """The tokens of the first turns; none of a trajectory that could not be played."""
+    """Return the tokens of the first turns; none of a trajectory that could not be played."""
     firsts = [(member.tokens, member.turns[0]) for member in group.trajectories if member.turns]
     return [tokens[turn.start : turn.end] for tokens, turn in firsts if turn.end > turn.start]
 
@@ -81,7 +83,8 @@ def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, fl
 
 
 def entropy_by_prompt(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Entropy of what was sampled, estimated for each prompt by the mean of -log p of its tokens.
+    """Return the entropy of what was sampled, estimated for each prompt by the mean of -log p of
+    its tokens.
 
     entropy: its mean over prompts, nats a token. entropy_variance: its variance over prompts; near
     0, the policy is as sure or unsure whatever it is asked. Nothing if no token was sampled.
@@ -188,7 +191,7 @@ class EchoTrapMonitor:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to give the same warnings, as plain Python
+        """Return everything that a resumed run needs to give the same warnings, as plain Python
         objects.
         """
         return deepcopy(
@@ -343,7 +346,7 @@ class CollapseDetector:
         self._recent = {name: [] for name in COLLAPSE_SIGNALS}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to decide alike, as plain Python objects."""
+        """Return everything that a resumed run needs to decide alike, as plain Python objects."""
         return deepcopy({"recent": self._recent, "best": self._best})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -423,7 +426,7 @@ def diagnose(
     max_members: int = 4,
     reasoning_length: Callable[[Sequence[int]], int] = len,
 ) -> dict[str, float]:
-    """Whether reasoning still depends on its input: `mutual_information` of first responses.
+    """Return whether reasoning still depends on its input: `mutual_information` of first responses.
 
     X is the context before the first sampled token, Z the reasoning sampled there. The reasonings
     of the `probes` are scored after the X of each of their groups: at most max_groups^2 max_members
@@ -508,7 +511,7 @@ def mutual_information(
 
 
 def moving_average(before: float | None, value: float, decay: float = 0.9) -> float:
-    """An exponential moving average after one more value; it begins with the first."""
+    """Return an exponential moving average after one more value; it begins with the first."""
     return value if before is None else decay * before + (1 - decay) * value
 
 

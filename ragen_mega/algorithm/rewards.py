@@ -55,7 +55,7 @@ def well_formed(trajectory: Trajectory) -> list[float]:
 
 
 def response_length(trajectory: Trajectory) -> list[float]:
-    """The number of tokens sampled in each turn; a penalty if its weight is negative."""
+    """Return the number of tokens sampled in each turn; a penalty if its weight is negative."""
     return [float(turn.end - turn.start) for turn in trajectory.turns]
 
 
@@ -103,7 +103,7 @@ def turn_discounted(trajectory: Trajectory) -> list[float]:
 
 
 def group_relative(group: TrajectoryGroup) -> list[float]:
-    """The environment's return minus the mean of the other members; 0 for a group of one."""
+    """Return the environment's return minus the mean of the other members; 0 for a group of one."""
     returns, size = group.total_rewards, len(group.trajectories)
     return [(value - fmean(returns)) * size / max(1, size - 1) for value in returns]
 
@@ -114,8 +114,8 @@ def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Traj
 
 
 def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> TrajectoryGroup:
-    """A copy whose turns earn the weighted sum of `terms` (name -> weight); `info["rewards"]` of a
-    turn has the contribution of each term.
+    """Return a copy whose turns earn the weighted sum of `terms` (name -> weight);
+    `info["rewards"]` of a turn has the contribution of each term.
 
     Raises PlugInError, in one line, for a reward that fails or returns something else.
     """
@@ -134,7 +134,7 @@ def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> Trajector
 def shape_rewards(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """The groups with the rewards of the terms, and metrics to log.
+    """Return the groups with the rewards of the terms, and metrics to log.
 
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
     and `total`, their sum. Unless all succeed or all fail, also `success_ranking` (see there), and
@@ -180,8 +180,8 @@ def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
 
 
 def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Environment -> what solved trajectories earn in the mean more than unsolved ones, where there
-    are both.
+    """Return a map: environment -> what solved trajectories earn in the mean more than unsolved
+    ones, where there are both.
     """
     return {
         name: fmean(solved) - fmean(unsolved)
@@ -191,7 +191,7 @@ def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], list[float]]]:
-    """Environment -> returns of unsolved trajectories and of solved ones."""
+    """Return a map: environment -> returns of unsolved trajectories and of solved ones."""
     earned: dict[str, tuple[list[float], list[float]]] = {}
     for trajectory in trajectories:
         of_world = earned.setdefault(trajectory.environment, ([], []))
@@ -200,8 +200,8 @@ def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], 
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:
-    """The verdicts stored with the rollout. A missing one is replaced by the mean of the group; a
-    run has no such member in a group, unless the weight of the judge is 0.
+    """Return the verdicts stored with the rollout. A missing one is replaced by the mean of the
+    group; a run has no such member in a group, unless the weight of the judge is 0.
     """
     verdicts = [
         member.turns[-1].info.get(VERDICTS, {}).get(url) if member.turns else None
@@ -213,7 +213,7 @@ def judge(url: str, group: TrajectoryGroup) -> list[float]:
 
 
 def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
-    """Rewards of the turns of each member."""
+    """Return the rewards of the turns of each member."""
     if is_judge(name):
         answers = judge(name, group)
     elif "group" in call(REWARDS, name, inspect.signature, reward := REWARDS.get(name)).parameters:

@@ -190,7 +190,8 @@ METRICS = Registry(
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name; a plain function gets the options that it has parameters for.
+    """Return the estimator of that name; a plain function gets the options that it has parameters
+    for.
 
     Raises ValueError if there is none.
     """
@@ -219,13 +220,13 @@ def check_metric(name: str) -> None:
 
 
 def find_filter(name: str) -> Filter:
-    """The group filter of that name. Raises ValueError if there is none."""
+    """Return the group filter of that name. Raises ValueError if there is none."""
     found = FILTERS.get(name)
     return found if isinstance(found, Filter) else Filter(found)
 
 
 def is_judge(name: str) -> bool:
-    """Whether a reward comes from a judge server: its name is the server's URL."""
+    """Return whether a reward comes from a judge server: its name is the server's URL."""
     return name.startswith(("http://", "https://"))
 
 

@@ -78,7 +78,7 @@ def choose_prompts(
     path: Path | None,
     num_prompts: int | None,
 ) -> tuple[list[int] | list[Board], str]:
-    """The prompts and where they come from. Raises ValueError if there are too few."""
+    """Return the prompts and where they come from. Raises ValueError if there are too few."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
     if path is None and not has_packaged_boards(environment):
@@ -94,7 +94,7 @@ def choose_prompts(
 
 
 def text(result: Baselines, budget: Budget, source: str) -> str:
-    """The result as text."""
+    """Return the result as text."""
     found = (
         f"unknown: no actions, tools or random_answer to draw from, or over {MAX_SECONDS:.0f} s"
         if result.random is None

@@ -124,8 +124,8 @@ def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
 
 
 def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
-    """The directory with the model configuration and the tokenizer that the run of a checkpoint
-    started from.
+    """Return the directory with the model configuration and the tokenizer that the run of a
+    checkpoint started from.
     """
     run, load = checkpoint.directory.absolute().parents[1], checkpoint.config["model"]["load"]
     places = [
@@ -249,7 +249,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of e.g. 500MB, 5GB or 2GiB."""
+    """Return the bytes of e.g. 500MB, 5GB or 2GiB."""
     match = re.fullmatch(r"(\d+)\s*([KMG]I?|)B?", text.upper())
     if not match or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 500MB or 5GB")

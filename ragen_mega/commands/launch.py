@@ -169,8 +169,8 @@ def _meet_privately(args: Namespace) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listener on the address of `host` alone, unless this machine knows its own name as one of
-    the loopback's, as Debian does: others would not reach it there.
+    """Return a listener on the address of `host` alone, unless this machine knows its own name as
+    one of the loopback's, as Debian does: others would not reach it there.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_own_name = ip_address(address[0]).is_loopback
@@ -211,8 +211,8 @@ def _check_meeting(args: Namespace) -> None:
 
 
 def can_bind(system: Path = Path("/sys")) -> bool:
-    """Whether torchrun can bind ranks to the CPUs near their GPUs, and some are nearer than others:
-    it ends the job where Linux does not say where a GPU is or numactl is missing.
+    """Return whether torchrun can bind ranks to the CPUs near their GPUs, and some are nearer than
+    others: it ends the job where Linux does not say where a GPU is or numactl is missing.
     """
     import torch
 

@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def manual() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     lines = ["usage: ragen-mega COMMAND [flags]"]
     for heading, commands in COMMANDS.items():
         lines += ["", f"{heading}:"]

@@ -42,8 +42,8 @@ STYLES = (":", "--", "-.")
 
 
 def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per evaluated set of a finished run (as `read_run` gives it); runs that are `alike`
-    differ only by their seed. Raises ValueError if it is not finished.
+    """Return one row per evaluated set of a finished run (as `read_run` gives it); runs that are
+    `alike` differ only by their seed. Raises ValueError if it is not finished.
     """
     if (summary := run["summary"]) is None:
         raise ValueError(f"{run['name']} has not finished: it has no {SUMMARY_FILE}; leave it out")
@@ -73,8 +73,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict[str, Any]]:
-    """Mean and standard deviation of a measure over the runs of each model, settings and set that
-    more than one run has.
+    """Return the mean and standard deviation of a measure over the runs of each model, settings and
+    set that more than one run has.
     """
     alike = defaultdict(list)
     for row in rows:
@@ -94,8 +94,8 @@ def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict
 def markdown(
     title: str, rows: Sequence[dict[str, Any]], players: Mapping[str, float] | None = None
 ) -> str:
-    """The report as text: where each run was made, a row of each, and the means; of returns as well
-    beside those of `players`, if there are such.
+    """Return the report as text: where each run was made, a row of each, and the means; of returns
+    as well beside those of `players`, if there are such.
     """
     places = defaultdict(dict)
     for row in rows:
@@ -194,7 +194,9 @@ def plot(
 
 
 def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Random and optimal play on the first set, as far as known and equal for all runs on it."""
+    """Return random and optimal play on the first set, as far as known and equal for all runs on
+    it.
+    """
     values = {
         player: {row[player] for row in rows if row["set"] == rows[0]["set"]}
         for player in ("random", "optimum")
@@ -207,7 +209,7 @@ def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
-    """Steps at which `key` was logged, and its values."""
+    """Return the steps at which `key` was logged, and its values."""
     steps, values = run["metrics"]["steps"], run["metrics"]["values"].get(key, ())
     logged = [(step, value) for step, value in zip(steps, values) if value is not None]
     return [step for step, _ in logged], [value for _, value in logged]

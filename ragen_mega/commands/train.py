@@ -49,8 +49,8 @@ def run_rank(argv: Sequence[str]) -> None:
 
 
 def default_ranks() -> int:
-    """Ranks for this machine: one for each GPU that CUDA_VISIBLE_DEVICES leaves; without a GPU two,
-    data-parallel, where there are two cores.
+    """Return the ranks for this machine: one for each GPU that CUDA_VISIBLE_DEVICES leaves; without
+    a GPU two, data-parallel, where there are two cores.
     """
     gpus = 0
     if program := shutil.which("nvidia-smi"):  # which lists all of them

@@ -32,8 +32,8 @@ FLAGS = (
 def measure(
     shopper: "WebShop", choose: Callable[["WebShop"], str], num_goals: int, num_turns: int
 ) -> dict[str, float]:
-    """Mean score of a player, its success with the 95% interval, and how often its purchase scored
-    above 0.
+    """Return the mean score of a player, its success with the 95% interval, and how often its
+    purchase scored above 0.
     """
     from ragen_mega.environments.worlds.webshop.players import play
 
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
     }
     print(f"{shopper.shop.label}: {num_goals} goals, {num_turns} turns, {options}")
     for name, rate in result.items():
-        print(f"  {name:8} score {one['score']:.3f}  success {one['success']:.1%}")
+        print(f"  {name:8} score {rate['score']:.3f}  success {rate['success']:.1%}")
     if arguments.json:
         about = {"catalogue": shopper.shop.label, "max_turns": num_turns}
         write_json(arguments.json, about | {"options": options, "players": result})

@@ -110,8 +110,8 @@ def parse_response(
 
 
 def same_word(name: str) -> str:
-    """One form of all spellings of a name that a reader takes for the same: letter case, composed
-    or decomposed accents, wide digits, kinds of spaces, marks without width.
+    """Return one form of all spellings of a name that a reader takes for the same: letter case,
+    composed or decomposed accents, wide digits, kinds of spaces, marks without width.
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return " ".join(_NO_WIDTH.sub("", folded).split())

@@ -136,8 +136,8 @@ class TurnResult:
 
 
 def failed_turn(error: Exception, action: Action | None = None) -> TurnResult:
-    """The end of a trajectory whose environment did not answer, with the reason as data; `action`
-    is what the environment was asked to do.
+    """Return the end of a trajectory whose environment did not answer, with the reason as data;
+    `action` is what the environment was asked to do.
     """
     cause = "time" if getattr(error, "is_late", False) else "error"
     info = {ERROR: str(error), "success": False, TRUNCATED_BY: cause}
@@ -227,7 +227,7 @@ class Episode:
         return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)
 
     def _under_system_prompt(self, messages: Sequence[Message], default: str = "") -> list[Message]:
-        """The messages after the system prompt, which begins a system message that is there."""
+        """Put the system prompt before the messages, at the start of a system message if there is one."""
         prompt = default if self.config.system_prompt is None else self.config.system_prompt
         if not prompt:
             return list(messages)
@@ -370,14 +370,14 @@ class Episode:
 
 
 def quote(text: str) -> str:
-    """The text of a world with a CUT in every marker of chat templates, so that a renderer encodes
-    its letters and not a control token.
+    """Return the text of a world with a CUT in every marker of chat templates, so that a renderer
+    encodes its letters and not a control token.
     """
     return _MARKER.sub(lambda found: f"{found[0][0]}{CUT}{found[0][1:]}", text)
 
 
 def quoted(message: Message) -> Message:
-    """The message of a world, quoted."""
+    """Return the message of a world, quoted."""
     content = quote(message.content)
     return message if content == message.content else Message(message.role, content)
 
@@ -387,8 +387,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def is_success(result: StepResult) -> bool:
-    """Whether the task is done if this is the last step: as the environment says, else whether it
-    was terminated with a positive reward.
+    """Return whether the task is done if this is the last step: as the environment says, else
+    whether it was terminated with a positive reward.
     """
     return bool(result.info.get("success", result.terminated and result.reward > 0))
 

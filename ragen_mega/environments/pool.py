@@ -69,13 +69,13 @@ def where(error: BaseException) -> str:
 
 
 def _is_ours(code: CodeType) -> bool:
-    """Whether it is of what calls environments; worlds of the package are environments."""
+    """Return whether the code calls environments; worlds of the package are environments."""
     name = code.co_filename
     return name.startswith(_PACKAGE) and not name.startswith(_WORLDS)
 
 
 def is_instant(environment: object) -> bool:
-    """Whether the class itself, not a base class, declares that its calls take no time."""
+    """Return whether the class itself, not a base class, declares that its calls take no time."""
     return bool(vars(type(environment)).get("is_instant", False))
 
 

@@ -159,20 +159,20 @@ class Narrator:
 
 
 def text_of(observation: Observation) -> str:
-    """The words of an observation."""
+    """Return the words of an observation."""
     if isinstance(observation, str):
         return observation
     return "\n".join(message.content for message in observation)
 
 
 def text_seed(text: str) -> int:
-    """A 63-bit seed, the same in every process and run (Python salts `hash` of strings)."""
+    """Return a 63-bit seed, the same in every process and run (Python salts `hash` of strings)."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stable_seed(seed: int, purpose: str) -> int:
-    """The `text_seed` of `seed` for one purpose."""
+    """Return the `text_seed` of `seed` for one purpose."""
     return text_seed(f"{purpose}:{seed}")
 
 
@@ -184,7 +184,7 @@ def check_seed(seed: int) -> int:
 
 
 def canonical_action(action: str, legal_actions: Sequence[str]) -> str:
-    """The legal name that `action` spells in any letter case. ValueError if there is none."""
+    """Find the legal name that `action` spells in any letter case. Raises ValueError without one."""
     for name in legal_actions:
         if name.lower() == action.strip().lower():
             return name

@@ -118,7 +118,7 @@ def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list
 
 
 def find_solver(environment: Environment) -> Solver:
-    """The environment's solver. Raises ValueError if it has none."""
+    """Return the environment's solver. Raises ValueError if it has none."""
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(
@@ -179,8 +179,8 @@ def _solve(
 def _measure_random(
     name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
-    """Success rate of uniformly random actions over sampled episodes; None if that takes too long
-    or the possible answers are unknown.
+    """Return the success rate of uniformly random actions over sampled episodes; None if that takes
+    too long or the possible answers are unknown.
 
     An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
@@ -218,7 +218,7 @@ def _measure_random(
 def _play_randomly(
     episode: Episode, seed: int, rows: Sequence[str] | None, rng: np.random.Generator
 ) -> bool:
-    """One episode; whether it succeeded."""
+    """Play one episode and return whether it succeeded."""
     outcome_seed = int(rng.integers(2**62))
     if not episode.takes_names:
         episode.start(seed, outcome_seed=outcome_seed, board=rows)

@@ -32,7 +32,7 @@ class WrongCall(ValueError):
 
 
 def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The calls in an answer, as `{"name": ..., "arguments": {...}}`.
+    """Return the calls in an answer, as `{"name": ..., "arguments": {...}}`.
 
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change.

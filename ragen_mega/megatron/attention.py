@@ -92,7 +92,7 @@ def runs_of(forest: Forest, whole_from: int) -> Iterator[Run]:
 
 
 def schedule_of(forest: Forest, device: torch.device) -> Schedule:
-    """The calls that compute the attention of a forest, few and with little padding."""
+    """Return the calls that compute the attention of a forest, few and with little padding."""
     runs = sorted(runs_of(forest, WHOLE[device.type]), key=lambda run: (run.size, -len(run.path)))
     groups: list[list[Run]] = []
     for run in runs:
@@ -138,8 +138,8 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
 
 
 def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch would hold all scores if key heads are fewer than query heads: on CUDA only its
-    flash kernel takes grouped heads, and that one has neither masks nor float32.
+    """Return whether torch would hold all scores if key heads are fewer than query heads: on CUDA
+    only its flash kernel takes grouped heads, and that one has neither masks nor float32.
     """
     return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 

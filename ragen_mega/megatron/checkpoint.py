@@ -147,8 +147,8 @@ def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
 
 
 def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[str, dict]:
-    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys
-    `<role>.`.
+    """Return the parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors
+    under keys `<role>.`.
 
     They are placeholders, or copies in host memory, since the next trainer may push this one's
     tensors off the device. Only the replica that is written is copied.
@@ -229,8 +229,8 @@ def _count_steps(trainer: Trainer) -> int:
 def _locate(
     trainer: Trainer, parameter: nn.Parameter
 ) -> tuple[MegatronOptimizer, Tensor | None, slice]:
-    """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
-    flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
+    """Return the optimizer of a parameter, the tensor that Adam updates for it, and which part of
+    the flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
     """
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -249,7 +249,7 @@ def _locate(
 
 
 def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
-    """Model parameter -> the part of it that this rank updates.
+    """Return a map: model parameter -> the part of it that this rank updates.
 
     The optimizer's own `model_param_group_index_map` gives the wrong part where float32 parameters
     (the value head) stand among bfloat16 ones: the inner optimizer lists those first.
@@ -288,7 +288,7 @@ class _Stage(SaveShardedStrategy):
 
 
 def _box(part: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a part among all dimensions of its global tensor."""
+    """Return the shape of a part among all dimensions of its global tensor."""
     return (1,) * part.prepend_axis_num + tuple(part.local_shape)
 
 

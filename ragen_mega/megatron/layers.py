@@ -50,7 +50,7 @@ class PackedForest(PackedSeqParams):
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
-        """Arguments of the layers for the nodes of a forest."""
+        """Return the arguments of the layers for the nodes of a forest."""
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
@@ -79,7 +79,7 @@ class PackedForest(PackedSeqParams):
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
+    """Build the layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -92,7 +92,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def attention_implementation(config: TransformerConfig) -> str:
-    """The row of `ATTENTION` for this model on this device."""
+    """Return the row of `ATTENTION` for this model on this device."""
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
     return "compiled" if cpu.is_active() and not config.bf16 else "torch"

@@ -204,7 +204,7 @@ class QwenCritic(QwenModel):
 
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
-    """Arguments of `QwenModel.forward` for one packed microbatch."""
+    """Return the arguments of `QwenModel.forward` for one packed microbatch."""
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),

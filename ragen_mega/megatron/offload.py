@@ -100,18 +100,18 @@ class Offloadable:
             self.bring_back(*missing)
 
     def on_device(self) -> dict[Kind, int]:
-        """Bytes of each kind that are on the device, each storage counted once."""
+        """Return the bytes of each kind that are on the device, each storage counted once."""
         return {
             kind: sum(storage.nbytes() for storage in found.values())
             for kind, found in self._storages().items()
         }
 
     def away(self) -> dict[Kind, int]:
-        """Bytes of each kind that are off the device."""
+        """Return the bytes of each kind that are off the device."""
         return {kind: sum(size for _, size in self._away.get(kind, {}).values()) for kind in KINDS}
 
     def snapshot(self, kind: Kind) -> HostCopy:
-        """A copy of a kind, in host memory of its own."""
+        """Return a copy of a kind, in host memory of its own."""
         self.require(kind)
         copy: dict[str, Tensor] = {}
         _copy_to(copy, self._storages()[kind])
@@ -173,7 +173,7 @@ def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """The bytes of a storage as a tensor on it."""
+    """Return the bytes of a storage as a tensor on it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, 0, (storage.nbytes(),), (1,)
     )

@@ -159,7 +159,7 @@ class MegatronPolicy:
             return self.logprobs(batch)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One clipped-surrogate step on a minibatch with advantages. Returns its metrics.
+        """Take one clipped-surrogate step on a minibatch with advantages. Returns its metrics.
 
         Without old log-probabilities those of this pass are used, which is right for the first step
         under the weights that sampled: the ratio is 1.
@@ -208,8 +208,8 @@ class MegatronPolicy:
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss
-        mask, at the temperature.
+        """Take one behaviour-cloning step: mean negative log-likelihood of the tokens under the
+        loss mask, at the temperature.
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -93,7 +93,7 @@ class ReshardPlan:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> ReshardPlan:
-        """The plan for a model of which this rank holds `local`. Collective over all ranks.
+        """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
 
         A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
         single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name

@@ -164,9 +164,9 @@ class Trainer:
     def step(
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """One optimizer step on a loss that `mode` aggregates. Returns the metric sums [M] over the
-        batch, the loss first, the per-token values [T] of the pass, equal on every rank, and
-        metrics of the update.
+        """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
+        over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
+        and metrics of the update.
 
         `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
@@ -266,8 +266,8 @@ class Trainer:
         return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
 
     def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
-        """The microbatches of one pass. In a pipeline all have one size: stages then need not
-        exchange shapes, and they wait for the longest anyway.
+        """Return the microbatches of one pass. In a pipeline all have one size: stages then need
+        not exchange shapes, and they wait for the longest anyway.
         """
         multiple = self.alignment
         if self.groups.pp.size() > 1:
@@ -309,8 +309,8 @@ class Trainer:
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Everything large that this trainer keeps, whichever optimizer of megatron-core holds
-        it.
+        """Yield everything large that this trainer keeps, whichever optimizer of megatron-core
+        holds it.
         """
         for name, parameter in self.module.named_parameters():
             yield "parameters", name, parameter
@@ -363,8 +363,8 @@ def _joined(
 
 
 def _on_all_ranks(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [T], or [T, columns], under the mask, each of which one rank has computed, with those
-    of all ranks.
+    """Return the values [T], or [T, columns], under the mask, each of which one rank has computed,
+    with those of all ranks.
     """
     if distributed.world_size() > 1:
         values[mask] = distributed.sum_over_ranks(values[mask])

@@ -20,7 +20,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
-    """The shape of the model that `flag` names, None if that is a Hub model or its sizes are
+    """Return the shape of the model that `flag` names, None if that is a Hub model or its sizes are
     invalid. Raises ValueError if it is a local path that cannot hold a model.
     """
     path = Path(name)
@@ -116,7 +116,7 @@ def _read_config(flag: str, path: Path) -> dict:
 
 
 def _shape(values: dict) -> ModelShape | None:
-    """The shape that a config.json says; None if it is damaged, which the loader reports."""
+    """Return the shape that a config.json says; None if it is damaged, which the loader reports."""
     try:
         shape = ModelShape.from_config(values)
     except (TypeError, AttributeError, ArithmeticError):

@@ -95,6 +95,6 @@ class Family:
 
 
 def _short(value: Any) -> str:
-    """A value on one line; a list shows each distinct element once."""
+    """Return a value on one line; a list shows each distinct element once."""
     text = repr(sorted(set(map(str, value))) if isinstance(value, list) else value)
     return " ".join(text.split())[:200]

@@ -41,7 +41,7 @@ class Column:
     about: str
 
     def cell(self, metrics: Mapping[str, float]) -> str:
-        """The text of one step, right-aligned."""
+        """Return the text of one step, right-aligned."""
         values = [metrics[key] for key in self.keys if key in metrics]
         text = self.form.format(sum(values)) if values else "-"
         return text.rjust(self.width)

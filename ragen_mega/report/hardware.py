@@ -14,7 +14,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", 
 
 
 def device() -> str:
-    """The GPUs that torch sees, else the processor with its usable cores."""
+    """Return the GPUs that torch sees, else the processor with its usable cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     table = Path("/proc/cpuinfo")

@@ -96,11 +96,13 @@ class Metrics:
             terms.append(reducible)
 
     def has(self, stage: str) -> bool:
-        """Whether anything was added under `stage/`."""
+        """Return whether anything was added under `stage/`."""
         return any(key.startswith(f"{stage}/") for key in self._values)
 
     def result(self) -> dict[str, float]:
-        """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
+        """Return a map: key -> reduced value, in the order of first appearance; a mean over no
+        weight is NaN.
+        """
         return {key: _reduce(terms) for key, terms in self._values.items()}
 
 
@@ -125,8 +127,8 @@ def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is left
-    out.
+    """Return the objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is
+    left out.
 
     Raises ValueError if any other line is not a JSON object with a `step`.
     """
@@ -338,7 +340,7 @@ def _shown(cell: Any) -> str:
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """A copy with non-finite floats, also nested ones, as None; one warning names them."""
+    """Return a copy with non-finite floats, also nested ones, as None; one warning names them."""
     lost: list[str] = []
 
     def clean(key: str, value: Any) -> Any:

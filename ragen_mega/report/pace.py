@@ -46,7 +46,7 @@ class Pace:
             self._seconds_per_episode = seconds / num_episodes
 
     def left(self) -> float | None:
-        """Seconds until the last evaluation is over, None before the first step."""
+        """Return the seconds until the last evaluation is over, None before the first step."""
         if not self._recent:
             return None
         step = statistics.mean(self._recent)

@@ -27,8 +27,8 @@ STARTS = "provenance"
 
 
 def code() -> dict[str, Any]:
-    """The commit of this repository and whether files differ from it; outside of git that of the
-    environment variable COMMIT, by default `unknown`.
+    """Return the commit of this repository and whether files differ from it; outside of git that of
+    the environment variable COMMIT, by default `unknown`.
     """
     commit, changes = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
     is_ours = _git("rev-parse", "--show-toplevel") == str(REPOSITORY)
@@ -59,7 +59,7 @@ def provenance() -> dict[str, Any]:
 def describe_start(
     config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """The record of a start of a run, as JSON values."""
+    """Return the record of a start of a run, as JSON values."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -80,8 +80,8 @@ def describe_start(
 def append_start(
     before: Mapping[str, Any], settings: Mapping[str, Any], start: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a run that was `before` (empty at its first start) and now starts with
-    `settings`; the start records which of them changed, as section.name -> [old, new].
+    """Return the config.json of a run that was `before` (empty at its first start) and now starts
+    with `settings`; the start records which of them changed, as section.name -> [old, new].
     """
     starts = before.get(STARTS, [])
     changed = {
@@ -94,8 +94,8 @@ def append_start(
 
 
 def alike(recorded: Mapping[str, Any]) -> str:
-    """A digest that is equal for runs whose model and settings differ by their seed only, however
-    old they are: flags that are newer than a run have their defaults.
+    """Return a digest that is equal for runs whose model and settings differ by their seed only,
+    however old they are: flags that are newer than a run have their defaults.
     """
     settings = with_defaults({name: values for name, values in recorded.items() if name != STARTS})
     seed, start = settings["train"].pop("seed"), settings["warm_start"]
@@ -107,7 +107,9 @@ def alike(recorded: Mapping[str, Any]) -> str:
 
 
 def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A copy of a run's settings in which flags that are newer than the run have their defaults."""
+    """Return a copy of a run's settings in which flags that are newer than the run have their
+    defaults.
+    """
     default = StarPOConfig().to_dict()
     return {
         name: default.get(name, {}) | dict(values) for name, values in (default | settings).items()
@@ -115,8 +117,9 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
-    """The configuration of a run of any version: what this one does not know is left out, and flags
-    that are newer than the run have their defaults. Raises ValueError if its rules forbid it.
+    """Return the configuration of a run of any version: what this one does not know is left out,
+    and flags that are newer than the run have their defaults. Raises ValueError if its rules forbid
+    it.
     """
     settings = {
         section: {
@@ -130,8 +133,8 @@ def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
 def settings_at(
     recorded: Mapping[str, Any], step: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """The settings that a step was trained under, and the start that it belongs to; None where the
-    run has no such records.
+    """Return the settings that a step was trained under, and the start that it belongs to; None
+    where the run has no such records.
     """
     settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
     starts = list(recorded.get(STARTS, []))

@@ -80,8 +80,8 @@ def evaluation_metrics(
 
 
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
-    """The values of the named metrics over the trajectories as they were played, without what an
-    error ended; nothing if it ended all.
+    """Return the values of the named metrics over the trajectories as they were played, without
+    what an error ended; nothing if it ended all.
 
     A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
     metric fails, returns something else, or uses a key that is taken.
@@ -149,8 +149,8 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
 
 
 def staleness(step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Steps by which the weights have moved on since they sampled, mean over sampled tokens, and
-    the share of trajectories that went on under other weights than they began with.
+    """Return the steps by which the weights have moved on since they sampled, mean over sampled
+    tokens, and the share of trajectories that went on under other weights than they began with.
     """
     trajectories = [member for group in groups for member in group.trajectories]
     behind = [
@@ -172,7 +172,7 @@ def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]
 
 
 def collapse_signals(metrics: Metrics) -> dict[str, float]:
-    """The numbers of a step that `CollapseDetector` reads."""
+    """Return the numbers of a step that `CollapseDetector` reads."""
     return _signals(metrics, COLLAPSE_SIGNALS, entropy="rollout/entropy")
 
 

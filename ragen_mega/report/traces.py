@@ -172,7 +172,7 @@ class TraceWriter:
             self._say(f"pictures of {name} are missing in the viewer: {why}")
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
-        """The text of each token; a character of several tokens belongs to the last of them."""
+        """Yield the text of each token; a character of several tokens belongs to its last token."""
         pending: list[int] = []
         for index, token in enumerate(tokens):
             pending.append(token)

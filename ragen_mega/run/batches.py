@@ -121,7 +121,9 @@ class Batches:
         return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
-        """The minibatches of a step, of the same trajectories on every rank and at every call."""
+        """Yield the minibatches of a step, of the same trajectories on every rank and at every
+        call.
+        """
         plan = self._minibatch_ids(batch.num_trajectories, step)
         self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
         per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)

@@ -68,8 +68,8 @@ from ragen_mega.warm_start.small_model import (
 
 
 def build(config: StarPOConfig) -> Run | Sampler:
-    """Everything a run needs, warm start included; on a rank that only samples what that needs.
-    Raises ValueError before any training if something cannot work.
+    """Return everything a run needs, warm start included; on a rank that only samples what that
+    needs. Raises ValueError before any training if something cannot work.
     """
     meet(config)
     world_size = distributed.world_size()
@@ -119,8 +119,8 @@ def build_run(
     lock: TextIO | None,
     checkpoint: Checkpoint | None,
 ) -> Run:
-    """The run whose directory is there: its models, warm start included, and what it knows after
-    the steps of `checkpoint`, or of itself before the first.
+    """Return the run whose directory is there: its models, warm start included, and what it knows
+    after the steps of `checkpoint`, or of itself before the first.
     """
     console = Console(
         is_writer=distributed.is_main(),
@@ -190,9 +190,9 @@ def build_sampling(
 
 
 def locate(config: StarPOConfig) -> StarPOConfig:
-    """The configuration with absolute paths, so that it can be resumed from another directory, and
-    with the downloads of hub models, whose paths name their commit, in place of hub names.
-    Collective.
+    """Return the configuration with absolute paths, so that it can be resumed from another
+    directory, and with the downloads of hub models, whose paths name their commit, in place of hub
+    names. Collective.
     """
 
     def absolute(path: str | None) -> str | None:
@@ -220,7 +220,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
 
 
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
-    """The run's directory and its log, which rank 0 writes. Collective."""
+    """Return the run's directory and its log, which rank 0 writes. Collective."""
     opened: list[RunLogger] = []
     world_size = distributed.world_size()
 
@@ -273,8 +273,8 @@ def build_models(
 
 
 def base_directory(config: StarPOConfig) -> Path:
-    """The model directory with configuration and tokenizer: what --load names, else that of the
-    small model, which is written, or taken from another run, if it is not there. Collective.
+    """Return the model directory with configuration and tokenizer: what --load names, else that of
+    the small model, which is written, or taken from another run, if it is not there. Collective.
     """
     if config.model.load is not None:
         return local_directory(config.model.load)
@@ -293,7 +293,7 @@ def base_directory(config: StarPOConfig) -> Path:
 def known_references(
     config: StarPOConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Baselines] | None:
-    """The reference players of a checkpoint that was made under the same rules of play."""
+    """Return the reference players of a checkpoint that was made under the same rules of play."""
     values = config.to_dict()
     if checkpoint is None or any(
         checkpoint.config[section] != values[section] for section in ("environment", "evaluation")
@@ -303,8 +303,8 @@ def known_references(
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
-    """The engine that samples for this rank. An SGLang server is started when it is first needed.
-    Collective.
+    """Return the engine that samples for this rank. An SGLang server is started when it is first
+    needed. Collective.
     """
     rollout = config.rollout
     if rollout.rollout_engine == "embedded":
@@ -425,13 +425,15 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
 
 
 def num_engines(config: StarPOConfig) -> int:
-    """Number of rollout engines of this job. Raises ValueError if one would span several nodes."""
+    """Return the number of rollout engines of this job. Raises ValueError if one would span several
+    nodes.
+    """
     world_size = distributed.world_size()
     return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Ranks on this machine, of this part of the job."""
+    """Return the ranks on this machine, of this part of the job."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
@@ -466,7 +468,9 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
 
 
 def schedule_jump(before: TrainConfig, now: TrainConfig, checkpoint: Checkpoint) -> list[str]:
-    """A line if the learning rates of the next step are not those that the run would have had."""
+    """Return a line if the learning rates of the next step are not those that the run would have
+    had.
+    """
     shares = before.schedule(checkpoint.step), now.schedule(checkpoint.step)
     if math.isclose(*shares):
         return []

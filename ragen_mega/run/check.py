@@ -97,7 +97,7 @@ def _check_models(config: StarPOConfig) -> None:
 
 
 def recipe_note(config: StarPOConfig) -> str | None:
-    """Which limits a run has whose recipe was chosen by itself."""
+    """Return which limits a run has whose recipe was chosen by itself."""
     if config.logging.recipe != OWN_RECIPE:
         return None
     return (
@@ -108,8 +108,8 @@ def recipe_note(config: StarPOConfig) -> str | None:
 
 
 def sizes_without_effect(config: StarPOConfig) -> str | None:
-    """A note on flags that give the small model's size beside the model of --load, if there are
-    any.
+    """Return a note on flags that give the small model's size beside the model of --load, if there
+    are any.
     """
     small = ModelConfig()
     given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]

@@ -111,7 +111,7 @@ def evaluate_sets(
 def _settings(
     load: str | Path, environment: str, rules: Mapping[str, Any]
 ) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
-    """Model directory, rules of play and limits of what is to be evaluated."""
+    """Return the model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
     rules = dict(rules)
     given = json_object("environment_options", rules.pop("environment_options", "{}"))

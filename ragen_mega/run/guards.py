@@ -44,8 +44,8 @@ class UpdateGuard:
     def check(
         self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
     ) -> dict[str, float]:
-        """The finite numbers of an update's result; a bad update is reported and its batch kept.
-        Collective.
+        """Return the finite numbers of an update's result; a bad update is reported and its batch
+        kept. Collective.
 
         Raises OSError on all ranks if the batch cannot be written and FloatingPointError after too
         many bad updates.
@@ -144,8 +144,8 @@ class CollapseGuard:
             self.good_step, self._good_level = step, level
 
     def go_back(self, step: int) -> str:
-        """The run goes back, and a checkpoint of that follows after `step` steps. Returns what
-        changes from here on.
+        """Record that the run goes back, and that a checkpoint of that follows after `step` steps.
+        Returns the changes from here on.
         """
         self.rollbacks += 1
         self.good_step = step
@@ -157,7 +157,7 @@ class CollapseGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on alike, as JSON takes it."""
+        """Return everything that a resumed run needs to go on alike, as JSON takes it."""
         return {
             "detector": self.detector.state_dict(),
             "good_step": self.good_step,
@@ -228,15 +228,15 @@ class StartGuard:
 
 
 def _first_prompt(trajectory: Trajectory) -> tuple[int, ...]:
-    """The tokens before the first answer."""
+    """Return the tokens before the first answer."""
     return tuple(trajectory.tokens[: trajectory.turns[0].start])
 
 
 def nothing_to_learn(
     groups: Sequence[TrajectoryGroup], samples: Sequence[TrajectoryGroup], config: StarPOConfig
 ) -> str:
-    """Why the filter kept none of a step's groups, and the remedy; `samples` are the groups with
-    the members that have a return.
+    """Return why the filter kept none of a step's groups, and the remedy; `samples` are the groups
+    with the members that have a return.
     """
     num_played = sum(len(group.trajectories) for group in groups)
     if len(environment_errors(groups)) == num_played:
@@ -253,7 +253,7 @@ def nothing_to_learn(
 
 
 def _alike(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
-    """Why groups with their samples alone teach nothing, and the remedy."""
+    """Return why groups with their samples alone teach nothing, and the remedy."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     returns = sorted({round(trajectory.total_reward, 6) for trajectory in trajectories})

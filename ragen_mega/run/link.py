@@ -58,7 +58,7 @@ class Alarm:
         self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
 
     def given(self) -> Exception | None:
-        """The error that a rank has left; LinkLost if it was no rank."""
+        """Return the error that a rank has left; LinkLost if it was no rank."""
         if not self._store.check([_ALARM]):
             return None
         try:
@@ -97,8 +97,8 @@ class Link:
         self._outgoing.put(b"")
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next message, pickled; None if none comes in that time. Raises LinkLost if none can
-        come any more.
+        """Return the next message, pickled; None if none comes in that time. Raises LinkLost if
+        none can come any more.
         """
         try:
             message = self._incoming.get(timeout=seconds)
@@ -145,8 +145,8 @@ class Link:
 
 
 def listen(store: dist.Store, folder: Path, host: str) -> Link:
-    """The connection that `connect` makes in the other part, to the address `host` of this machine.
-    The key is in `folder` meanwhile. Raises OSError.
+    """Return the connection that `connect` makes in the other part, to the address `host` of this
+    machine. The key is in `folder` meanwhile. Raises OSError.
     """
     key, name = secrets.token_bytes(_NUM_RANDOM), f"{_KEY_FILE}{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def listen(store: dist.Store, folder: Path, host: str) -> Link:
 
 
 def _accept(server: socket.socket, key: bytes) -> Link:
-    """The first connection whose other end knows the key; strangers may connect before it."""
+    """Accept the first connection whose other end knows the key; strangers may come before it."""
     end = time.monotonic() + _SECONDS_TO_MEET
     while True:
         server.settimeout(max(0.001, end - time.monotonic()))
@@ -180,8 +180,8 @@ def _accept(server: socket.socket, key: bytes) -> Link:
 
 
 def connect(store: dist.Store, folder: Path) -> Link:
-    """The connection to the part that listens, with its key from `folder`. Raises OSError, and
-    LinkLost if somebody else listens.
+    """Return the connection to the part that listens, with its key from `folder`. Raises OSError,
+    and LinkLost if somebody else listens.
     """
     store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
     host, port, name = json.loads(store.get(_ADDRESS))

@@ -49,12 +49,12 @@ _CONNECT_SECONDS = 30.0
 
 
 def num_nodes() -> int:
-    """Nodes of this job."""
+    """Return the number of nodes of this job."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def node() -> int:
-    """Which of them this is."""
+    """Return the index of this node."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
@@ -78,7 +78,7 @@ def watched() -> AbstractContextManager[None]:
 
 
 def _connect() -> dist.Store:
-    """A connection of its own to the job's store: one waits for one answer at a time. Raises
+    """Return a connection of its own to the job's store: one waits for one answer at a time. Raises
     DistError.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -209,7 +209,7 @@ def choose_interface() -> None:
 
 
 def own_address() -> str:
-    """The address on which ranks of the other nodes, if there are any, reach this one."""
+    """Return the address on which ranks of the other nodes, if there are any, reach this one."""
     if num_nodes() == 1:
         return "127.0.0.1"
     name, families = os.environ[GLOO_INTERFACE].split(",")[0], (socket.AF_INET, socket.AF_INET6)
@@ -218,7 +218,7 @@ def own_address() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine that connections to `host` come from."""
+    """Return the address of this machine that connections to `host` come from."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing

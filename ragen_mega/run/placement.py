@@ -66,7 +66,7 @@ class Placement(Protocol):
         ...
 
     def take_ledger(self) -> dict[str, Max]:
-        """Memory at the phase changes since the last call. Collective."""
+        """Return the memory at the phase changes since the last call. Collective."""
         ...
 
 
@@ -140,8 +140,9 @@ class Colocated:
             self._record(phase.value)
 
     def take_ledger(self) -> dict[str, Max]:
-        """Memory since the last call, in GiB, of the rank that is worst off: `<phase>_<what>` after
-        the phase was entered, `<phase>_end_<what>` before it was left. Collective.
+        """Return the memory since the last call, in GiB, of the rank that is worst off:
+        `<phase>_<what>` after the phase was entered, `<phase>_end_<what>` before it was left.
+        Collective.
         """
         ledgers = distributed.gather_objects(self._ledger)
         self._ledger = {}
@@ -217,8 +218,8 @@ def _gib(size: int) -> str:
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes on this rank's device: those of torch's allocator, its peak since the last call, and
-    those still free.
+    """Return the bytes on this rank's device: those of torch's allocator, its peak since the last
+    call, and those still free.
 
     On a CPU the resident memory of this process.
     """

@@ -131,11 +131,11 @@ class Rollouts:
 
 
 def count_sampled(groups: Sequence[TrajectoryGroup]) -> int:
-    """Tokens that the policy sampled."""
+    """Return tokens that the policy sampled."""
     return sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """A digest of the parameters of all ranks, in one pass over them. Collective."""
+    """Return a digest of the parameters of all ranks, in one pass over them. Collective."""
     local = hashlib.sha256(repr(checksum_each([*parameters])).encode()).hexdigest()
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

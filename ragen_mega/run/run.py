@@ -175,7 +175,7 @@ class Run:
             self.trainers["critic"] = self.critic.trainer
 
     def steps(self) -> range:
-        """The steps that are left."""
+        """Return the steps that are left."""
         return range(self.step, self.config.train.num_steps)
 
     def stop_if_asked(self) -> None:
@@ -560,7 +560,7 @@ class Run:
             self.lock.close()
 
     def _oldest_rollout(self) -> int:
-        """The first step whose stored rollout is still needed; on the first rank."""
+        """Return the first step whose stored rollout is still needed; on the first rank."""
         saved = self.checkpoints.steps()
         # The checkpoint to go back to may be old; the steps after it are not repeated.
         saved = [step for step in saved if step not in self.collapse_guard.pinned] or saved

@@ -133,7 +133,7 @@ class Sampling:
         return self.judge(step, groups)
 
     def together(self) -> JointCollection:
-        """A collection of trajectories of several rollouts."""
+        """Return a collection of trajectories of several rollouts."""
         return JointCollection(
             self.engine,
             self.renderer,

@@ -199,8 +199,8 @@ class Samplers:
         return True
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
-        """The rollout of a step, as soon as it has come, and the seconds that it took (0 if it was
-        on the disk).
+        """Return the rollout of a step, as soon as it has come, and the seconds that it took (0 if
+        it was on the disk).
 
         Raises, on all ranks alike, Interrupted if the run is to stop, LinkLost if the samplers have
         ended or do not answer, and what ended their work.
@@ -380,7 +380,7 @@ class Sampler:
             self._engine.shutdown()
 
     def orders(self) -> Iterator[Order]:
-        """The rollouts to sample, until the trainers have ended."""
+        """Yield the rollouts to sample, until the trainers have ended."""
         start = time.monotonic()
         while isinstance(order := self._receive(), Order):
             self._has_begun, self._start = True, time.monotonic()
@@ -466,7 +466,7 @@ class Sampler:
         raise SystemExit(message.exit_code)
 
     def _receive(self) -> Begin | Order | End:
-        """The next message. Raises LinkLost if the trainers are gone."""
+        """Return the next message. Raises LinkLost if the trainers are gone."""
         while (data := on_main(lambda: self._link.receive(_POLL_SECONDS))) is None:
             if self.stop.agreed():
                 self._tell_stop()
@@ -500,7 +500,7 @@ class Sampler:
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """A stream of weights as safetensors, on the first rank; nothing elsewhere. Collective."""
+    """Pack a stream of weights as safetensors on the first rank; nothing elsewhere. Collective."""
     tensors = {
         name: tensor.to("cpu", copy=True).contiguous() if is_main() else tensor[:0]
         for name, tensor in weights
@@ -513,5 +513,5 @@ def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error in a form that another process can unpickle."""
+    """Return the error in a form that another process can unpickle."""
     return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

@@ -43,7 +43,7 @@ class StopSignal:
         _handle(self._receive)
 
     def agreed(self) -> bool:
-        """Whether any rank has received one of them. Collective."""
+        """Return whether any rank has received one of them. Collective."""
         return bool(distributed.sum_over_ranks(torch.tensor([int(bool(self.received))])))
 
     def interrupt(self) -> None:

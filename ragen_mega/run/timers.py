@@ -87,7 +87,7 @@ class Timers:
         self.sampling_seconds = None
 
     def state_dict(self) -> dict[str, float]:
-        """The totals."""
+        """Return the totals."""
         return self.totals.result()
 
     def load_state_dict(self, totals: Mapping[str, float]) -> None:
@@ -97,7 +97,7 @@ class Timers:
         )
 
     def summary(self) -> dict[str, float]:
-        """Tokens per second over the run."""
+        """Return tokens per second over the run."""
         totals = self.totals.result()
         return {
             "rollout_tokens_per_second": _rate(
@@ -108,7 +108,7 @@ class Timers:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of `work`, until the device has finished."""
+    """Return the wall-clock seconds of `work`, until the device has finished."""
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():

@@ -76,9 +76,9 @@ class DirectoryInUse(ValueError):
 
 
 def lock_named(config: StarPOConfig) -> tuple[StarPOConfig, str | None, TextIO]:
-    """The configuration with the name of its run, a message about a name that was chosen for it,
-    and the lock of its directory. Of two processes that start without --name at the same time, the
-    second takes the next number. Raises ValueError as `lock_run` does.
+    """Return the configuration with the name of its run, a message about a name that was chosen for
+    it, and the lock of its directory. Of two processes that start without --name at the same time,
+    the second takes the next number. Raises ValueError as `lock_run` does.
     """
     may_choose = config.logging.name is None and not (
         config.checkpoint.resume or config.logging.overwrite
@@ -123,8 +123,8 @@ def lock_run(directory: Path) -> TextIO:
 
 
 def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint in `directory` that verifies; `report` gets a line for each newer one
-    that does not. Raises OSError if one cannot be read: it may be intact.
+    """Return the newest checkpoint in `directory` that verifies; `report` gets a line for each
+    newer one that does not. Raises OSError if one cannot be read: it may be intact.
     """
     for path in _published(directory):
         try:
@@ -156,8 +156,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def check_config(
     checkpoint: Checkpoint, config: Mapping[str, Any], models: Mapping[str, str]
 ) -> list[str]:
-    """The settings that differ from the checkpoint's, one line each. Raises ValueError if one may
-    not differ. A model may have moved: `models` is the content of the present ones.
+    """Return the settings that differ from the checkpoint's, one line each. Raises ValueError if
+    one may not differ. A model may have moved: `models` is the content of the present ones.
     """
     before, now = (
         {
@@ -257,23 +257,25 @@ class CheckpointWriter:
         self.saved_step = self._saving
 
     def has(self, step: int) -> bool:
-        """Whether the newest checkpoint, which may still be being written, is that of `step`."""
+        """Return whether the newest checkpoint, which may still be being written, is that of
+        `step`.
+        """
         return step == (self.saved_step if self._thread is None else self._saving)
 
     def read(self, step: int) -> Checkpoint:
-        """The checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if it is
-        missing or damaged.
+        """Return the checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if
+        it is missing or damaged.
         """
         self.wait()
         return distributed.on_main(lambda: read_checkpoint(self.directory / _name(step)))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, newest first."""
+        """Return the steps that have a checkpoint, newest first."""
         return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
 
     def last(self, change: str) -> str:
-        """A sentence about the newest checkpoint, for a run that cannot go on without a `change`.
-        Collective: waits for one that is being written.
+        """Return a sentence about the newest checkpoint, for a run that cannot go on without a
+        `change`. Collective: waits for one that is being written.
         """
         self.wait()
         if self.saved_step is None:
@@ -284,8 +286,8 @@ class CheckpointWriter:
         )
 
     def _prepare(self, step: int) -> Path:
-        """The folder to write a checkpoint into. Its name is new, because a rank of an earlier
-        start may still be writing.
+        """Return the folder to write a checkpoint into. Its name is new, because a rank of an
+        earlier start may still be writing.
         """
         self.directory.mkdir(exist_ok=True)
         # of a process that was killed while it wrote or deleted

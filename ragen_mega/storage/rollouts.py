@@ -73,8 +73,8 @@ class RolloutStore:
     def recall(
         self, step: int, origin: Mapping[str, Any], report: Callable[[str], None]
     ) -> list[TrajectoryGroup] | None:
-        """The groups of a step if they are there and were sampled from the same `origin`; `report`
-        says why not.
+        """Return the groups of a step if they are there and were sampled from the same `origin`;
+        `report` says why not.
         """
         try:
             stored = self.read(step)
@@ -108,7 +108,7 @@ class RolloutStore:
                 self._path(step).unlink()
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Return the steps that have a file, ascending."""
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         return sorted(int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name)))
 
@@ -117,8 +117,8 @@ class RolloutStore:
 
 
 def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:
-    """The first step whose rollout stays once that of `step` is there: of the newest `keep` (0: of
-    all; None: of those that a resume from the oldest of the checkpoints repeats).
+    """Return the first step whose rollout stays once that of `step` is there: of the newest `keep`
+    (0: of all; None: of those that a resume from the oldest of the checkpoints repeats).
     """
     if keep is None:
         return min(checkpoints, default=0)

@@ -30,7 +30,7 @@ class Finished(ValueError):
 
 
 def with_name(config: StarPOConfig, least: int = 1) -> tuple[StarPOConfig, str | None]:
-    """The configuration with the name of its run, and a message about a name that was chosen
+    """Return the configuration with the name of its run, and a message about a name that was chosen
     for it.
 
     Without --name a run begins under the default name, with a number of at least `least` appended
@@ -57,7 +57,9 @@ def _numbered_path(default: Path, number: int) -> Path:
 
 
 def _numbered(default: Path) -> dict[int, Path]:
-    """Number -> path of all runs of the default name; the first has no number appended."""
+    """Return a map: number -> path of all runs of the default name; the first has no number
+    appended.
+    """
     paths = {1: default}
     for path in default.parent.glob("*") if default.parent.is_dir() else ():
         name, _, number = path.name.rpartition("-")
@@ -67,7 +69,7 @@ def _numbered(default: Path) -> dict[int, Path]:
 
 
 def holds_work(path: Path) -> bool:
-    """Whether anything would be lost with `path`: more than a refused start leaves behind."""
+    """Check if anything would be lost with `path`: more than a refused start leaves behind."""
     if not path.is_dir():
         return path.exists()
     names, config = {entry.name for entry in path.iterdir()}, path / CONFIG_FILE

@@ -77,7 +77,7 @@ def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
 
 
 def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> int:
-    """Tokens of the longest text that the policy may see."""
+    """Return tokens of the longest text that the policy may see."""
     window, needed = config.rollout.context_window, 0
     for episode in played:
         answer = _answer_limit(config, episode)
@@ -93,9 +93,9 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
 
 
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
-    """Lines about limits that scripted play does not fit into. Raises ValueError if an environment
-    cannot read the answers of scripted play, or a reward, estimator, filter or metric of the user's
-    fails on it or answers with something else.
+    """Return lines about limits that scripted play does not fit into. Raises ValueError if an
+    environment cannot read the answers of scripted play, or a reward, estimator, filter or metric
+    of the user's fails on it or answers with something else.
     """
     notes = []
     for name in config.environment.shares:
@@ -226,6 +226,6 @@ def _answer_limit(config: StarPOConfig, episode: ScriptedEpisode) -> int:
 
 
 def _answer_lengths(renderer: ChatRenderer, episode: ScriptedEpisode) -> list[int]:
-    """Tokens of each answer, its end included."""
+    """Return tokens of each answer, its end included."""
     encode = renderer.tokenizer.encode
     return [len(encode(said, add_special_tokens=False)) + 1 for said, _ in episode.turns]

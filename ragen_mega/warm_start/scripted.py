@@ -60,7 +60,7 @@ def check_skill(environment: Environment, skill: float) -> None:
 
 
 def narration_note(name: str, episode: Episode) -> str | None:
-    """One line if the thoughts about an environment come from no narrator, else None."""
+    """Return one line if the thoughts about an environment come from no narrator, else None."""
     if not episode.config.think or getattr(episode.environment, "narrator", None) is not None:
         return None
     drawn = "uniformly drawn actions" if is_drawn(episode) else "any word of the observation"

@@ -70,7 +70,7 @@ def train_tokenizer(
 
 
 def _without(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
-    """The texts with a line break in place of what is in the vocabulary."""
+    """Yield the texts with a line break in place of what is in the vocabulary."""
     splitter = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     splitter.add_tokens([AddedToken(known, normalized=False) for known in vocabulary])
     for text in texts:

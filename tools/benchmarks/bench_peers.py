@@ -114,7 +114,7 @@ def sides(python: str, settings: Path) -> Iterator[dict[str, Side]]:
 
 
 def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
-    """One case. Raises ValueError if the two do not compute the same."""
+    """Measure one case. Raises ValueError if the two do not compute the same."""
     file = scratch / "settings.json"
     file.write_text(json.dumps(dataclasses.asdict(settings)))
     with sides(python, file) as both:
@@ -166,7 +166,9 @@ def _has_trl(python: Path) -> bool:
 
 
 def trl_python(named: str | None) -> str:
-    """The Python of TRL's environment, which is made if none is named and there is none with it."""
+    """Return the Python of TRL's environment, which is made if none is named and there is none with
+    it.
+    """
     python = ENVIRONMENT / "bin" / "python"
     if named is None and not _has_trl(python):  # there may be one whose making was cut short
         print(f"making {ENVIRONMENT} with {', '.join(PACKAGES)}", flush=True)
@@ -176,7 +178,7 @@ def trl_python(named: str | None) -> str:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         (
             case["turns"],

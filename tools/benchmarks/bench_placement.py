@@ -69,8 +69,8 @@ FLAGS = (
 
 
 def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[str, Any]:
-    """Wall-clock seconds of the steps of one run with so many passes over a rollout, and its rows
-    of metrics. If it fails, leave with the end of its log.
+    """Return the wall-clock seconds of the steps of one run with so many passes over a rollout, and
+    its rows of metrics. If it fails, leave with the end of its log.
     """
     directory = arguments.output / placement
     metrics, log = directory / METRICS_FILE, arguments.output / f"{placement}.log"
@@ -114,8 +114,8 @@ def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[s
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of a step of separate runs: what the sampling rank and the training rank did
-    and waited, and of the latter the passes over the rollout.
+    """Return the median seconds of a step of separate runs: what the sampling rank and the training
+    rank did and waited, and of the latter the passes over the rollout.
     """
     steps = [step for run in runs for step in zip(run["seconds"], run["rows"])]
     readings = {
@@ -137,7 +137,7 @@ def equal_updates(arguments: argparse.Namespace) -> int:
 
 
 def described(report: dict[str, Any]) -> str:
-    """The result as a table and in words."""
+    """Return the result as a table and in words."""
     rows = [
         (
             name,
@@ -154,8 +154,8 @@ def described(report: dict[str, Any]) -> str:
         + f"\n\nseparate is {report['speedup']:.2f} times as fast, expected"
         f" {report['expected']:.2f};"
         f" with --updates-per-rollout {report['updates']} one rank samples a step in"
-        f" {times['sampling']:.3f} s (and waits {times['sampler_waits']:.3f} s), the other trains on it"
-        f" in {times['training']:.3f} s (and waits {times['trainer_waits']:.3f} s): {alike}"
+        f" {times['sampling']:.3f} s (and waits {times['sampler_waits']:.3f} s), the other trains"
+        f" on it in {times['training']:.3f} s (and waits {times['trainer_waits']:.3f} s): {alike}"
     )
 
 
@@ -172,8 +172,7 @@ def main(arguments: argparse.Namespace) -> None:
     jobs = {name: lambda name=name: train(arguments, name, updates) for name in PLACEMENTS}
     runs = interleave(jobs, arguments.repeats)
     seconds = {
-        name: [value for run in group for value in run["seconds"]]
-        for name, train_runs in runs.items()
+        name: [value for run in group for value in run["seconds"]] for name, group in runs.items()
     }
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     times, elapsing = parts(runs["separate"]), arguments.turns * arguments.latency

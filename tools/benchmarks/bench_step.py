@@ -116,9 +116,9 @@ def train(
     keep: float,
     report: Callable[[list[dict[str, Any]], list[float]], None],
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns the rows of metrics of its measured steps and the wall-clock seconds between
-    them, which `report` gets after every step that counts. If the run fails, leave with the end of
-    its log.
+    """Train one run; returns the rows of metrics of its measured steps and the wall-clock seconds
+    between them, which `report` gets after every step that counts. If the run fails, leave with the
+    end of its log.
     """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
@@ -155,7 +155,7 @@ def train(
 
 
 def gaps_of(stamps: Sequence[float]) -> list[float]:
-    """Seconds from each stamp to the next."""
+    """Return the seconds from each stamp to the next."""
     return [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
@@ -231,7 +231,7 @@ def summarize(
 
 
 def rate_of(rows: Sequence[Mapping[str, Any]], amount: str, seconds: str) -> float | None:
-    """Median of an amount over its seconds; None where a step does not say both."""
+    """Return the median of an amount over its seconds; None where a step does not say both."""
     if not all(amount in row and row.get(seconds) for row in rows):
         return None
     return statistics.median([row[amount] / row[seconds] for row in rows])
@@ -262,12 +262,12 @@ def bfloat16_peak() -> float | None:
 
 
 def is_phase(key: str) -> bool:
-    """Whether a metric is the seconds of a phase, none of which is inside another."""
+    """Return whether a metric is the seconds of a phase, none of which is inside another."""
     return key.startswith("time/") and key != "time/step" and not key.startswith("time/sync_")
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     runs = report["runs"]
     totals = [
         (

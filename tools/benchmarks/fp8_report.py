@@ -93,7 +93,7 @@ def random_batch(num_tokens: int, length: int, vocab_size: int, seed: int) -> To
 
 
 def sample_labels(policy: MegatronPolicy, batch: TokenBatch) -> TokenBatch:
-    """The batch with labels that the policy samples at each position."""
+    """Return the batch with labels that the policy samples at each position."""
     module = policy.module
 
     def sample(_: TokenBatch, output: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def measure_drift(
 
 
 def timed_model(hidden: int) -> PretrainedConfig:
-    """Layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
+    """Return the layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
     heads = max(1, hidden // 128)
     return Qwen2Config(
         vocab_size=256,
@@ -254,7 +254,7 @@ def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
 
 
 def summarize(report: dict[str, Any]) -> dict[str, Any]:
-    """The break-even shapes of every recipe in the report's table of times."""
+    """Return the break-even shapes of every recipe in the report's table of times."""
     tables = {
         name: {(row["tokens"], row["hidden"]): row["ratios"][name] for row in report["time"]}
         for name in report["recipes"]
@@ -269,7 +269,7 @@ def summarize(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     recipes = report["recipes"]
     drifts = [
         (name, *(f"{value:.2e}" for value in row.values())) for name, row in report["drift"].items()
@@ -315,8 +315,8 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
-    """The recipes to measure. Raises ValueError if the machine supports none of them, or not one
-    that was named.
+    """Return the recipes to measure. Raises ValueError if the machine supports none of them, or not
+    one that was named.
     """
     if machine.capability is None or machine.transformer_engine is None:
         raise ValueError(

@@ -60,7 +60,7 @@ Figures = Iterator[tuple[str, str, float]]
 
 
 def kernels(machine: Machine) -> Figures:
-    """The kernel benchmark."""
+    """Predict the kernel benchmark."""
     copy = COPY * machine.hardware.memory
     one_pass = 1e3 * 2.0 * ROWS * VOCAB / (SHARE * copy)  # bfloat16 logits, in milliseconds
     ours = "bench_kernels/results/case={}&N={}&V={}{}&provider=ragen/milliseconds"
@@ -76,7 +76,7 @@ def kernels(machine: Machine) -> Figures:
 
 
 def steps(machine: Machine, keep: float) -> Figures:
-    """A StarPO step of tools/benchmarks/bench_step.py that keeps a share of the groups."""
+    """Predict a StarPO step of tools/benchmarks/bench_step.py that keeps a share of the groups."""
     asked = SimpleNamespace(
         num_groups=8,
         group_size=16,
@@ -125,14 +125,14 @@ def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) 
 
 
 def reshard(machine: Machine) -> Figures:
-    """The weight sync of a 7B model: every byte is gathered into a bucket, then copied."""
+    """Predict the weight sync of a 7B model: every byte is gathered into a bucket, then copied."""
     rate = RESHARD * COPY * machine.hardware.memory / 4 / 1e9
     yield "weight sync of 7B, GB/s", "reshard/paths/gather/gbytes_per_second", rate
     yield "- share of plain copies", "reshard/paths/gather/share_of_bound", RESHARD / 2
 
 
 def table() -> list[str]:
-    """Rows of the table, its head first."""
+    """Return the rows of the table, its head first."""
     columns = []
     for name in GPUS:
         machine = Machine(find_hardware(name))

@@ -63,8 +63,9 @@ def _larger_than_caches() -> torch.Tensor:
 
 
 def milliseconds_of(work: Callable[[], object], device: str) -> float:
-    """Milliseconds of work on the device. On a GPU between two events, after a write that flushes
-    its caches and lets the host run ahead by about 1 ms, so that launches do not count.
+    """Return the milliseconds of work on the device. On a GPU between two events, after a write
+    that flushes its caches and lets the host run ahead by about 1 ms, so that launches do not
+    count.
     """
     if device == "cpu":
         return 1e3 * seconds_of(work)
@@ -78,7 +79,7 @@ def milliseconds_of(work: Callable[[], object], device: str) -> float:
 
 
 def spread(readings: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
+    """Return the median, smallest and largest."""
     return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
 
 

@@ -51,7 +51,7 @@ class Settings:
     num_steps: int
 
     def config(self) -> StarPOConfig:
-        """The same as flags of the program."""
+        """Return the same as flags of the program."""
         return parse(
             f"--load {self.model} --output {self.output} --name ours-{self.turns} --overwrite"
             f" --environments frozen_lake --prompt-style {self.prompt_style}"
@@ -232,7 +232,7 @@ def train_trl(settings: Settings, pace: Pace) -> None:
 
 
 def first_prompt(renderer: ChatRenderer, task: Task) -> tuple[Any, list[int]]:
-    """A new episode of the task, and the tokens that it begins with."""
+    """Return a new episode of the task, and the tokens that it begins with."""
     episode = task.make_episode()
     messages = episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
     return episode, renderer.start(messages)
@@ -273,7 +273,7 @@ def play_turns(
 
 
 def compare_trl(trainer: Any) -> dict[str, float]:
-    """Loss and gradient norm of the compared batch."""
+    """Return the loss and gradient norm of the compared batch."""
     batch = ComparedBatch.of(trainer.model.config.vocab_size)
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(

@@ -87,7 +87,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def flags_page() -> str:
-    """Every setting of training, by section."""
+    """Return every setting of training, by section."""
     parts = [
         "# Flags of training",
         "What `ragen-mega train` and `examples/pretrain_starpo.sh` take, made from"
@@ -116,7 +116,7 @@ def _row(flag: Flag) -> str:
 
 
 def metrics_page() -> str:
-    """Every key of metrics.jsonl and its meaning, by stage."""
+    """Return every key of metrics.jsonl and its meaning, by stage."""
     parts = [
         "# Metrics",
         "Keys of `metrics.jsonl`, TensorBoard and W&B, as the viewer explains them; made from"
@@ -134,7 +134,7 @@ def metrics_page() -> str:
 
 
 def code_page() -> str:
-    """The source of everything that the algorithm's page names."""
+    """Return the source of everything that the algorithm's page names."""
     parts = [
         "# The code of every formula",
         "What [the algorithm's page](algorithm.md) names, as it runs.",

@@ -165,8 +165,8 @@ class EmbeddedEngine(RolloutEngine):
                 self._forget(session)
 
     async def meanwhile(self, answer: Awaitable[T]) -> T:
-        """The result of `answer`, handed over once nobody is left to decode, whenever it really
-        came.
+        """Return the result of `answer`, handed over once nobody is left to decode, whenever it
+        really came.
 
         Others are decoded meanwhile. What shares a batch, and so every log-probability to the bit,
         does not depend on the speed of the answer. With nothing left to do the engine waits for all

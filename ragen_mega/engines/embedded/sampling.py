@@ -16,7 +16,7 @@ from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
-    """The first `count` numbers in [0, 1) of the stream that `seed` names, [count]."""
+    """Return the first `count` numbers in [0, 1) of the stream that `seed` names, [count]."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 

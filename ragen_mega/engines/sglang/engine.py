@@ -347,8 +347,8 @@ class SGLangFollower(RolloutEngine):
         )
 
     def awake(self) -> AbstractContextManager[None]:
-        """The first rank wakes the server, once this one has made room, and puts it to sleep before
-        this one goes on.
+        """Wait until the first rank has woken the server, once this rank has made room, and at the
+        end until it has put the server to sleep.
         """
         return _among(self._transfer)
 

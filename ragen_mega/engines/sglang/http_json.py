@@ -34,9 +34,9 @@ class JSONClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The decoded answer, however long it takes. Raises ConnectionLost if there is none and
-        RequestRefused for a status of 400 or more. A request that the server may have begun is not
-        sent twice.
+        """Return the decoded answer, however long it takes. Raises ConnectionLost if there is none
+        and RequestRefused for a status of 400 or more. A request that the server may have begun is
+        not sent twice.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:

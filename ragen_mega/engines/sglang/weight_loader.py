@@ -41,11 +41,11 @@ class Place(NamedTuple):
         return self.offset + self.count * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """The elements in `memory`, [bytes] uint8."""
+        """Return the elements in `memory`, [bytes] uint8."""
         return memory[self.offset : self.end].view(self._dtype)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The elements in the parameter."""
+        """Return the elements in the parameter."""
         return parameter.view(-1)[self.start : self.start + self.count]
 
     def fill(self, memory: Tensor, elements: Tensor) -> None:
@@ -80,7 +80,7 @@ class Contents(NamedTuple):
 
 
 def bytes_of(file: Path) -> Path:
-    """The file with a bucket's bytes, where they are not sent along."""
+    """Return the file with a bucket's bytes, where they are not sent along."""
     return file.with_suffix(".bytes")
 
 
@@ -91,7 +91,7 @@ def map_bytes(file: Path) -> Tensor:
 
 
 def report_of(file: Path) -> Path:
-    """The file in which this rank of the server reports what became of a bucket."""
+    """Return the file in which this rank of the server reports what became of a bucket."""
     return file.with_suffix(".report")
 
 

@@ -151,8 +151,8 @@ class WeightTransfer(ABC):
         self._sent = sent
 
     def again(self) -> list[list[Message]] | None:
-        """The messages of the last complete stream, for another server; None where what they name
-        is not kept.
+        """Return the messages of the last complete stream, for another server; None where what they
+        name is not kept.
         """
         return self._sent
 
@@ -167,10 +167,10 @@ class WeightTransfer(ABC):
 
     def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """Fill buckets; yields for each the messages of all ranks."""
-        for message in self._messages(weights):
-            messages = [message] * self._shard.size
+        for own_message in self._messages(weights):
+            messages = [own_message] * self._shard.size
             if self._group is not None:
-                dist.all_gather_object(messages, message, group=self._group)
+                dist.all_gather_object(messages, own_message, group=self._group)
             for message in messages:
                 if isinstance(message, EngineError):
                     raise message
@@ -224,7 +224,7 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def _open(self, file: Path) -> Bucket:
-        """An empty bucket."""
+        """Return an empty bucket."""
 
     @abstractmethod
     def _pickle(self, bucket: Bucket) -> bytes:

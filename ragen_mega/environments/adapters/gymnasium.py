@@ -151,8 +151,8 @@ class GymnasiumWorld:
         self._environment.close()
 
     def _is_legal(self, move: Any) -> bool:
-        """Whether the environment takes a move in its present state: by its space, and by the mask
-        that many environments give in their info.
+        """Return whether the environment takes a move in its present state: by its space, and by
+        the mask that many environments give in their info.
         """
         space = self._environment.action_space
         obeys = self._known is None or self._known.obeys_mask
@@ -172,7 +172,9 @@ class GymnasiumWorld:
 
 
 def _plain(value: Any) -> Any:
-    """An observation with Python's numbers in place of NumPy's, whose names are in their text."""
+    """Return an observation with Python's numbers in place of NumPy's, whose names are in their
+    text.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -189,7 +191,7 @@ def _plain_part(value: Any) -> Any:
 def _action_names(
     environment: gymnasium.Env, known: _Known | None, space: spaces.Discrete
 ) -> tuple[str, ...]:
-    """One name for each action: the environment's own meanings, the table's, or numbers."""
+    """Return one name for each action: the environment's own meanings, the table's, or numbers."""
     meanings = getattr(environment.unwrapped, "get_action_meanings", None)
     names = meanings() if meanings else known.actions if known else ()
     names = tuple(map(str, names))

@@ -173,7 +173,7 @@ def _get(url: str) -> dict[str, Any]:
 
 
 def _words(answer: Mapping[str, Any]) -> Observation:
-    """The messages of an observation, else its text field, else all fields as text."""
+    """Return the messages of an observation, else its text field, else all fields as text."""
     if answer.get("messages"):
         return answer["messages"]
     texts = [answer[name] for name in _TEXTS if isinstance(answer.get(name), str)]

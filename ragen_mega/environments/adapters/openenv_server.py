@@ -107,7 +107,7 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
 
 
 def application(name: str, options: Mapping[str, Any], max_sessions: int) -> FastAPI:
-    """The FastAPI application of the server. Raises ValueError as `make` does."""
+    """Return the FastAPI application of the server. Raises ValueError as `make` does."""
     world = make(name, **options)
     reads_text = hasattr(world, "parse")  # whatever else it declares
     actions = [] if reads_text else list(getattr(world, "actions", ()))
@@ -139,12 +139,12 @@ def _observation(words: Words) -> WorldObservation:
 
 
 def _unread(reason: str) -> WorldObservation:
-    """The answer to a text without a step."""
+    """Return the answer to a text without a step."""
     return WorldObservation(text=reason, reward=0.0, info={"is_action_valid": False})
 
 
 def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
-    """The outcome of the steps of one answer, taken together as `Episode.respond` does."""
+    """Return the outcome of the steps of one answer, taken together as `Episode.respond` does."""
     last = results[-1]
     words = last.observation
     if not isinstance(words, str):

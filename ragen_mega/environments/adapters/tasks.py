@@ -126,7 +126,7 @@ class FileTasks:
         return answer
 
     def _random_answer(self, draw: random.Random) -> str:
-        """The reference of any row to train on: what can be answered without the question."""
+        """Draw the reference of any row to train on: an answer without knowledge of the question."""
         answer = str(_listed(draw.choice(self._trained).reference)[0])
         return f"{self._after} {answer}" if self._after else answer
 
@@ -145,8 +145,8 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
 
 
 def read_rows(path: str) -> tuple[dict[str, Any], ...]:
-    """The rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They are
-    kept in memory until the file changes, and shared: do not write into them.
+    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
+    are kept in memory until the file changes, and shared: do not write into them.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
@@ -223,8 +223,8 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
 
 @lru_cache(maxsize=16)
 def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ...]]:
-    """The tasks to train on, and those to evaluate: this share of the prompts, drawn by their text,
-    so that the order of rows decides nothing and no prompt is in both.
+    """Return the tasks to train on, and those to evaluate: this share of the prompts, drawn by
+    their text, so that the order of rows decides nothing and no prompt is in both.
     """
     tasks = _tasks(file, columns)
     prompts = sorted({text_of(task.prompt) for task in tasks}, key=text_seed)
@@ -252,7 +252,7 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 
 @lru_cache(maxsize=16)
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
-    """The function of that name, after it has judged the reference of the first row."""
+    """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
     _number(score(str(_listed(first.reference)[0]), first.reference, first.row))
     return score
@@ -269,7 +269,7 @@ def _number(score: Any) -> float:
 def _column(
     place: str, row: Mapping[str, Any], option: str, name: str | None, known: Sequence[str]
 ) -> Any:
-    """The first of these columns that the row has."""
+    """Return the first of these columns that the row has."""
     names = [name] if name else known
     for path in names:
         value: Any = row
@@ -292,7 +292,7 @@ def _paths(row: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _observation(place: str, prompt: Any) -> Observation:
-    """A text, or messages; a single message of the user is a text too."""
+    """Return a text, or messages; a single message of the user is a text too."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []

@@ -58,7 +58,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def is_active() -> bool:
-    """Whether this process trains on the CPU."""
+    """Return whether this process trains on the CPU."""
     return not torch.cuda.is_available()
 
 
@@ -165,7 +165,7 @@ def _clip_grad_by_total_norm(
 def _norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """The norm [1] of all gradients together, which megatron-core's fallback takes a dozen
+    """Return the norm [1] of all gradients together, which megatron-core's fallback takes a dozen
     operations for each of them to learn.
     """
     norms = torch._foreach_norm([gradient for gradients in lists for gradient in gradients])

@@ -79,7 +79,7 @@ def _is_default_rope(value: Any) -> bool:
 
 
 def limits(architecture: str, rope_remedy: str = "load another model") -> dict[str, Limit]:
-    """The entries of a dense decoder of this class that are supported for some values only;
+    """Return the entries of a dense decoder of this class that are supported for some values only;
     `rope_remedy` is for a model whose positions are scaled.
     """
     return {

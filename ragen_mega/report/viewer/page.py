@@ -71,7 +71,7 @@ def write_page(
 def _thinned(
     sizes: Sequence[tuple[int, str, float]], keep: str | None, stride: int
 ) -> list[tuple[int, str, float]]:
-    """Every `stride`-th, the last one and `keep` of the first run always."""
+    """Select every `stride`-th trace; always the last one, and `keep` of the first run."""
     last = len(sizes) - 1
     return [
         size for at, size in enumerate(sizes) if (last - at) % stride == 0 or size[:2] == (0, keep)
@@ -79,7 +79,7 @@ def _thinned(
 
 
 def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str, bytes]]) -> str:
-    """The whole page; without `runs` it asks its server for them."""
+    """Return the whole page; without `runs` it asks its server for them."""
     parts = {
         "STYLE": _HERE.joinpath("viewer.css").read_text(),
         "PLOTLY": get_plotlyjs(),
@@ -111,7 +111,7 @@ def _json(value: Any) -> str:
 
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
+    """Return a server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
     ValueError for a directory that holds no run, and for a port that cannot be had.
     """
     for run in runs:

@@ -31,14 +31,14 @@ class Lake:
         return min(max(cell[0] + dr, 0), self.size - 1), min(max(cell[1] + dc, 0), self.size - 1)
 
     def rows(self) -> tuple[str, ...]:
-        """The board in the letters S F H G; inverse of `parse_lake`."""
+        """Return the board in the letters S F H G; inverse of `parse_lake`."""
         letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
         return tuple(
             "".join(letters.get((r, c), "F") for c in range(self.size)) for r in range(self.size)
         )
 
     def is_crossable(self) -> bool:
-        """Whether some path avoids the holes."""
+        """Return whether some path avoids the holes."""
         frontier, seen = [self.start], {self.start}
         while frontier:
             cell = frontier.pop()

@@ -10,8 +10,8 @@ from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, L
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """The four neighbours, each move as what lies behind/ahead of it, and the same pair for the
-    chosen actions.
+    """Return the four neighbours, each move as what lies behind/ahead of it, and the same pair for
+    the chosen actions.
 
     A move may slip to either side but never backwards, so it cannot lead to what lies behind. The
     pair is one word, because two words sampled separately might not belong to the same move. What
@@ -56,7 +56,7 @@ pairs there are, the rarer each pair is, and preferences are learned from many n
 
 
 def _kind(facts: dict[str, Any], lake: Lake, cell: Cell) -> str:
-    """A cell as seen from the player; `brink` is a cell beside a hole."""
+    """Return a cell as seen from the player; `brink` is a cell beside a hole."""
     if cell == facts["player"]:
         return "edge"
     if cell in facts["holes"]:

@@ -42,7 +42,7 @@ def _tell(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
 
 
 def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
-    """The facts after an action."""
+    """Return the facts after an action."""
     move, boxes = DIRECTIONS[action], facts["boxes"]
     to, pushed, effect = _effect(facts, move, ())
     if effect in ("wall", "stuck"):
@@ -52,7 +52,7 @@ def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
-    """Cells behind a box as seen from its nearest target, ignoring walls."""
+    """Return the cells behind a box as seen from its nearest target, ignoring walls."""
     return [
         (box[0] - move[0], box[1] - move[1])
         for box in facts["boxes"]
@@ -64,7 +64,9 @@ def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
 def _effect(
     facts: dict[str, Any], move: Cell, standing: Sequence[Cell]
 ) -> tuple[Cell, Cell | None, str]:
-    """Cell that a move leads to, cell that a box is pushed to, and the word for the effect."""
+    """Return the cell that a move leads to, cell that a box is pushed to, and the word for the
+    effect.
+    """
     player, free, boxes = facts["player"], facts["free"], facts["boxes"]
     to = _add(player, move)
     if to in boxes:

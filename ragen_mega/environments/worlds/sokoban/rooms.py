@@ -51,7 +51,7 @@ class Room:
         return self.boxes == self.targets
 
     def cell_kind(self, cell: Cell) -> int:
-        """One of the constants WALL ... PLAYER_ON_TARGET."""
+        """Return one of the constants WALL ... PLAYER_ON_TARGET."""
         if cell in self.walls:
             return WALL
         on_target = cell in self.targets
@@ -62,7 +62,7 @@ class Room:
         return TARGET if on_target else FLOOR
 
     def rows(self, symbols: str = SYMBOLS) -> tuple[str, ...]:
-        """The board as text, one string per row."""
+        """Return the board as text, one string per row."""
         height, width = self.size
         return tuple(
             "".join(symbols[self.cell_kind((r, c))] for c in range(width)) for r in range(height)

@@ -73,7 +73,9 @@ class Splits(NamedTuple):
 
 
 def make_goals(entries: Iterable[tuple[Product, Sequence[Request]]], *, seed: int) -> list[Goal]:
-    """Goals of all requests, in WebShop's shuffled order; `seed` draws their price limits."""
+    """Return the goals of all requests, in WebShop's shuffled order; `seed` draws their price
+    limits.
+    """
     generator = random.Random(seed)
     goals = [
         goal
@@ -126,7 +128,7 @@ def _goals_of(product: Product, request: Request, generator: random.Random) -> l
 
 
 def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
-    """The larger of two draws from the next multiples of 10 above a price, and its clause."""
+    """Draw the larger of two draws from the next multiples of 10 above a price, and its clause."""
     limits = range(_PRICE_STEP, _HIGHEST_LIMIT + 1, _PRICE_STEP)
     above = [float(limit) for limit in limits if limit > price][:_LIMITS_DRAWN_FROM]
     if len(above) < 2:
@@ -136,6 +138,6 @@ def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
 
 
 def _option_clause(options: Sequence[str | tuple[str, str]]) -> str:
-    """The options as a clause of a synthetic goal; human requests already name theirs."""
+    """Return the options as a clause of a synthetic goal; human requests already name theirs."""
     pairs = [f"{option[0]}: {option[1]}" for option in options if isinstance(option, tuple)]
     return " with " + ", and ".join(pairs) if pairs else ""

@@ -35,7 +35,7 @@ class _Files(NamedTuple):
 def read_folder(
     folder: Path, *, goals: GoalKind, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with their requests; `seed` draws the prices that are given as a range.
+    """Yield the products with their requests; `seed` draws the prices that are given as a range.
 
     The small set (items_shuffle_1000.json) is read if it exists, else the full one. Products with
     an identifier that is longer than 10 characters, or repeated, are left out as in the original.
@@ -81,7 +81,7 @@ def _find(folder: Path, goals: GoalKind) -> _Files:
 
 
 def _entries(path: Path, prefix: str) -> Iterator[Any]:
-    """The entries of the file, one by one: elements of a list (`item`), or (key, value)."""
+    """Yield the entries of the file, one by one: elements of a list (`item`), or (key, value)."""
     read, kind = (ijson.items, "array") if prefix else (ijson.kvitems, "map")
     try:
         with path.open("rb") as file:
@@ -152,7 +152,7 @@ def _synthetic_requests(about: dict[str, Any], where: str) -> list[Request]:
 
 
 def _human_requests(requests: Any, where: str) -> list[Request]:
-    """The requests that name attributes, as in the original."""
+    """Return the requests that name attributes, as in the original."""
     return [
         Request(
             _text(request, "instruction", where).strip("."),
@@ -178,7 +178,7 @@ def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
 
 
 def _checked(value: Any, kind: type, key: str, where: str) -> Any:
-    """A value that is of this kind, list or dict."""
+    """Return a value that is of this kind, list or dict."""
     if not isinstance(value, kind):
         what = "a list" if kind is list else "an object"
         raise ValueError(f"{where}: {key} must be {what}, not {value!r:.60}")

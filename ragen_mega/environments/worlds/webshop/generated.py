@@ -21,7 +21,7 @@ _BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lume
 
 
 def _halves(prefix: str, generator: random.Random) -> list[str]:
-    """Distinct halves of identifiers, five characters each."""
+    """Return distinct halves of identifiers, five characters each."""
     size, signs = 5 - len(prefix), string.ascii_uppercase + string.digits
     halves: dict[str, None] = {}
     while len(halves) < _NUM_HALVES:
@@ -87,7 +87,7 @@ DEPARTMENTS = (
 def generate_catalogue(
     *, num_products: int, num_departments: int, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with one request each, the same ones for the same arguments.
+    """Yield the products with one request each, the same ones for the same arguments.
 
     Titles are distinct. Raises ValueError if there are not as many products or departments.
     """
@@ -131,7 +131,7 @@ def generate_catalogue(
 
 
 def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
-    """Two to four of the values, in their order."""
+    """Return two to four of the values, in their order."""
     chosen = generator.sample(values, generator.randint(2, min(4, len(values))))
     return sorted(chosen, key=values.index)
 

@@ -23,7 +23,9 @@ _ARGUMENT = re.compile(r"\[(.+)\]")
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """A line such as `go: second B7KVUT98FN` or `red offered | small missing | go: offered red`."""
+    """Return a line such as `go: second B7KVUT98FN` or `red offered | small missing | go: offered
+    red`.
+    """
     facts = environment.facts()
     page: Page = facts["page"]
     (clicked,) = (_ARGUMENT.search(action)[1] for action in actions)
@@ -39,7 +41,9 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 def _told_options(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Value of an option that the instruction names -> what became of it, on a product's page."""
+    """Return a map: value of an option that the instruction names -> what became of it, on a
+    product's page.
+    """
     if page.option_names is None:
         return {}
     named = set(keywords(goal))

@@ -65,13 +65,13 @@ def item_page(goal: Goal, product: Product) -> Page:
 
 
 def sub_page(goal: Goal, product: Product, name: str) -> Page:
-    """The description, the features or the reviews, of which there are none."""
+    """Return the description, the features or the reviews, of which there are none."""
     texts = {"Description": (product.description,), "Features": product.bullets, "Reviews": ()}
     return _page("sub", [*_head(goal), BACK, PREVIOUS, *texts[name]], (BACK, PREVIOUS))
 
 
 def done_page(product: Product, chosen: Mapping[str, str], score: float) -> Page:
-    """The receipt; the original leaves most of it empty."""
+    """Return the receipt; the original leaves most of it empty."""
     purchased = ["Purchased", "asin", product.asin, "options", json.dumps(chosen)]
     for name in ("attrs", "category", "query", "product category"):
         purchased += [name, "None"]

@@ -26,14 +26,14 @@ def keywords(goal: Goal) -> list[str]:
 
 
 def keywords_of(text: str) -> list[str]:
-    """Distinct words that are no stop words, in lower case and in order."""
+    """Return distinct words that are no stop words, in lower case and in order."""
     words = re.findall(r"[\w'-]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
 def random_action(shopper: Any, generator: random.Random) -> str:
-    """One of the clicks that the open page offers; on the start page, a search for all keywords or,
-    as likely, for a random part of them.
+    """Return one of the clicks that the open page offers; on the start page, a search for all
+    keywords or, as likely, for a random part of them.
     """
     page = shopper.page
     if page.kind != "start":
@@ -46,7 +46,7 @@ def random_action(shopper: Any, generator: random.Random) -> str:
 
 
 def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
-    """The oracle's next action: search the title, open the product, choose its options, buy."""
+    """Choose the oracle's action: search the title, open the product, choose its options, buy."""
     facts = shopper.facts()
     goal, page, product, chosen = (facts[key] for key in ("goal", "page", "product", "chosen"))
     if page.kind == "done":
@@ -87,8 +87,8 @@ def rule_actions(shopper: Any, actions_left: int) -> list[str]:
 
 
 def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
-    """The score that a player reaches from the open page; 0 if it buys nothing in time. The shopper
-    itself is not changed.
+    """Return the score that a player reaches from the open page; 0 if it buys nothing in time. The
+    shopper itself is not changed.
     """
     shopper = copy.copy(shopper)  # a step replaces what it changes
     for _ in range(num_actions):
@@ -98,7 +98,7 @@ def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
 
 
 def references(shopper: Any, budget: Budget) -> References:
-    """The oracle's success, and that of eight random shoppers."""
+    """Return the oracle's success, and that of eight random shoppers."""
     generator = random.Random(shopper.goal.instruction)
     num_actions = budget.action_budget
     bought = [

@@ -35,7 +35,7 @@ _PARTICIPLE = re.compile(r"[a-z]{3,}[^e]ed")
 
 
 def reward(goal: Goal, product: Product, chosen: dict[str, str]) -> float:
-    """The score of buying `product` with the options `chosen` (name -> value)."""
+    """Return the score of buying `product` with the options `chosen` (name -> value)."""
     fitting = (
         _fitting_attributes(goal, product)
         + _fitting_options(goal, chosen.values())
@@ -85,7 +85,7 @@ def _category_parts(path: str) -> set[str]:
 
 
 def _fitting_attributes(goal: Goal, product: Product) -> int:
-    """Number of requested attributes that the product has or one of its texts mentions."""
+    """Count the requested attributes that the product has or that one of its texts mentions."""
     texts = (product.title, " ".join(product.bullets), product.description)
     return sum(
         any(_is_similar(attribute, own) for own in product.attributes)
@@ -95,8 +95,8 @@ def _fitting_attributes(goal: Goal, product: Product) -> int:
 
 
 def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
-    """Number of requested options that were chosen. A (name, value) pair is compared as the text
-    `name value`, so that the value alone matches it.
+    """Return the number of requested options that were chosen. A (name, value) pair is compared as
+    the text `name value`, so that the value alone matches it.
     """
     values = [_plain_colour(value) for value in chosen]
     return sum(
@@ -111,7 +111,7 @@ def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
 
 
 def _plain_colour(value: str) -> str:
-    """The first known colour in a value, else the value itself."""
+    """Return the first known colour in a value, else the value itself."""
     return next((colour for colour in _COLOURS if colour in value), value)
 
 

@@ -55,7 +55,7 @@ class SearchEngine:
 
 
 def _document(product: Product) -> str:
-    """The indexed text of a product."""
+    """Return the indexed text of a product."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )

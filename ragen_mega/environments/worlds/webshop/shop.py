@@ -72,7 +72,7 @@ class Shop:
 
 @lru_cache(maxsize=4)
 def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
-    """A shop with a generated catalogue."""
+    """Return a shop with a generated catalogue."""
     entries = list(
         generate_catalogue(num_products=num_products, num_departments=num_departments, seed=seed)
     )
@@ -82,7 +82,7 @@ def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
 
 @lru_cache(maxsize=2)
 def folder_shop(folder: str, goals: GoalKind, seed: int) -> Shop:
-    """A shop with WebShop's own catalogue."""
+    """Return a shop with WebShop's own catalogue."""
     entries = list(read_folder(Path(folder), goals=goals, seed=seed))
     return Shop(entries, label=f"WebShop-compatible, {len(entries)} products", seed=seed)
 

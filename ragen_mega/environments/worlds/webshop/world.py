@@ -191,5 +191,5 @@ class WebShop:
 
 
 def _spelled(argument: str, names: Sequence[str]) -> str | None:
-    """The name that lower-case `argument` spells."""
+    """Return the name that lower-case `argument` spells."""
     return next((name for name in names if name.lower() == argument), None)
