@@ -189,7 +189,7 @@ class Victim:
             for key, value in load_file(path).items()
         }
 
-    def sound(self, tainted: set[tuple[str, int]]) -> list[Path]:
+    def intact_checkpoints(self, tainted: set[tuple[str, int]]) -> list[Path]:
         """Published checkpoints that nobody has damaged, newest first."""
         published = sorted((self.directory / CHECKPOINTS).glob("step_*"), reverse=True)
         return [path for path in published if identity(path) not in tainted]
@@ -290,7 +290,7 @@ def kill(process: psutil.Process) -> bool:
     return True
 
 
-def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
+def wait_for_processes(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
     """Wait until no process of the run is left. Returns the seconds, and a problem for those that
     had to be killed.
     """
@@ -355,7 +355,10 @@ def play_round(
     `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not
     among them.
     """
-    expected = max((int(path.name.removeprefix("step_")) for path in run.sound(tainted)), default=0)
+    expected = max(
+        (int(path.name.removeprefix("step_")) for path in run.intact_checkpoints(tainted)),
+        default=0,
+    )
     launcher = run.start()
     hit, server_kills = "end", 0
     if target == "server":
@@ -365,7 +368,7 @@ def play_round(
         hit = kill_rank(run, launcher, target, num_logged, generator)
     if hit == "end":
         launcher.wait(SECONDS_TO_END)
-    seconds, problems = vanish(run, launcher)
+    seconds, problems = wait_for_processes(run, launcher)
     if hit == "end" and launcher.returncode:
         problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
     resumed = RESUMED.search(run.said())
@@ -375,9 +378,9 @@ def play_round(
     if "Traceback" in run.said():
         problems.append("a traceback was printed")
     damaged = None
-    if damages and hit != "end" and (sound := run.sound(tainted)):
-        damaged = damage(sound[0], generator)
-        tainted.add(identity(sound[0]))
+    if damages and hit != "end" and (intact_checkpoints := run.intact_checkpoints(tainted)):
+        damaged = damage(intact_checkpoints[0], generator)
+        tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)
 
 
@@ -424,7 +427,9 @@ def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
             yield f"step {row['step']} has metrics that are not those of its rollout on the disk"
 
 
-def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int) -> dict[str, Any]:
+def run_rounds(
+    output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int
+) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
     undisturbed = {
@@ -480,7 +485,7 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        report = torment(work, layouts, arguments.rounds, arguments.seed)
+        report = run_rounds(work, layouts, arguments.rounds, arguments.seed)
     if arguments.json:
         write_json(arguments.json, report)
     said = {key: value for key, value in report.items() if key not in ("played", "seed")}

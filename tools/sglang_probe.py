@@ -4,8 +4,8 @@ IPC or files, able to sleep.
     python tools/sglang_probe.py --python PYTHON --json probe.json
 
 A small model is served as in training, twice: weights sent, two turns sampled and compared with
-transformers, asleep. What fails is tried again with less, and every attempt is reported with its
-reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the
+transformers, asleep. A failed setting is tried again with less, and every attempt is reported with
+its reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the
 weight transfer and the server flags to add; exit code 1 if nothing works.
 """
 

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from .static_analysis import KernelReport, analyse
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 232448  # of one program on sm_90
+MAX_SHARED_BYTES = 232448  # limit of one program on sm_90
 ALIGNED = frozenset(
     {"stride", "dx_stride", "num_valid", "num_columns", "num_entries", "vocab_start"}
 )

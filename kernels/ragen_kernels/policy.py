@@ -259,7 +259,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         # One pass, without a float32 product of the size of the weight.
         scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
         torch.mul(d_weight, d_loss, out=scaled)
-        # In bfloat16 torch would round the factor before multiplying.
+        # torch would round a bfloat16 factor before multiplying.
         d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
         return d_hidden, scaled, *[None] * 7
 
@@ -278,7 +278,7 @@ def _repeated_rows_(
     """
     row_of = _sharing(repeats, logits.device)
 
-    def lose(
+    def shared_losses(
         logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
     ) -> tuple[Tensor | None, ...]:
         outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
@@ -290,7 +290,7 @@ def _repeated_rows_(
         )
         return outputs, *summed
 
-    return in_pieces(row_statistics, lose, logits_gradient)(
+    return in_pieces(row_statistics, shared_losses, logits_gradient)(
         logits, labels, terms, objective, shard, temperature
     )
 

@@ -102,7 +102,7 @@ def token_objective(
 
 # fmt: off
 @triton.jit
-def lose_tokens(
+def token_loss_rows(
     OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
     lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef, min_entropy,
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
@@ -145,7 +145,7 @@ def token_kernel(
     mask = token < size
     logprob = tl.load(LOGPROBS + token, mask=mask)
     entropy = tl.load(ENTROPY + token, mask=mask)
-    weight, d_logprob = lose_tokens(
+    weight, d_logprob = token_loss_rows(
         OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
         lower, upper, dual_clip, importance_cap, importance_floor,
         kl_coef, entropy_coef, min_entropy,

@@ -98,7 +98,7 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
     found = (
         f"unknown: no actions, tools or random_answer to draw from, or over {MAX_SECONDS:.0f} s"
         if result.random is None
-        else f"{_how(result)}; of one trajectory per prompt, 95%:"
+        else f"{_method(result)}; of one trajectory per prompt, 95%:"
         f" {result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
     )
     unsolved = "unknown: the environment has no solver" if result.optimum is None else ""
@@ -122,7 +122,7 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
     return "\n".join((head, *lines))
 
 
-def _how(result: Baselines) -> str:
+def _method(result: Baselines) -> str:
     """Name the method that found the rate of the random player."""
     if result.is_exact:
         return "exact"

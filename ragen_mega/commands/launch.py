@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # as -P, which torchrun does not pass on
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    logging.disable(logging.ERROR)  # of this process; the ranks log for themselves
+    logging.disable(logging.ERROR)  # in this process; the ranks log for themselves
     args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
     for number in _FORWARDED:
         # Who starts a program by nohup wants it to outlive the terminal.
@@ -92,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
             is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
             args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
             if not is_alone and is_static:
-                _check_meeting(args)
+                _check_rendezvous(args)
             if is_alone or is_static:
-                _meet_privately(args)
+                _use_private_rendezvous(args)
             run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _meet_privately(args: Namespace) -> None:
+def _use_private_rendezvous(args: Namespace) -> None:
     """Replace torchrun's rendezvous: its stores listen on every interface and ask nobody who they
     are. On one machine there is no store, since ranks meet in a file; that of several nodes listens
     on --master-addr alone.
@@ -177,7 +177,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("" if is_own_name else address[0], port), family=family)
 
 
-def _check_meeting(args: Namespace) -> None:
+def _check_rendezvous(args: Namespace) -> None:
     """Raise ValueError where this node cannot meet the others at --master-addr. That the first one
     does not listen yet is no reason: torchrun waits for it.
     """

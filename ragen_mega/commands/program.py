@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(importlib.import_module("ragen_mega").__version__)
     elif name in known:
         command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
-        sys.argv = [f"ragen-mega {name}", *flags]  # what --help calls it
+        sys.argv = [f"ragen-mega {name}", *flags]  # the name in --help
         if status := command.main(flags):
             raise SystemExit(status)
     else:

@@ -52,7 +52,7 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "use_distributed_optimizer",
 )
-EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
+EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
 class RecordedRollouts:

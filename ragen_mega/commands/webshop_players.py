@@ -20,7 +20,7 @@ from ragen_mega.report.metrics import write_json
 if TYPE_CHECKING:
     from ragen_mega.environments.worlds.webshop.world import WebShop
 
-_SEED = 0  # of the random shopper
+_SEED = 0  # seed of the random shopper
 FLAGS = (
     flag("--num-goals", "the first N goals of the split", 256, metavar="N"),
     flag("--max-turns", "of an episode (default: the environment's)", type=int, metavar="N"),

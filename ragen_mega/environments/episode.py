@@ -227,7 +227,7 @@ class Episode:
         return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)
 
     def _under_system_prompt(self, messages: Sequence[Message], default: str = "") -> list[Message]:
-        """Put the system prompt before the messages, at the start of a system message if there is one."""
+        """Put the system prompt before the messages, or at the start of their system message."""
         prompt = default if self.config.system_prompt is None else self.config.system_prompt
         if not prompt:
             return list(messages)

@@ -48,7 +48,7 @@ def guarded(function: Callable[[], T]) -> T:
     """Return the result of `function`. Raises EnvironmentFailed for any exception but Ctrl-C."""
     try:
         return function()
-    except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
+    except (KeyboardInterrupt, GeneratorExit):  # these end the process, not the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         text = f"{type(error).__name__}: {error}{where(error)}"

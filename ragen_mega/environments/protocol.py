@@ -184,7 +184,7 @@ def check_seed(seed: int) -> int:
 
 
 def canonical_action(action: str, legal_actions: Sequence[str]) -> str:
-    """Find the legal name that `action` spells in any letter case. Raises ValueError without one."""
+    """Find the legal name that `action` spells in any letter case. Raises ValueError if none."""
     for name in legal_actions:
         if name.lower() == action.strip().lower():
             return name

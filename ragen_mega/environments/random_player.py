@@ -14,7 +14,7 @@ from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.protocol import Action, text_of
 
 _WORD = re.compile(r"\w+")
-_RANGE = (0, 9)  # of a number whose schema has no bounds
+_RANGE = (0, 9)  # bounds of a number whose schema has none
 
 
 def is_drawn(episode: Episode) -> bool:

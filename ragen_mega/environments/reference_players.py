@@ -31,7 +31,7 @@ from ragen_mega.environments.registry import make
 
 EPISODES_PER_PROMPT = 32
 """Number of episodes that the random player plays per prompt in environments without a solver."""
-_RESETS = 5  # of an environment that fails now and then
+_RESETS = 5  # attempts for an environment that fails now and then
 MAX_SECONDS = 10.0
 """If measuring the random player takes longer, its rate is unknown."""
 
@@ -80,7 +80,7 @@ def baselines(
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    # In a thread, because calls may not return; built there, because it is called there.
+    # Calls may not return, so a thread makes them; it also builds the environment.
     worker = Worker(timeout)
     episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
     environment = episode.environment

@@ -1,9 +1,9 @@
 """Tool calls in the text of an answer, checked against the schemas that the environment gave.
 
-The format is that of Qwen's chat templates (the Hermes format):
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or repeated. Of JSON Schema the
-keywords are checked that tools use: type, enum, const, properties, required,
-additionalProperties, items, minimum, maximum, anyOf, oneOf and references to $defs.
+The format is that of Qwen's chat templates (the Hermes format): `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`, once or repeated. The checked keywords of JSON Schema are those
+that tools use: type, enum, const, properties, required, additionalProperties, items, minimum,
+maximum, anyOf, oneOf and references to $defs.
 """
 
 import json

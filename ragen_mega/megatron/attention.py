@@ -130,7 +130,7 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
         return Schedule(calls, None, None, None)
     queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))
     outputs = np.empty(forest.num_nodes, np.int64)
-    outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # of a node's queries the first
+    outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # the first query of each node wins
     keys = keys.clip(max=forest.num_nodes - 1)
     return Schedule(
         calls, *(move(torch.from_numpy(x.copy()), device) for x in (queries, keys, outputs))

@@ -2,10 +2,10 @@
 read on any other.
 
 megatron-core says which box of which global tensor every rank holds and checks that all boxes
-together are the whole; the boxes go to safetensors files (`shard_files`). Of a trainer they hold
-its parameters, Adam's moments in the shape of the parameters, the float32 master copies of bfloat16
-parameters, and the step counts of optimizer and schedule. Everything else in an optimizer follows
-from the configuration, so the same files work with and without the distributed optimizer.
+together are the whole; the boxes go to safetensors files (`shard_files`). The files of a trainer
+hold its parameters, Adam's moments in the shape of the parameters, the float32 master copies of
+bfloat16 parameters, and the step counts of optimizer and schedule. Everything else in an optimizer
+follows from the configuration, so the same files work with and without the distributed optimizer.
 
 megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
 it fails an assertion before the first step, its loader fails on the entry `step`, and afterwards
@@ -177,7 +177,7 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[st
     """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta) without
     data. With the distributed optimizer a collective over its ranks.
     """
-    optimizer, main, part = _locate(trainer, parameter)
+    optimizer, main, part = _find_optimizer_part(trainer, parameter)
     held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}
     values = {}
     for kind in _kinds(parameter):
@@ -197,7 +197,7 @@ def _write_adam(
     trainer: Trainer, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int
 ) -> None:
     """Load tensors of the parameter's shape, as `_read_adam` returned them after `step` steps."""
-    optimizer, main, part = _locate(trainer, parameter)
+    optimizer, main, part = _find_optimizer_part(trainer, parameter)
     if main is None:
         return
     local = {
@@ -226,7 +226,7 @@ def _count_steps(trainer: Trainer) -> int:
     return max(distributed.gather_objects(max(counts, default=0)))
 
 
-def _locate(
+def _find_optimizer_part(
     trainer: Trainer, parameter: nn.Parameter
 ) -> tuple[MegatronOptimizer, Tensor | None, slice]:
     """Return the optimizer of a parameter, the tensor that Adam updates for it, and which part of

@@ -47,8 +47,8 @@ class Muon(torch.optim.Optimizer):
     """Optimizer of parameters that are matrices, each a slice of its slot's matrix over
     tensor-parallel ranks.
 
-    What is orthogonalised are the whole matrices of the model, q, k, v, gate and up apart, so that
-    a step does not depend on the layout. `step` is collective over tensor-parallel ranks.
+    The optimizer orthogonalises the whole matrices of the model, q, k, v, gate and up apart, so
+    that a step does not depend on the layout. `step` is collective over tensor-parallel ranks.
     """
 
     def __init__(

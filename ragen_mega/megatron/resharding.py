@@ -1,9 +1,9 @@
 """Trainer shards -> rollout engine, by one of two paths over one plan, with every byte counted.
 
-What a sync moves is decided once: one sorted list of all stages' parameters in buckets, the same on
-every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline
-stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is for an
-engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
+The contents of a sync are decided once: one sorted list of all stages' parameters in buckets, the
+same on every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over
+pipeline stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is
+for an engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
 de-interleaving q, k and v, the engine's shard of the same rank, so only the broadcast is left.
 Every bucket has memory of its own that is never overwritten, so a receiver may copy it as late as
 it likes.

@@ -38,8 +38,9 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
-MOST_NODES = {"on": 1.0, "auto": 0.97, "off": 0.0}
-"""Share of the positions below which the distinct ones alone are computed: a forest costs a little.
+MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
+"""Shared prefixes are merged only if at most this share of the positions is distinct: building the
+forest has a cost.
 """
 PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
@@ -75,7 +76,9 @@ class Trainer:
             shape.num_layers * shape.q_size,
             shape.vocab_size * shape.hidden_size,
         )
-        self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
+        self.most_nodes = MAX_DISTINCT_SHARE[
+            train.shared_prefixes if parallel.fp8 == "none" else "off"
+        ]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         # Muon needs the gradients of whole matrices.
         is_distributed = parallel.use_distributed_optimizer and not with_muon
@@ -302,7 +305,7 @@ class Trainer:
             data_iterator=iter(micros),
             model=[self.model],
             num_microbatches=len(micros),
-            seq_length=micros[0].forest.num_nodes,  # of all, where stages exchange them
+            seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

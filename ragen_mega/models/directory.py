@@ -19,7 +19,7 @@ _LFS = b"version https://git-lfs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
+def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
     """Return the shape of the model that `flag` names, None if that is a Hub model or its sizes are
     invalid. Raises ValueError if it is a local path that cannot hold a model.
     """

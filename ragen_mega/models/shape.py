@@ -107,7 +107,7 @@ class ModelShape:
         ]
 
     def whole(self, weight: Weight) -> tuple[int, ...]:
-        """Return the shape in Megatron's layout on one rank: the tensors row by row, in any order."""
+        """Return the shape in Megatron's layout on one rank: its tensors row by row."""
         shapes = self.shapes(weight)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

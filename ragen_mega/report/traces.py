@@ -63,7 +63,7 @@ class TraceWriter:
         self._decode = lru_cache(_REMEMBERED)(lambda tokens: decode([*tokens]))
         self._config = config
         self._undrawn: set[str] = set()  # environments that need not be built again to know it
-        self._say, self._told = say, set[str]()
+        self._say, self._reported = say, set[str]()
 
     def write_step(
         self,
@@ -140,7 +140,12 @@ class TraceWriter:
                 strings.setdefault(text, len(strings)) for text in self._texts(trajectory.tokens)
             ],
             "turns": [
-                {"start": turn.start, "end": turn.end, "reward": reward, "info": _told(turn.info)}
+                {
+                    "start": turn.start,
+                    "end": turn.end,
+                    "reward": reward,
+                    "info": _info_as_text(turn.info),
+                }
                 for turn, reward in zip(trajectory.turns, rewards)
             ],
             "reward": total,
@@ -167,8 +172,8 @@ class TraceWriter:
         return drawn or [[] for _ in trajectories]
 
     def _miss(self, name: str, why: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._reported:
+            self._reported.add(name)
             self._say(f"pictures of {name} are missing in the viewer: {why}")
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
@@ -248,7 +253,7 @@ def _drawn(world: Any) -> str:
     return picture
 
 
-def _told(info: Mapping[str, Any]) -> dict[str, Any]:
+def _info_as_text(info: Mapping[str, Any]) -> dict[str, Any]:
     """`info` with actions as texts: an object may hold NaN, which is no JSON for a browser."""
     actions = info.get("actions", ())
     return {**info, "actions": [a if isinstance(a, str) else json.dumps(a) for a in actions]}

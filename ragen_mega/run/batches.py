@@ -43,13 +43,13 @@ class Batches:
         self.renderer = renderer
         self.console = console
         self.timers = timers
-        self._owners: Tensor | None = None  # of the present batch, see `assign`
+        self._owners: Tensor | None = None  # ranks of the present batch, see `assign`
 
     def pack(
         self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
     ) -> TokenBatch:
-        """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
-        that it trains, and rank 0 of those that it traces.
+        """Pack the trajectories of `kept`. A rank then holds only the tokens of the `groups` that
+        it trains, and rank 0 also of the groups that it traces.
         """
         trajectories = [member for group in kept for member in group.trajectories]
         if distributed.world_size() == 1:
@@ -69,9 +69,9 @@ class Batches:
         return replace(batch, here=self._owners[0] == dp.rank())
 
     def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
-        """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
-        where the forward pass of the step's only optimizer step yields them. Those that the policy
-        computes here are compared with the engine's.
+        """`batch` with the old log-probabilities that `--old-logprobs` asks for. The batch stays as
+        it is if the forward pass of the step's only optimizer step yields them. Log-probabilities
+        that the policy computes here are compared with the engine's.
         """
         config = self.config
         if config.loss.loss_mask == "legacy":

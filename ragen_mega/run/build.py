@@ -41,7 +41,7 @@ from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
-from ragen_mega.run.nodes import meet
+from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
@@ -71,7 +71,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     """Return everything a run needs, warm start included; on a rank that only samples what that
     needs. Raises ValueError before any training if something cannot work.
     """
-    meet(config)
+    join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     config = locate(config)
@@ -340,7 +340,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
     """Settings of this rank's SGLang server. Raises ValueError where it could not start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
     num_sessions = rollout.sessions_per_engine(num_engines(config))
-    rank = int(os.environ.get("RANK", 0))  # of the whole job, also where others only sample
+    rank = int(os.environ.get("RANK", 0))  # in the whole job, samplers included
     return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{rank:05d}",

@@ -18,7 +18,7 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.schema import flag_of, parse_shares
 from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
-from ragen_mega.models.directory import glance
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
 from ragen_mega.storage.run_directory import (
@@ -38,7 +38,7 @@ _SIZES = tuple(
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """Raise ValueError, in one line, if the run cannot work on this many ranks, and Finished if it
-    is done. What needs torch, a GPU or the network is checked later.
+    is done. Checks that need torch, a GPU or the network come later.
     """
     config, _ = with_name(config)
     trainers = config.parallel.num_trainers(num_ranks)
@@ -88,9 +88,9 @@ def _check_models(config: StarPOConfig) -> None:
             }
         )
     else:
-        shape = glance("--load", model.load, needs_tokenizer=True)
+        shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
-        glance("--critic-load", model.critic_load, needs_tokenizer=False)
+        check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if shape is not None and (error := cut_error(shape, tp, pp)):
         raise ValueError(error)

@@ -115,7 +115,7 @@ def _settings(
     directory = Path(load)
     rules = dict(rules)
     given = json_object("environment_options", rules.pop("environment_options", "{}"))
-    if environment in given:  # those of other sets are not for this one, which keeps the run's
+    if environment in given:  # options of other sets do not apply
         rules["environment_options"] = json.dumps({environment: given[environment]})
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)

@@ -100,7 +100,7 @@ class CollapseGuard:
         """The regular checkpoint at which success was best; the one to go back to."""
         self.rollbacks = 0
         self._good_level = -math.inf
-        self._is_told = False  # that success has collapsed
+        self._is_collapse_reported = False
 
     @property
     def lr_factor(self) -> float:
@@ -126,7 +126,7 @@ class CollapseGuard:
     def observe(self, signals: Mapping[str, float], *, is_last: bool) -> str | None:
         """Record a step; returns what has collapsed, if that is news or can be undone."""
         found = self.detector.observe(signals, is_last=is_last)
-        is_known, self._is_told = self._is_told, found is not None
+        is_known, self._is_collapse_reported = self._is_collapse_reported, found is not None
         return None if is_known and not self.may_react else found
 
     def task_changed(self) -> None:
@@ -163,7 +163,7 @@ class CollapseGuard:
             "good_step": self.good_step,
             "good_level": self._good_level if math.isfinite(self._good_level) else None,
             "rollbacks": self.rollbacks,
-            "is_told": self._is_told,
+            "is_told": self._is_collapse_reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class CollapseGuard:
         self.detector.load_state_dict(state["detector"])
         self.good_step, self.rollbacks = state["good_step"], state["rollbacks"]
         self._good_level = -math.inf if state["good_level"] is None else state["good_level"]
-        self._is_told = state["is_told"]
+        self._is_collapse_reported = state["is_told"]
 
 
 class StartGuard:
@@ -249,10 +249,10 @@ def nothing_to_learn(
             "errors of environments or missing verdicts of judges left fewer than two members of"
             " every group; mend them, or raise --group-size"
         )
-    return _alike(samples, config)
+    return _no_variance(samples, config)
 
 
-def _alike(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
+def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
     """Return why groups with their samples alone teach nothing, and the remedy."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]

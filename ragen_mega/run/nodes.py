@@ -66,7 +66,7 @@ def _here() -> str:
     return f"node {node()} ({platform.node()})"
 
 
-# How a node learns that another is gone
+# Detection of lost nodes
 
 
 def watched() -> AbstractContextManager[None]:
@@ -107,7 +107,7 @@ class _Watch:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             fail(f"node 0 cannot be reached at {place}: it has ended, or has another name")
         if _is_first_of_node():
-            for work in (self._talk, self._judge):
+            for work in (self._exchange_heartbeats, self._judge):
                 self._threads += [threading.Thread(target=work, daemon=True, name="nodes")]
                 self._threads[-1].start()
 
@@ -122,7 +122,7 @@ class _Watch:
             last_words = "lost" if has_failed else f"done_{node()}"
             _connect().set(last_words, f"{_here()} has ended, and says why")
 
-    def _talk(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         while self._lost is None and not self._is_over.is_set():
             try:
                 self._store.add(f"alive_{node()}", 1)
@@ -158,13 +158,13 @@ class _Watch:
         if not self._is_over.is_set():
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
             os.write(2, text.encode())
-            os._exit(2)  # the other threads wait for what is gone
+            os._exit(2)  # the other threads wait for the lost node
 
 
-# What nodes must have in common
+# Agreement of the nodes of a job
 
 
-def meet(config: StarPOConfig) -> None:
+def join_job(config: StarPOConfig) -> None:
     """Join the job. Raises ValueError unless all its nodes reach each other, run the same program
     with the same settings, and share the directory of the run. Collective.
     """

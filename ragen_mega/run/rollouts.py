@@ -45,7 +45,7 @@ class Rollouts:
         self._config, self._policy = config, policy
         self._engine, self._timers = sampling.engine, timers
         self._oldest_needed, self._say = oldest_needed, say
-        self._due: tuple[Tasks, Origin] | None = None  # of the step that was recalled last
+        self._due: tuple[Tasks, Origin] | None = None  # for the step that was recalled last
         self.samplers: Samplers | None = None
         if config.parallel.placement == "separate":
             self.samplers = Samplers(

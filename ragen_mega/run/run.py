@@ -223,7 +223,7 @@ class Run:
         self, samples: Sequence[TrajectoryGroup], groups: Sequence[TrajectoryGroup], log: StepLog
     ) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns, and after a rollback the guard's to what is
-        left. Of several rounds it keeps as many groups as of one. `samples` are the `groups`
+        left. It keeps as many groups of several rounds as of one. `samples` are the `groups`
         without trajectories that lack a return.
         """
         config, rollout, num_played = self.config.filter, self.config.rollout, len(groups)
@@ -329,7 +329,7 @@ class Run:
                 reason += f"; the run goes on, for its good checkpoint cannot be read: {error}"
             else:
                 change = guard.go_back(step + 1)
-                self._go_back(saved)
+                self._restore_weights(saved)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
         if reason is not None:
@@ -338,7 +338,7 @@ class Run:
             guard.task_changed()
         log.add("guard", rollbacks=guard.rollbacks, filter_share=guard.filter_share)
 
-    def _go_back(self, saved: Checkpoint) -> None:
+    def _restore_weights(self, saved: Checkpoint) -> None:
         """Give the trainers what a checkpoint holds, except for the time on their schedules, and
         the guard's learning rate. The engine gets the weights with the next rollout.
         """
@@ -372,7 +372,7 @@ class Run:
         """Evaluate every trained environment, and those of --eval-environments, on their held-out
         initial states under the current weights.
         """
-        with self.timers.uncounted("evaluation"):
+        with self.timers.timeline_only("evaluation"):
             return self.evaluations.play(step, log, samples)
 
     def close(self, log: StepLog) -> None:

@@ -136,8 +136,8 @@ class Samplers:
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
-        self._digests: dict[int, str] = {}  # of the weights of recent versions
-        self._weights: dict[int, bytes] = {}  # of versions in `_ordered`; empty but on first rank
+        self._digests: dict[int, str] = {}  # digests of recent weights
+        self._weights: dict[int, bytes] = {}  # by version in `_ordered`; empty but on first rank
         self._present = 0  # the version of the last `order`
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
@@ -179,12 +179,12 @@ class Samplers:
         self, rollout: int, version: int, step: int, weights: Iterable[tuple[str, Tensor]]
     ) -> bool:
         """Order a rollout under a version, unless it is on the disk; False if its weights are not
-        there. Those of `step` always are.
+        there. The weights of `step` always are.
         """
         origin = origin_of(
             self._config, self._tasks.sample(rollout), self._digests[version], version
         )
-        # What was carried over is only finished beside the next rollout.
+        # Carried-over trajectories are only finished beside the next rollout.
         may_skip = not (self._config.rollout.carry_over and self._sent is not None)
         if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
@@ -369,7 +369,7 @@ class Sampler:
             TaskSampler(self._config),
             Console(is_writer=False, num_steps=0),
             say=self._notes.append,
-            interrupt=self._beat,
+            interrupt=self._send_heartbeat,
             stop_if_asked=lambda: None,  # the trainers stop
             send_again=self._sync.send_again,
         )
@@ -422,7 +422,7 @@ class Sampler:
             self._together.play(
                 lambda left, chosen=indices, most=most: len(left.intersection(chosen)) <= most
             )
-            if rollout == step:  # what the environments answer meanwhile is not to be late
+            if rollout == step:  # answers of environments in the meantime are not late
                 self._together.hold()
             if not self._together.unfinished.intersection(indices):
                 del self._open[rollout]
@@ -469,10 +469,10 @@ class Sampler:
         """Return the next message. Raises LinkLost if the trainers are gone."""
         while (data := on_main(lambda: self._link.receive(_POLL_SECONDS))) is None:
             if self.stop.agreed():
-                self._tell_stop()
+                self._request_stop()
         return pickle.loads(data)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """After a turn: a sign of life. Raises Interrupted if the trainers have hung up, or on
         another rank than the first if it was told to stop.
         """
@@ -482,12 +482,12 @@ class Sampler:
         if self._link.is_closed:
             raise Interrupted
         if self.stop.received:
-            self._tell_stop()
+            self._request_stop()
         if time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
             self._link.beat()
             self._last_beat = time.monotonic()
 
-    def _tell_stop(self) -> None:
+    def _request_stop(self) -> None:
         """Have the trainers stop the run: a rank that samples was told to."""
         if self._link and not self._has_told:
             self._has_told = True

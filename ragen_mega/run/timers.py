@@ -33,7 +33,7 @@ class Timers:
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0
         try:
-            with self._seen(name):
+            with self._on_timeline(name):
                 yield
         finally:
             elapsed = time.monotonic() - start
@@ -41,18 +41,18 @@ class Timers:
             self._nested = outside + elapsed
 
     @contextmanager
-    def uncounted(self, name: str) -> Iterator[None]:
-        """Have something on the timeline that no metric counts, nor anything timed inside."""
+    def timeline_only(self, name: str) -> Iterator[None]:
+        """Show a span on the timeline; no metric counts it, nor any span timed inside it."""
         counted = dict(self._seconds)
         try:
-            with self._seen(name):
+            with self._on_timeline(name):
                 yield
         finally:
             self._seconds = counted
 
     @contextmanager
-    def _seen(self, name: str) -> Iterator[None]:
-        """Have something on the timeline."""
+    def _on_timeline(self, name: str) -> Iterator[None]:
+        """Show a span on the timeline."""
         begin, start = time.time(), time.monotonic()
         try:
             yield

@@ -77,8 +77,8 @@ class DirectoryInUse(ValueError):
 
 def lock_named(config: StarPOConfig) -> tuple[StarPOConfig, str | None, TextIO]:
     """Return the configuration with the name of its run, a message about a name that was chosen for
-    it, and the lock of its directory. Of two processes that start without --name at the same time,
-    the second takes the next number. Raises ValueError as `lock_run` does.
+    it, and the lock of its directory. If two processes start without --name at the same time, the
+    second takes the next number. Raises ValueError as `lock_run` does.
     """
     may_choose = config.logging.name is None and not (
         config.checkpoint.resume or config.logging.overwrite
@@ -102,7 +102,7 @@ def lock_run(directory: Path) -> TextIO:
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # of a file system that makes its directories itself
+    except FileNotFoundError as error:  # some file systems make directories themselves
         raise ValueError(
             f"run directory {directory}: {error.filename} cannot be made ({error.strerror}); choose"
             " another --output"
@@ -290,7 +290,7 @@ class CheckpointWriter:
         earlier start may still be writing.
         """
         self.directory.mkdir(exist_ok=True)
-        # of a process that was killed while it wrote or deleted
+        # A process that was killed while it wrote or deleted has left them.
         for leftover in self.directory.glob(".step_*"):
             shutil.rmtree(leftover)
         temporary = self.directory / f".{_name(step)}.{secrets.token_hex(4)}.tmp"

@@ -149,7 +149,7 @@ def claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     if directory.is_dir() and not resume:
         if holds_work(directory) and not _aside(directory).exists():
             directory.rename(_aside(directory))
-        else:  # what overwrote a run, and never began, is not worth more than that run
+        else:  # a run that never began is not worth more than the run that it overwrote
             shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragen_mega.storage.integrity import sync, write_whole
 
-_FIELD = b'"sha256":"'  # of the header, which comes first
+_FIELD = b'"sha256":"'  # first field of the header
 _FACTS = "facts"
 """The tensor with the facts as JSON in UTF-8: a header of more than 100 MB would be refused."""
 _BLANK = b"0" * 64

@@ -100,11 +100,11 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     notes = []
     for name in config.environment.shares:
         if played := list(rehearse(config, name)):
-            unread = _unread(name, played)
+            unread = _unreadable_note(name, played)
             # Nobody imitates scripted play where a model is loaded, and it may guess at the form.
             if unread and (config.model.load is None or is_drawn(played[0].begun)):
                 raise ValueError(unread)
-            _try_plug_ins(config, _made_up(config, renderer, name, played))
+            _try_plug_ins(config, _scripted_groups(config, renderer, name, played))
             said = (
                 _context_note(config, renderer, name, played),
                 _answer_note(config, renderer, played),
@@ -114,7 +114,7 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     return notes
 
 
-def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
+def _unreadable_note(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
     """Describe the failure of an environment to read the answers of scripted play."""
     turns = [turn for episode in played for turn in episode.turns if ERROR not in turn[1].info]
     bad = [turn for turn in turns if not turn[1].info["is_format_valid"]]
@@ -130,7 +130,7 @@ def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
     )
 
 
-def _made_up(
+def _scripted_groups(
     config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
 ) -> list[TrajectoryGroup]:
     """Make the groups of a step, with as many trajectories each, of scripted episodes, over and

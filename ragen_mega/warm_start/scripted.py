@@ -2,8 +2,8 @@
 `skill` says otherwise.
 
 A thought states facts and relations that the state implies, as the environment's narrator tells
-them; it never says which action is best. What to do with the facts is left to reinforcement
-learning. Without a narrator the thought repeats the observation, shortened.
+them; it never says which action is best. Reinforcement learning decides how to use the facts.
+Without a narrator the thought repeats the observation, shortened.
 """
 
 import textwrap

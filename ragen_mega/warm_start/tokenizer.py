@@ -47,7 +47,7 @@ def train_tokenizer(
     added = list(dict.fromkeys((*_TAGS, *vocabulary, *frequent)))
     blank = Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
-        (_UNIT.sub("\n", text) for text in _without(vocabulary, texts)),
+        (_UNIT.sub("\n", text) for text in _without_vocabulary(vocabulary, texts)),
         trainers.BpeTrainer(
             vocab_size=256 + len(_MARKERS) + num_merges,
             min_frequency=_MIN_FREQUENCY,
@@ -69,7 +69,7 @@ def train_tokenizer(
     return tokenizer
 
 
-def _without(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+def _without_vocabulary(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
     """Yield the texts with a line break in place of what is in the vocabulary."""
     splitter = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     splitter.add_tokens([AddedToken(known, normalized=False) for known in vocabulary])

@@ -48,11 +48,11 @@ MEET = """
     from ragen_mega.config import parse
     from ragen_mega.data import distributed
     from ragen_mega.report.console import fail
-    from ragen_mega.run.nodes import meet, watched
+    from ragen_mega.run.nodes import join_job, watched
 
     try:
         with watched():
-            meet(parse(sys.argv[1:]))
+            join_job(parse(sys.argv[1:]))
             total = distributed.sum_over_ranks(torch.tensor([1 << distributed.rank()]))
             print(f"met {int(total)}", flush=True)
         assert threading.active_count() == 1, threading.enumerate()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import parse
-from ragen_mega.models.directory import glance
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
 from ragen_mega.run.build import check_model_and_engine
 from ragen_mega.run.check import check
@@ -303,6 +303,6 @@ def test_a_folder_named_like_an_owner_does_not_hide_the_hub(
 ) -> None:
     (tmp_path / "Qwen").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert glance("--load", "Qwen/Qwen3-8B", needs_tokenizer=True) is None
+    assert check_model_directory("--load", "Qwen/Qwen3-8B", needs_tokenizer=True) is None
     with pytest.raises(ValueError, match="does not exist"):
-        glance("--load", "./Qwen/Qwen3-8B", needs_tokenizer=True)
+        check_model_directory("--load", "./Qwen/Qwen3-8B", needs_tokenizer=True)

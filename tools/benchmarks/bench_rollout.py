@@ -102,7 +102,7 @@ def measure(
             sampled / (time.process_time() - cpu),
         )
 
-    # As train does: a full collection need not look at what was imported.
+    # A full collection need not visit imported objects; train does the same.
     gc.collect()
     gc.freeze()
     inputs = (model, renderer, tasks, arguments.max_tokens)

@@ -151,7 +151,7 @@ def train(
         raise SystemExit(1)
     return read_metrics(metrics)[: arguments.steps], gaps_of(
         stamps
-    )  # a row more may be there by now
+    )  # another row may have been written meanwhile
 
 
 def gaps_of(stamps: Sequence[float]) -> list[float]:
@@ -168,7 +168,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         everything: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # what has ended by itself
+        with suppress(psutil.NoSuchProcess):  # a process may have ended by itself
             launcher = psutil.Process(process.pid)
             everything = launcher.children(recursive=True)
             for rank in launcher.children():

@@ -4,7 +4,7 @@ TRL's GRPOTrainer, each in its own process and environment.
     python tools/benchmarks/peers.py ours|trl SETTINGS.json REPLY_FD
 
 Both sample a fixed number of tokens in every turn: stop tokens are ignored and the environment is
-given an empty answer. Of ragen_mega TRL's side uses the environment, the prompts and the renderer.
+given an empty answer. TRL's side uses the environment, the prompts and the renderer of ragen_mega.
 """
 
 import gc

@@ -48,13 +48,13 @@ def write_checkpoint(
     hf.update({f"{name}_token_id": token for name, token in tokens.items()})
     weights = random_weights(hf, seed)
     hf.dtype = str(dtype).removeprefix("torch.")  # initialisation has set float32
-    never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
+    forbid_stop_tokens(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
     return sum(weight.numel() for weight in weights.values())
 
 
-def never_stop(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
+def forbid_stop_tokens(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
     """Make a random model, in place, unable to sample a stop token.
 
     Coordinate 0 of the residual stream becomes a constant: every word has 1 there, which no layer

@@ -168,9 +168,9 @@ class EmbeddedEngine(RolloutEngine):
         """Return the result of `answer`, handed over once nobody is left to decode, whenever it
         really came.
 
-        Others are decoded meanwhile. What shares a batch, and so every log-probability to the bit,
-        does not depend on the speed of the answer. With nothing left to do the engine waits for all
-        answers together, so that slow ones overlap.
+        Other requests are decoded meanwhile. The composition of a batch, and so every
+        log-probability to the bit, does not depend on the speed of the answer. With nothing left to
+        do the engine waits for all answers together, so that slow ones overlap.
         """
         absence = _Absence(
             asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()

@@ -161,7 +161,7 @@ class SlotTable:
             source = slot = request.slot
             num_tokens = len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
-            # What a changed history leaves behind is nobody's prefix.
+            # The rest of a changed history is nobody's prefix.
             self._cache.cut(slot, cached)
             length[slot] = planned[slot] = cached
             if cached == 0:  # a new trajectory

@@ -147,7 +147,7 @@ class SGLangEngine(RolloutEngine):
         again.
         """
         self._require(_Stage.LOADED)
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
         try:
             self._resume("kv_cache", "cuda_graph")
         except ConnectionLost as error:
@@ -162,7 +162,7 @@ class SGLangEngine(RolloutEngine):
         self._num_pauses += 1
         self._stage = _Stage.AWAKE
         self._sleep()
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -194,7 +194,7 @@ class SGLangEngine(RolloutEngine):
                     if num_pauses == self._num_pauses or not is_aborted(answer):
                         break
                     self.counts.reissued += 1
-                except RequestRefused:  # how SGLang aborts what it has not queued yet
+                except RequestRefused:  # SGLang aborts a request that it has not queued yet
                     if num_pauses == self._num_pauses:
                         raise
                     self.counts.reissued += 1
@@ -305,7 +305,7 @@ class SGLangEngine(RolloutEngine):
     def _start(self) -> None:
         self._released = set()
         about = self.server.start().call("GET", "/server_info")
-        # what starts the server may leave it out, as tools/gpu_check.sh does in the last resort
+        # the server's starter may leave it out, as tools/gpu_check.sh does in the last resort
         has_saver = about.get("enable_memory_saver", True)
         self._must_free = has_saver and self._settings.has_memory_saver
         check_cache(
@@ -362,11 +362,11 @@ class SGLangFollower(RolloutEngine):
 
     def start(self) -> None:
         """Let the first rank take memory on this rank's device."""
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     def pause(self) -> None:
         """Wait until the first rank has given it back."""
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -384,13 +384,13 @@ def _among(transfer: WeightTransfer) -> Iterator[None]:
 
     A rank that fails leaves alone; an interruption reaches all of them.
     """
-    transfer.meet()
+    transfer.wait_for_all_ranks()
     try:
         yield
     except Interrupted:
-        transfer.meet()
+        transfer.wait_for_all_ranks()
         raise
-    transfer.meet()
+    transfer.wait_for_all_ranks()
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

@@ -2,8 +2,8 @@
 (DeepSeek-V3, arXiv:2412.19437, 3.3).
 
 The format of SGLang's block quantization, which scales activations by itself. Embeddings, LM head,
-norms and biases stay as they are. What the engine then samples differs from what the trainer
-computes: correct for it with --importance-cap.
+norms and biases stay as they are. The engine's log-probabilities then differ from the trainer's:
+correct for the difference with --importance-cap.
 """
 
 from collections.abc import Iterable, Iterator

@@ -329,7 +329,7 @@ class SGLangServer:
         self._weights.mkdir(mode=0o700, exist_ok=True)
         rendezvous = self._weights / "rendezvous"
         rendezvous.unlink(missing_ok=True)
-        # In a file, because every user of the machine can read the arguments of a process.
+        # The key is in a file, because every user can read the arguments of a process.
         secret = _write_private(self._weights / "key.yaml", f"api-key: {api_key}\n")
         arguments = [*self.settings.arguments(self._model, port), "--config", str(secret)]
         command = [sys.executable, "-I", supervisor.__file__, str(self._weights)]

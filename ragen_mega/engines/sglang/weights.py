@@ -141,13 +141,13 @@ class WeightTransfer(ABC):
             for messages in self._describe(weights):
                 sent.append(messages)
                 yield messages
-                self.meet()
+                self.wait_for_all_ranks()
         except (EngineError, ValueError):
             for _ in weights:
                 continue
             raise
         yield []
-        self.meet()
+        self.wait_for_all_ranks()
         self._sent = sent
 
     def again(self) -> list[list[Message]] | None:
@@ -156,7 +156,7 @@ class WeightTransfer(ABC):
         """
         return self._sent
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """Wait for all ranks of the server."""
         if self._group is not None:
             dist.barrier(group=self._group)

@@ -63,7 +63,7 @@ class OpenEnvWorld:
             try:
                 result = await self._client.reset(**seeds)
                 self._is_playing = True
-                self._see_actions(result.observation)
+                self._update_actions(result.observation)
                 return _words(result.observation)
             except self._troubles as error:
                 await self.close()
@@ -97,7 +97,7 @@ class OpenEnvWorld:
             await self.close()  # a late answer must not be taken for that of another step
             raise
         answer = result.observation
-        self._see_actions(answer)
+        self._update_actions(answer)
         info = answer.get("info") if isinstance(answer.get("info"), Mapping) else {}
         info = {key: answer[key] for key in ("success",) if key in answer} | dict(info)
         truncated = bool(answer.get("truncated", False))
@@ -113,7 +113,7 @@ class OpenEnvWorld:
         self._is_playing = False
         await self._client.close()
 
-    def _see_actions(self, answer: Mapping[str, Any]) -> None:
+    def _update_actions(self, answer: Mapping[str, Any]) -> None:
         """Take over the names of the present state, which our own servers tell."""
         if self._is_ours and answer.get("actions"):
             self.actions = tuple(answer["actions"])

@@ -77,7 +77,7 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
             try:
                 steps = calls.parse(self._world, action.action)[:most]
             except ValueError as error:
-                return _unread(f"Unreadable: {error}")
+                return _stepless_result(f"Unreadable: {error}")
         results: list[StepResult] = []
         for step in steps:
             results.append(calls.step(self._world, step))
@@ -86,7 +86,7 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
                 break
         self._state.step_count += 1
         if not results:
-            return _unread("Nothing was done.")
+            return _stepless_result("Nothing was done.")
         return self._with_actions(_step_observation(results))
 
     @property
@@ -138,7 +138,7 @@ def _observation(words: Words) -> WorldObservation:
     return WorldObservation(messages=[_as_json(message) for message in words])
 
 
-def _unread(reason: str) -> WorldObservation:
+def _stepless_result(reason: str) -> WorldObservation:
     """Return the answer to a text without a step."""
     return WorldObservation(text=reason, reward=0.0, info={"is_action_valid": False})
 

@@ -126,7 +126,7 @@ class FileTasks:
         return answer
 
     def _random_answer(self, draw: random.Random) -> str:
-        """Draw the reference of any row to train on: an answer without knowledge of the question."""
+        """Draw the reference of any row to train on: an answer made without the question."""
         answer = str(_listed(draw.choice(self._trained).reference)[0])
         return f"{self._after} {answer}" if self._after else answer
 

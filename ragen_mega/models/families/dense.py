@@ -61,10 +61,10 @@ COMPUTED = frozenset(
     " num_key_value_heads head_dim max_position_embeddings rms_norm_eps".split()
 )
 NEUTRAL = frozenset(
-    # how weights are stored, drawn or trained elsewhere, what is returned, and classification
+    # storage, initialisation and training of weights, returned values, classification
     "transformers_version dtype initializer_range use_cache output_hidden_states return_dict"
     " chunk_size_feed_forward id2label label2id problem_type"
-    # the tokenizer's
+    # ids of the tokenizer
     " pad_token_id bos_token_id eos_token_id".split()
 )
 

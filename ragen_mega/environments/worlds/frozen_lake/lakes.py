@@ -7,7 +7,7 @@ import numpy as np
 
 Cell = tuple[int, int]  # (row, column), both from 0 at the top left
 
-# In this order, the cyclic neighbours of a move are the moves perpendicular to it.
+# The cyclic neighbours of a move in this order are the moves perpendicular to it.
 DIRECTIONS: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 BOARD_LETTERS = "SFHG"
 """Start, frozen, hole, goal, as boards files write them."""

@@ -13,8 +13,8 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     for a further action.
 
     A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
-    the nearest target, or takes the player nearer to or farther from a place to stand. What the
-    environment calls `untold` is left out, to see what it is worth.
+    the nearest target, or takes the player nearer to or farther from a place to stand. The facts
+    that the environment calls `untold` are left out, to measure their worth.
     """
     facts, untold, parts = environment.facts(), environment.untold, []
     for index, action in enumerate(actions or [None]):
@@ -28,14 +28,14 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         effects = {name: _effect(facts, move, standing) for name, move in DIRECTIONS.items()}
         if not is_blind:
             parts += [f" stand{cell}" for cell in standing if untold != "standing"]
-            parts += [f" {name}{_tell(effects[name], untold)}" for name in effects]
+            parts += [f" {name}{_narrate_move(effects[name], untold)}" for name in effects]
         if action:
             word = "" if is_blind or untold == "effects" else f" {effects[action][2]}"
             parts.append(f" go{word} {action}")
     return "".join(parts)
 
 
-def _tell(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
+def _narrate_move(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
     to, pushed, word = effect
     cells = f" to{to}" + (f" push{pushed}" if pushed else "")
     return ("" if untold == "cells" else cells) + ("" if untold == "effects" else f" {word}")

@@ -122,7 +122,8 @@ def generate_catalogue(
             product_category=f" {CATEGORY_SEPARATOR} ".join((department.name, group, noun)),
             attributes=(*shown, *hidden),
             options={
-                name: tuple(_some(values, generator)) for name, values in department.options.items()
+                name: tuple(_sample_values(values, generator))
+                for name, values in department.options.items()
             },
             price=price,
             price_text=f"${price}",
@@ -130,7 +131,7 @@ def generate_catalogue(
         yield product, [Request(f"i need a {' '.join(shown)} {noun}", tuple(shown), None)]
 
 
-def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
+def _sample_values(values: tuple[str, ...], generator: random.Random) -> list[str]:
     """Return two to four of the values, in their order."""
     chosen = generator.sample(values, generator.randint(2, min(4, len(values))))
     return sorted(chosen, key=values.index)

@@ -58,7 +58,7 @@ def item_page(goal: Goal, product: Product) -> Page:
     options = [text for name, values in product.options.items() for text in (name, *values)]
     price = f"Price: {product.price_text}"
     texts = [*_head(goal), BACK, PREVIOUS, *options, product.title, price, "Rating: N.A."]
-    # Where two options share a value, the later one has it.
+    # If two options share a value, the later option has it.
     names = {value: name for name, values in product.options.items() for value in values}
     buttons = (BACK, PREVIOUS, *SUB_PAGES, BUY)
     return _page("item", [*texts, *SUB_PAGES, BUY], buttons, option_names=names)

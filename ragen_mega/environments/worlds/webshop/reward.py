@@ -14,7 +14,7 @@ from rapidfuzz import fuzz, utils
 
 from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 
-_SIMILAR = 85  # of 100; a match must exceed it
+_SIMILAR = 85  # percent; a match must exceed it
 CATEGORY_SEPARATOR = "\u203a"
 
 # A value is replaced by the first of these colours that it contains.
