@@ -188,7 +188,7 @@ class PolicyObjective:
         rollout_logprobs: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raise ValueError when a term of the objective lacks what it needs."""
+        """Raise ValueError when a term of the objective lacks its inputs."""
         _raise_unless(
             (
                 not self.is_over_sequences or cu_seqlens is not None,

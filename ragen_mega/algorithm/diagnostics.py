@@ -83,7 +83,7 @@ def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, fl
 
 
 def entropy_by_prompt(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Return the entropy of what was sampled, estimated for each prompt by the mean of -log p of
+    """Return the entropy of the sampled tokens, estimated for each prompt by the mean of -log p of
     its tokens.
 
     entropy: its mean over prompts, nats a token. entropy_variance: its variance over prompts; near

@@ -44,7 +44,7 @@ class PlugInError(ValueError):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator, and what the configuration must know of it.
+    """An advantage estimator, with the facts that the configuration needs.
 
     Attributes:
         function: `function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or
@@ -73,7 +73,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Filter:
-    """A group filter, and what the configuration must know of it.
+    """A group filter, with the facts that the configuration needs.
 
     Attributes:
         function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its

@@ -45,7 +45,7 @@ _end: float | None = None
 _has_told = False
 """Whether the user knows of `_end`."""
 _family: set[psutil.Process] = set()
-"""The ranks, and what they have started, since the first signal."""
+"""The ranks, and the processes that they have started, since the first signal."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"

@@ -1,5 +1,5 @@
 """Calls an environment with the keywords that it takes, awaits the result if it is `async`, and
-checks what it returns.
+checks the returned value.
 
 Environments are user code: an error says which rule they broke.
 """

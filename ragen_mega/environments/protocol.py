@@ -1,4 +1,4 @@
-"""The protocol of an environment, what it may offer beyond that, and the seeds of an episode.
+"""The protocol of an environment, its optional extensions, and the seeds of an episode.
 
 The step contract is RAGEN's (arXiv:2504.20073, section 2 and appendix B); seeds are split into the
 prompt seed, which every trajectory of a group shares, and the outcome seed, which belongs to one
@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 CUT = "\U000f0000"
-"""A mark of private use in the content of a message: what stands before and after it is encoded
+"""A mark of private use in the content of a message: the texts before and after it are encoded
 apart, and the mark itself is no text.
 """
 

@@ -132,7 +132,7 @@ class Offloadable:
             _fill(storages, self._host)
 
     def _storages(self) -> dict[Kind, dict[str, torch.UntypedStorage]]:
-        """Kind -> name -> storage, of those that are on the device."""
+        """Storages on the device: kind -> name -> storage."""
         found: dict[Kind, dict[str, torch.UntypedStorage]] = {kind: {} for kind in KINDS}
         seen = set()
         for kind, name, tensor in self._tensors():

@@ -72,8 +72,8 @@ class Family:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig with a value of the family."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Further fields of it -> the entries of config.json that hold their values, which are sizes.
-    `num_moe_experts` is the number of experts.
+    """Further fields of TransformerConfig -> the entries of config.json that hold their values,
+    which are sizes. `num_moe_experts` is the number of experts.
     """
 
     def check(self, values: Mapping[str, Any]) -> None:

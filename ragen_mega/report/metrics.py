@@ -272,7 +272,7 @@ class RunLogger:
         self._tables = []
 
     def sync(self) -> None:
-        """Return when the disk has the rows: a checkpoint must not survive what tells of it."""
+        """Return when the disk has the rows: a checkpoint must not outlive its rows."""
         if self._is_writer and (self.directory / METRICS_FILE).exists():
             sync(self.directory / METRICS_FILE)
 
@@ -284,7 +284,7 @@ class RunLogger:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
 
     def drop_from(self, step: int) -> None:
-        """Delete what an earlier process told of this step and of later ones."""
+        """Delete the rows of an earlier process for this step and later ones."""
         if not self._is_writer:
             return
         for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
@@ -304,8 +304,8 @@ class RunLogger:
         self._open_files.close()
 
     def _open(self, first_step: int) -> None:
-        """Before the first step that this process tells of: drop what an earlier one told of it
-        and of later steps.
+        """Drop the rows of an earlier process for the first step of this process and for later
+        steps.
         """
         if self._is_open:
             return

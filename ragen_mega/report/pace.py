@@ -10,7 +10,7 @@ _RECENT = 10
 
 
 class Pace:
-    """Knows the plan of a run, is told what was done, and says when it will be over.
+    """Estimate of the remaining time of a run, from its plan and its finished steps.
 
     Nothing is said before the first step: how long a step takes shows only then.
     """

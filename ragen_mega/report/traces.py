@@ -91,7 +91,7 @@ class TraceWriter:
         self._write(file, step, groups, boards, self._config.evaluation_options)
 
     def drop_from(self, step: int) -> None:
-        """Delete what an earlier process wrote for step `step` and later, which come again."""
+        """Delete the traces of an earlier process for step `step` and later, which come again."""
         for path, kind, of_step, _ in traces(self.directory):
             if of_step > step or (kind, of_step) == ("step", step):
                 path.unlink()

@@ -38,7 +38,7 @@ _SECONDS_TO_MEET = 300.0
 _SECONDS_TO_PROVE = 10.0
 _SECONDS_TO_FLUSH = 30.0
 PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-"""Kinds of errors that one part of the job tells the other."""
+"""Kinds of errors that one part of the job reports to the other."""
 
 
 class LinkLost(ConnectionError):
@@ -74,7 +74,7 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, other: str) -> None:
-        """`other`: what is at the other end, for errors."""
+        """`other`: name of the other end, for errors."""
         self.other = other
         self.last_heard = time.monotonic()
         """When the other side last gave a sign of life."""
@@ -118,7 +118,7 @@ class Link:
         return self._incoming.qsize()
 
     def close(self) -> None:
-        """Send what is queued, for a while, and hang up."""
+        """Send queued messages, for a while, and hang up."""
         self._outgoing.put(None)
         self._sender.join(_SECONDS_TO_FLUSH)
         with suppress(OSError):  # the other side was faster

@@ -1,5 +1,4 @@
-"""Several nodes as one job: what they must have in common before it begins, and how each learns
-that another one is gone.
+"""Several nodes as one job: their agreement before it begins, and the detection of lost nodes.
 
 torchrun says which node this is (GROUP_RANK) and hosts a store on the first one (MASTER_ADDR). A
 job on one node passes through here without a word.

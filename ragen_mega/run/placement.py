@@ -83,7 +83,7 @@ class Colocated:
         mode: OffloadMode = "none",
         timed: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`timed(name)` measures what is done inside it."""
+        """`timed(name)` measures the time of its block."""
         self.phase = Phase.TRAIN
         self.mode = mode
         self._timed = timed

@@ -222,8 +222,8 @@ class Run:
     def filter(
         self, samples: Sequence[TrajectoryGroup], groups: Sequence[TrajectoryGroup], log: StepLog
     ) -> list[TrajectoryGroup]:
-        """Apply the configured filter to raw returns, and after a rollback the guard's to what is
-        left. It keeps as many groups of several rounds as of one. `samples` are the `groups`
+        """Apply the configured filter to raw returns, and after a rollback the guard's filter to
+        the rest. It keeps as many groups of several rounds as of one. `samples` are the `groups`
         without trajectories that lack a return.
         """
         config, rollout, num_played = self.config.filter, self.config.rollout, len(groups)
@@ -502,9 +502,7 @@ class Run:
         return write_all
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, whatever layout it was written on. Collective. Raises ValueError
-        if it does not fit.
-        """
+        """Resume from a checkpoint of any layout. Collective. Raises ValueError if it does not fit."""
         checkpoint.load(saved.directory, self.trainers)
         state = saved.state
         self.step = self.checkpoints.saved_step = saved.step

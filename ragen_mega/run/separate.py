@@ -113,8 +113,8 @@ def divide(config: StarPOConfig) -> Part:
 
 
 class Samplers:
-    """The ranks that sample, as those that train see them. Methods are collective over the
-    trainers unless they say otherwise.
+    """The trainers' view of the ranks that sample. Methods are collective over the trainers unless
+    they say otherwise.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Samplers:
         self._written: Future[None] | None = None  # first rank: the last write
 
     def begin(self, base: Path) -> None:
-        """Let them build what they sample with, from tokenizer and model in `base`."""
+        """Let the samplers build engine and renderer, from tokenizer and model in `base`."""
         self._send(Begin(str(base), self._config.logging.name))
 
     def order(self, step: int, digest: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -408,8 +408,8 @@ class Sampler:
         self._sync.send(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
-        """Play the rollout of a step, and what is left of the one before; yields each rollout that
-        is complete. With `--carry-over` the last trajectories are left for the next call.
+        """Play the rollout of a step, and the rest of the one before; yields each rollout that is
+        complete. With `--carry-over` the last trajectories are left for the next call.
         """
         tasks, share = self._sampling.tasks.sample(step), self._config.rollout.carry_over
         if not share:
@@ -488,7 +488,7 @@ class Sampler:
             self._last_beat = time.monotonic()
 
     def _request_stop(self) -> None:
-        """Have the trainers stop the run: a rank that samples was told to."""
+        """Have the trainers stop the run, because a sampling rank received the signal."""
         if self._link and not self._has_told:
             self._has_told = True
             self._link.send(Interrupted())

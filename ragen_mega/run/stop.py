@@ -87,8 +87,8 @@ def _say(line: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """Send SIGTERM to this rank once the launcher that started it is gone, even by SIGKILL: nobody
-    else would end its ranks. A process that torchrun has not started does nothing.
+    """Send SIGTERM to this rank once the launcher that started it has ended, even by SIGKILL:
+    nobody else would end its ranks. A process that torchrun has not started does nothing.
     """
     if is_rank():
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()

@@ -127,7 +127,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
 
 
 def _declared(config: StarPOConfig, name: str) -> AbstractContextManager[Environment]:
-    """Return the environment `name`, for what it declares of itself."""
+    """Return the environment `name`, for its declarations."""
     build = partial(make, name, **config.environment.options(name))
     return briefly(name, build, config.environment.environment_timeout)
 

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)|(?: then)? [a-z-]+/[a-z]+")
-"""A coordinate, with what is written directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
+"""A coordinate, with the characters directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
 ` closer-brink/on`, with a `then` before it.
 """
 _MIN_FREQUENCY = 2
@@ -70,7 +70,7 @@ def train_tokenizer(
 
 
 def _without_vocabulary(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
-    """Yield the texts with a line break in place of what is in the vocabulary."""
+    """Yield the texts with a line break in place of each word of the vocabulary."""
     splitter = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     splitter.add_tokens([AddedToken(known, normalized=False) for known in vocabulary])
     for text in texts:

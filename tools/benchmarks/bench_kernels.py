@@ -279,9 +279,7 @@ def tables(report: Mapping[str, Any]) -> str:
 
 
 def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Return a map: job -> shape and implementation -> what is plotted: 20 % quantile, median, 80 %
-    quantile.
-    """
+    """Return a map: job -> shape and implementation -> plotted quantiles: 20 %, median, 80 %."""
     drawn: dict[str, dict[str, list[float]]] = {}
     for row in results:
         name = f"{shape_of(row['shape'])}  {row['provider']}"
@@ -291,7 +289,7 @@ def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float
 
 
 def count_instructions(arguments: argparse.Namespace) -> int:
-    """Compile every kernel, publish what it uses; returns the exit code."""
+    """Compile every kernel and publish its resources; returns the exit code."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError(
             "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"

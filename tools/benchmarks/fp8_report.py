@@ -197,7 +197,7 @@ def measure_ratios(
 
 
 def free() -> None:
-    """Return memory that is no longer referenced to the device."""
+    """Return unreferenced memory to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 

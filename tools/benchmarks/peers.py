@@ -1,5 +1,5 @@
-"""One side of bench_peers.py: trains, a step whenever it is told to, with ragen_mega or with
-TRL's GRPOTrainer, each in its own process and environment.
+"""One side of bench_peers.py: it trains a step at every request, with ragen_mega or with TRL's
+GRPOTrainer, each in its own process and environment.
 
     python tools/benchmarks/peers.py ours|trl SETTINGS.json REPLY_FD
 

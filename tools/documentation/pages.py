@@ -47,7 +47,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are generated or lie outside of docs/, and what they link to."""
+    """Add the pages that are generated or lie outside of docs/, and the files that they link to."""
     texts = {name: path.read_text() for name, path in ADDED.items()}
     texts |= {"flags.md": flags_page(), "metrics.md": metrics_page(), "code.md": code_page()}
     for name, text in texts.items():

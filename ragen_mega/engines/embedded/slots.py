@@ -102,7 +102,7 @@ class SlotTable:
         self._rows.running[slot] = self._rows.sealed[slot] = False
 
     def seal(self) -> None:
-        """Keep what is cached to the rows that have it: other weights come."""
+        """Confine cached tokens to the rows that hold them, because other weights come."""
         self._rows.sealed[:] = self._rows.length > 0
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Completions of an SGLang server: what is sent, what must hold for the answer, and when to stop
+"""Completions of an SGLang server: the request, the conditions on its answer, and the end of
 waiting for one.
 """
 
@@ -33,7 +33,7 @@ def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int
 
 
 def is_aborted(answer: dict[str, Any]) -> bool:
-    """Return whether the server was told to end this request before it was complete."""
+    """Return whether the server was asked to end this request early."""
     reason = answer["meta_info"]["finish_reason"]
     return reason is not None and reason["type"] == "abort"
 

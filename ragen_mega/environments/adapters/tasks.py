@@ -39,7 +39,7 @@ _LONGEST_DRAWN = 64
 Split = Literal["train", "validation"]
 Score = Callable[[str, Any, Mapping[str, Any]], float]
 _File = tuple[str, int, int]
-"""Path, time of the last change in nanoseconds, bytes: the key of what is kept of a file."""
+"""Path, time of the last change in nanoseconds, bytes: the cache key of a file."""
 
 
 @dataclass(frozen=True, slots=True)

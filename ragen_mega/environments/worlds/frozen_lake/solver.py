@@ -96,7 +96,7 @@ class LakeSolver:
         @cache
         def sequences(turns: int, budget: int, length: int) -> _Array:
             """[number of sequences, n] values of `length` unseen actions, followed by the best play
-            of what is left.
+            of the remaining actions.
             """
             usable = turns * max_actions_per_turn
             if budget > usable:

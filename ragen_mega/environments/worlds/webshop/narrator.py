@@ -42,9 +42,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 def _option_words(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return a map: value of an option that the instruction names -> what became of it, on a
-    product's page.
-    """
+    """Return a map: value of a requested option -> its state on a product's page."""
     if page.option_names is None:
         return {}
     named = set(keywords(goal))
