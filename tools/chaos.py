@@ -171,7 +171,7 @@ class Victim:
         return "update" if sampled.exists() else "rollout"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Logged metrics, without what depends on the clock."""
+        """Return logged metrics, without what depends on the clock."""
         path = self.directory / METRICS_FILE
         rows = read_metrics(path) if path.exists() else []
         return [
@@ -190,7 +190,7 @@ class Victim:
         }
 
     def intact_checkpoints(self, tainted: set[tuple[str, int]]) -> list[Path]:
-        """Published checkpoints that nobody has damaged, newest first."""
+        """Return published checkpoints that nobody has damaged, newest first."""
         published = sorted((self.directory / CHECKPOINTS).glob("step_*"), reverse=True)
         return [path for path in published if identity(path) not in tainted]
 

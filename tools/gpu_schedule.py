@@ -103,7 +103,7 @@ def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) 
 
 
 def blocks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts that run at the same time, in order."""
+    """Return the parts that run at the same time, in order."""
     keys = {id(part): "together" if part.together else part.name for part in parts}
     return [[*group] for _, group in groupby(parts, key=lambda part: keys[id(part)])]
 
@@ -230,7 +230,9 @@ def find(report: Any, path: str) -> float | None:
 
 
 def predictions(text: str) -> list[list[str]]:
-    """Figure, path in report.json, and a prediction for each kind of GPU: the rows of the table."""
+    """Parse figure, path in report.json, and a prediction for each kind of GPU: the rows of the
+    table.
+    """
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip().strip("`") for cell in row] for row in rows]
 

@@ -136,7 +136,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
 
 
 def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -> list[Trajectory]:
-    """Ragged multi-turn trajectories of random tokens."""
+    """Return ragged multi-turn trajectories of random tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -301,8 +301,8 @@ def compare(
     baseline: Mapping[Key, Tensor],
     unfused: Mapping[Key, Tensor],
 ) -> dict[str, float | str]:
-    """Largest differences of a layout from the single process and from `unfused`, NaN where one of
-    them computed that. Raises ValueError if it computed other tensors.
+    """Return the largest differences of a layout from the single process and from `unfused`, NaN
+    where one of them computed that. Raises ValueError if it computed other tensors.
     """
     has_gradients = not layout.parallel.use_distributed_optimizer
     expected = {key for key in baseline if has_gradients or key.kind != "gradient"}

@@ -133,8 +133,8 @@ def build_model(seed: int, dtype: torch.dtype) -> PreTrainedModel:
 
 
 async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float:
-    """Between the log-probabilities of the engine and of `model`, over eight conversations of two
-    turns.
+    """Measure the mean difference between the log-probabilities of the engine and of `model`, over
+    eight conversations of two turns.
     """
 
     async def converse(session: int) -> list[torch.Tensor]:

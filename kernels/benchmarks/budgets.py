@@ -31,8 +31,8 @@ TYPES = {
 
 
 def argument_type(name: str) -> str:
-    """Type of an argument, by the kernels' naming: pointers in capitals, float32 unless listed;
-    counts and strides int32.
+    """Return the type of an argument, by the kernels' naming: pointers in capitals, float32 unless
+    listed; counts and strides int32.
     """
     scalar = "i32" if name in ALIGNED | {"num_rows", "size"} else "fp32"
     return TYPES.get(name, "*fp32" if name.isupper() else scalar)
@@ -94,7 +94,7 @@ class KernelConfig:
     aligned: frozenset[str] = ALIGNED
 
     def compile(self, max_registers: int | None = None) -> Any:
-        """Triton's compiled kernel for sm_90 with all stages in `asm`, as for a launch whose
+        """Return Triton's compiled kernel for sm_90 with all stages in `asm`, as for a launch whose
         pointers, and whose integers in `aligned`, are divisible by 16.
         """
         names = self.kernel.arg_names

@@ -93,7 +93,9 @@ class LossInputs:
 
 
 def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int) -> LossInputs:
-    """Labels and per-token constants of `num_rows` tokens; a share `active` has a weight."""
+    """Return the labels and per-token constants of `num_rows` tokens; a share `active` has a
+    weight.
+    """
     random = torch.Generator(device).manual_seed(seed)
     labels = torch.randint(0, vocab, (num_rows,), generator=random, device=device)
     old_logprobs = -torch.log(torch.tensor(float(vocab), device=device)) + 0.3 * torch.randn(
@@ -131,18 +133,18 @@ def torch_policy_loss(
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the error over that of the truth."""
+    """Return the Frobenius norm of the error over that of the truth."""
     return float((actual.double() - truth).norm() / truth.norm())
 
 
 def sampled_rows(inputs: LossInputs) -> Tensor:
-    """Evenly spaced active rows on which errors are measured."""
+    """Return evenly spaced active rows on which errors are measured."""
     rows = inputs.weights.nonzero().squeeze(1)
     return rows[:: max(1, len(rows) // SAMPLED_ROWS)][:SAMPLED_ROWS]
 
 
 def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
-    """Gradient of the loss in the given rows, by float64 autograd."""
+    """Return the gradient of the loss in the given rows, by float64 autograd."""
     logits = logits.double().requires_grad_()
     constants = (x[rows].double() for x in inputs.constants)
     loss = torch_policy_loss(logits, inputs.labels[rows], *constants, dtype=torch.float64)
@@ -150,7 +152,7 @@ def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
 
 
 def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
-    """Larger error of log-probabilities and entropies on the sampled rows."""
+    """Return the larger error of log-probabilities and entropies on the sampled rows."""
     rows = sampled_rows(inputs)
     truth = torch_logprob_entropy(inputs.logits[rows], inputs.labels[rows], torch.float64)
     return max(
@@ -173,7 +175,7 @@ def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> flo
 
 
 def make_logits(num_rows: int, vocab: int, device: str) -> Callable[[int], LossInputs]:
-    """Maker of input sets that share one buffer for what an in-place operation destroys."""
+    """Return a maker of input sets that share one buffer for data that an operation destroys."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = torch.empty(num_rows, vocab, dtype=dtype, device=device)
 
@@ -266,7 +268,7 @@ def half_of_the_programs() -> Iterator[None]:
 
 
 def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Policy loss and its gradient, logits in."""
+    """Return the policy loss and its gradient, logits in."""
 
     def run(function: Function) -> Function:
         return lambda state: torch.autograd.grad(
@@ -303,7 +305,7 @@ def linear_gradients(function: Function, inputs: LossInputs) -> tuple[Tensor, ..
 
 
 def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Policy loss and its gradients, hidden states in."""
+    """Return the policy loss and its gradients, hidden states in."""
 
     def fused(inputs: LossInputs) -> tuple[Tensor, ...]:
         constants = (inputs.labels, *inputs.constants, OBJECTIVE)

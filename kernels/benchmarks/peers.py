@@ -28,7 +28,7 @@ LIGER_LENGTH = 1024
 
 
 def liger_grpo() -> Provider:
-    """Liger's Triton GRPO loss: logits in, in place; one advantage per sequence."""
+    """Return Liger's Triton GRPO loss: logits in, in place; one advantage per sequence."""
     function = resolve_name("liger_kernel.ops.grpo_loss:GrpoLossFunction.apply")
 
     def prepare(inputs: LossInputs) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -75,7 +75,7 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 
 
 def run_tool(name: str, *arguments: str) -> str:
-    """Standard output of a CUDA binary utility that Triton ships."""
+    """Return the standard output of a CUDA binary utility that Triton ships."""
     return subprocess.run(
         [TOOLS / name, *arguments], capture_output=True, text=True, check=True
     ).stdout
@@ -87,7 +87,7 @@ def ptxas_version() -> str:
 
 
 def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
-    """Backward branches that enclose no other, in program order."""
+    """Return the backward branches that enclose no other, in program order."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in assembly.splitlines():

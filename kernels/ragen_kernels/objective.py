@@ -161,8 +161,8 @@ class PolicyObjective:
         return self.surrogate == "gspo" or self.importance_level == "sequence"
 
     def arguments(self) -> dict[str, float | bool | int]:
-        """Kernel arguments in order: coefficients (run time), then one switch per term (compile
-        time).
+        """Return the kernel arguments in order: coefficients (run time), then one switch per term
+        (compile time).
         """
         return {
             "lower": 1.0 - self.clip_ratio_low,

@@ -104,8 +104,8 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
 
 
 def chunk_rows(num_rows: int, row_bytes: int, budget: int, chunk_tokens: int | None) -> list[slice]:
-    """Slices of `chunk_tokens` rows, or equal chunks of whole GEMM tiles within `budget` bytes; one
-    empty slice for no rows, so that every rank takes part in the collectives.
+    """Return the slices of `chunk_tokens` rows, or equal chunks of whole GEMM tiles within `budget`
+    bytes; one empty slice for no rows, so that every rank takes part in the collectives.
     """
     if chunk_tokens is None:
         most = max(TILE_ROWS, budget // row_bytes // TILE_ROWS * TILE_ROWS)
@@ -124,8 +124,8 @@ def _active_rows(
     vocabulary: tuple[int, int | None, ProcessGroup | None],
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor, VocabShard, list[slice]]:
-    """Hidden states and labels of the active rows (None: all), the shard, and the chunks of them.
-    Raises ValueError as `linear_policy_loss` says.
+    """Return the hidden states and labels of the active rows (None: all), the shard, and the chunks
+    of them. Raises ValueError as `linear_policy_loss` says.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(

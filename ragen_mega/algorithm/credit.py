@@ -44,7 +44,7 @@ class CreditInputs:
 
 
 def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over sampled tokens: `advantages.gae`."""
+    """Compute generalised advantage estimation over sampled tokens: `advantages.gae`."""
     batch = inputs.batch
     return starpo.gae(
         inputs.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=gamma, lam=lam
@@ -86,7 +86,7 @@ rloo = partial(_relative, normalize_std=False, leave_one_out=True)
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, None]:
-    """Returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
+    """Return returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
     batch = inputs.batch
     return starpo.reinforce_plus_plus(
         inputs.rewards, batch.loss_mask, batch.cu_seqlens, gamma=gamma

@@ -119,7 +119,9 @@ def same_word(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _spellings(names: tuple[str, ...]) -> dict[str, str]:
-    """Spelling -> name; names that differ in letter case alone count as they are spelled."""
+    """Return a map: spelling -> name; names that differ in letter case alone count as they are
+    spelled.
+    """
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(same_word(name), []).append(name)
@@ -132,7 +134,9 @@ def _spellings(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _split(text: str, think: bool) -> tuple[str, str] | None:
-    """Thought and answer without tags; None unless the tags are there in the required order."""
+    """Return the thought and answer without tags; None unless the tags are there in the required
+    order.
+    """
     # Matching the first occurrence of each tag is enough: whatever follows a later one also follows
     # the first.
     opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)

@@ -55,9 +55,9 @@ def has_packaged_boards(environment: Environment) -> bool:
 
 
 def held_out_seeds(name: str, environment: Any, most: int) -> range:
-    """Seeds of at most `most` initial states of environment `name` without boards: 0, 1, ... if it
-    has a number of tasks, else 123 and those that follow. Raises ValueError for a number that is
-    none.
+    """Return the seeds of at most `most` initial states of environment `name` without boards: 0, 1,
+    ... if it has a number of tasks, else 123 and those that follow. Raises ValueError for a number
+    that is none.
     """
     num_tasks = getattr(environment, "num_tasks", None)
     if num_tasks is None:

@@ -139,7 +139,7 @@ def _observation(method: str, observation: Any) -> Observation:
 
 
 def _pair(message: Any) -> Any:
-    """Role and content of a message in any accepted form; anything else unchanged."""
+    """Return the role and content of a message in any accepted form; anything else unchanged."""
     if isinstance(message, Message):
         return message.role, message.content
     if isinstance(message, Mapping):

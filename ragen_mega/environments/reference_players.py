@@ -69,8 +69,8 @@ def baselines(
     *,
     timeout: float = 60.0,
 ) -> Baselines:
-    """Baselines of environment `name` on the given prompts: seeds, boards, rows of boards, or
-    seeds with rows or None.
+    """Return the baselines of environment `name` on the given prompts: seeds, boards, rows of
+    boards, or seeds with rows or None.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. `timeout`: seconds that the environment may take to be built or to start

@@ -246,7 +246,9 @@ def _takes(constructor: Any) -> tuple[dict[str, type], list[str], bool, dict[str
 
 
 def _hints(constructor: Any) -> dict[str, Any]:
-    """Annotations of the constructor; empty if they name something not imported at runtime."""
+    """Return the annotations of the constructor; empty if they name something not imported at
+    runtime.
+    """
     try:
         return get_type_hints(
             constructor.__init__ if isinstance(constructor, type) else constructor

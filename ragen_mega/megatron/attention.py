@@ -147,8 +147,8 @@ def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float | None
 ) -> Tensor:
-    """Attention of the nodes of a forest: query [N, heads, dim], key and value [N, kv_heads, dim]
-    to [N, heads * dim].
+    """Return the attention of the nodes of a forest: query [N, heads, dim], key and value [N,
+    kv_heads, dim] to [N, heads * dim].
     """
     calls = schedule.calls
     if schedule.queries is not None:

@@ -174,8 +174,8 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
 
 
 def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[str, Tensor]:
-    """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta) without
-    data. With the distributed optimizer a collective over its ranks.
+    """Return Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta)
+    without data. With the distributed optimizer a collective over its ranks.
     """
     optimizer, main, part = _find_optimizer_part(trainer, parameter)
     held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}

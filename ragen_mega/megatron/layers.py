@@ -227,7 +227,7 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
-        """Attention of the nodes of a forest; shapes as in `forward`."""
+        """Return the attention of the nodes of a forest; shapes as in `forward`."""
         return attend(query, key, value, packed.schedule, self.scale)
 
 

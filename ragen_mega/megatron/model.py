@@ -147,7 +147,7 @@ class QwenModel(GPTModel):
         return self.output_layer.weight
 
     def head_input(self, output: Tensor) -> Tensor:
-        """Hidden states [N, H] of all nodes, with the collective in backward that a
+        """Return the hidden states [N, H] of all nodes, with the collective in backward that a
         column-parallel head needs.
         """
         whole = (
@@ -216,5 +216,5 @@ def model_inputs(batch: Microbatch) -> dict[str, Any]:
 def build_policy_model(
     hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> QwenModel:
-    """This rank's part of the policy, with tied embeddings where the checkpoint ties them."""
+    """Build this rank's part of the policy, with tied embeddings if the checkpoint ties them."""
     return QwenModel(hf, config, groups, share_embeddings=hf.tie_word_embeddings)

@@ -92,8 +92,8 @@ class Muon(torch.optim.Optimizer):
 def chain_muon(
     build_adam: Callable[[], MegatronOptimizer], module: QwenModel, config: OptimizerConfig
 ) -> ChainedOptimizer:
-    """Muon for the matrices of the layers; for everything else, embedding, head, norms and biases,
-    the optimizer that `build_adam` builds for what requires gradients.
+    """Build Muon for the matrices of the layers; for everything else, embedding, head, norms and
+    biases, the optimizer that `build_adam` builds for what requires gradients.
     """
     parameters = dict(module.named_parameters())
     ours = [slot for slot in slots(module) if slot.layer is not None and slot.weight.is_matrix]

@@ -99,7 +99,7 @@ class MegatronPolicy:
             self._reference = self.trainer.memory.snapshot("parameters")
 
     def local_weights(self) -> list[nn.Parameter]:
-        """This rank's part of the weights."""
+        """Return this rank's part of the weights."""
         self.trainer.memory.require("parameters")
         return list(self.module.parameters())
 
@@ -227,8 +227,8 @@ class MegatronPolicy:
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
 
     def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states and labels for the LM head, and the rows of them that it has to compute:
-        one for each edge of the microbatch.
+        """Return the hidden states and labels for the LM head, and the rows of them that it has to
+        compute: one for each edge of the microbatch.
         """
         hidden = self.module.head_input(output)
         if micro.edges is None:

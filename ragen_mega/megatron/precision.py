@@ -230,7 +230,7 @@ def scales_from_history(config: TransformerConfig) -> bool:
 
 
 def describe(config: TransformerConfig) -> str:
-    """Implementation and precision, in one line to print."""
+    """Return the implementation and precision, in one line to print."""
     layers = (
         f"Transformer Engine {get_te_version()}"
         if config.transformer_impl == "transformer_engine"

@@ -71,7 +71,7 @@ class Bucket:
         return sum(entry.piece.nbytes for entry in self.entries)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views into the flat tensor of a bucket: one per entry, in its shape."""
+        """Return the views into the flat tensor of a bucket: one per entry, in its shape."""
         parts = flat.split([entry.piece.numel() for entry in self.entries])
         return [part.view_as(entry.piece) for entry, part in zip(self.entries, parts, strict=True)]
 
@@ -304,8 +304,8 @@ def _check_allocator() -> None:
 def _of_stage(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> list[Tensor]:
-    """This tensor-parallel rank's slices of a bucket, from whatever stage; without stages the
-    parameters themselves.
+    """Return this tensor-parallel rank's slices of a bucket, from whatever stage; without stages
+    the parameters themselves.
     """
     start = time.perf_counter()
     if plan.groups.pp.size() == 1:

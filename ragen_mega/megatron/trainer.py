@@ -218,8 +218,8 @@ class Trainer:
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced, clipped gradient of every local parameter after `step` (not with the distributed
-        optimizer).
+        """Return the reduced, clipped gradient of every local parameter after `step` (not with the
+        distributed optimizer).
         """
         self.memory.require("gradients")
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
@@ -239,8 +239,8 @@ class Trainer:
     def _exchange(
         self, batch: TokenBatch, parts: list[Part], results: list[Any], nodes: int, num_metrics: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Metric sums [M], the square of the gradient norm [1], the number of nodes [1] and the
-        values [T] of a pass, exchanged among all ranks. The host waits for the device once.
+        """Return the metric sums [M], the square of the gradient norm [1], the number of nodes [1]
+        and the values [T] of a pass, exchanged among all ranks. The host waits for the device once.
         """
         found = self._squared_norm()
         index, positions = torch.tensor([num_metrics]), torch.empty(0, dtype=torch.int64)
@@ -256,7 +256,7 @@ class Trainer:
         return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
-        """This data-parallel rank's microbatches."""
+        """Return this data-parallel rank's microbatches."""
         dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
         costs = costs_of(batch, self.cost)
         if batch.here is not None:
@@ -360,7 +360,7 @@ def _schedule_of(
 def _joined(
     batch: TokenBatch, parts: Sequence[Part], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Batch positions of all microbatches' trajectories, and their values."""
+    """Return the batch positions of all microbatches' trajectories, and their values."""
     positions = [batch.positions(part.ids) for part in parts]
     return torch.cat(positions), torch.cat(values).float()
 

@@ -109,7 +109,7 @@ class Cut:
         return _joined(parts, self.axis) if len(parts) > 1 else parts[0]
 
     def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
-        """Inverse of `shard`: the full Hugging Face tensors from the parts of all ranks."""
+        """Invert `shard`: return the full Hugging Face tensors from the parts of all ranks."""
         if self.axis is None:
             return [shards[0]]
         blocks = zip(*(shard.chunk(self.num_blocks, self.axis) for shard in shards), strict=True)

@@ -72,9 +72,9 @@ def _check_content(flag: str, path: Path) -> None:
 
 
 def content_digest(path: Path) -> str:
-    """Digest by which a model directory is known again after it was moved or renamed: the whole of
-    its small files, and of each file of weights the size and evenly spaced blocks, since reading
-    all of a large model takes minutes.
+    """Return the digest by which a model directory is known again after it was moved or renamed:
+    the whole of its small files, and of each file of weights the size and evenly spaced blocks,
+    since reading all of a large model takes minutes.
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):

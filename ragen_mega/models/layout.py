@@ -106,7 +106,7 @@ def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]
 
 
 def expected_tensors(shape: ModelShape, *, is_critic: bool = False) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor of a policy, or of a critic."""
+    """Return a map: Hugging Face name -> shape of every tensor of a policy, or of a critic."""
     return {
         name: size
         for slot in model_slots(shape, is_critic=is_critic)
@@ -149,7 +149,7 @@ def complete(
 
 
 def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists of at most `limit` in total size, or of a single item."""
+    """Yield consecutive items in lists of at most `limit` in total size, or of a single item."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -96,7 +96,7 @@ class ModelShape:
         return range(dict(self.further)["num_moe_experts"]) if "{e}" in weight.key else (None,)
 
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors of one parameter."""
+        """Return the shapes of the Hugging Face tensors of one parameter."""
         further = dict(self.further)
         return [
             tuple(

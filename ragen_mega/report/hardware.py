@@ -24,8 +24,8 @@ def device() -> str:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, CUDA and `packages`, `none` for an absent package. An SGLang server may
-    run in another environment with other versions.
+    """Return the versions of Python, CUDA and `packages`, `none` for an absent package. An SGLang
+    server may run in another environment with other versions.
     """
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     return interpreter | {name: _installed(name) for name in packages}
@@ -39,6 +39,6 @@ def _installed(package: str) -> str:
 
 
 def describe() -> str:
-    """Device and versions of the installed packages, in one line."""
+    """Return the device and versions of the installed packages, in one line."""
     there = (f"{name} {found}" for name, found in versions().items() if found != "none")
     return f"{device()}; {', '.join(there)}"

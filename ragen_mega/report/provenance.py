@@ -47,7 +47,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Date, machine and commit of a result."""
+    """Return the date, machine and commit of a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **code(),
@@ -148,9 +148,9 @@ def settings_at(
 def read_settings(
     run: Path, step: int = sys.maxsize
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Section -> flag -> value under which a run trained that step (its last one); flags that are
-    newer than the run have their defaults. Also the recorded start that the step belongs to,
-    None for an older run. Raises ValueError if the directory holds no run.
+    """Return a map: section -> flag -> value under which a run trained that step (its last one);
+    flags that are newer than the run have their defaults. Also the recorded start that the step
+    belongs to, None for an older run. Raises ValueError if the directory holds no run.
     """
     settings, start = settings_at(read_recorded(run), step)
     return with_defaults(settings), start

@@ -65,7 +65,7 @@ def filter_metrics(
 def evaluation_metrics(
     results: Mapping[str, Mapping[str, Any]], trained: Sequence[str], prefix: str = ""
 ) -> dict[str, float]:
-    """Evaluated sets, as they are logged: with the set's name unless it alone is trained; of
+    """Return evaluated sets, as they are logged: with the set's name unless it alone is trained; of
     several that are, also their mean success. Unknown values are left out.
     """
     found = {
@@ -124,8 +124,8 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
 
 
 def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
-    """Difference of the engine's and the trainer's log-probabilities [T] on the sampled tokens,
-    under the same weights. Collective where ranks hold parts of the batch.
+    """Return the difference of the engine's and the trainer's log-probabilities [T] on the sampled
+    tokens, under the same weights. Collective where ranks hold parts of the batch.
 
     Sums are taken by trajectory, so that they do not depend on who holds which.
     """

@@ -276,6 +276,6 @@ def _channels(
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Four significant digits, which is enough to read."""
+    """Return four significant digits, which is enough to read."""
     short = map(float, ("%.4g " * len(values) % tuple(values)).split())
     return [value if math.isfinite(value) else None for value in short]

@@ -252,7 +252,7 @@ def build_models(
     start: Start,
     placement: Placement,
 ) -> tuple[MegatronPolicy, MegatronCritic | None]:
-    """Policy and critic with the weights that training starts from."""
+    """Return the policy and critic with the weights that training starts from."""
     policy = MegatronPolicy(
         hf,
         groups,
@@ -337,7 +337,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
 
 
 def server_settings(config: StarPOConfig) -> ServerSettings:
-    """Settings of this rank's SGLang server. Raises ValueError where it could not start."""
+    """Return the settings of this rank's SGLang server. Raises ValueError if it cannot start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
     num_sessions = rollout.sessions_per_engine(num_engines(config))
     rank = int(os.environ.get("RANK", 0))  # in the whole job, samplers included
@@ -438,7 +438,7 @@ def ranks_per_node(world_size: int) -> int:
 
 
 def model_digests(config: StarPOConfig) -> dict[str, str]:
-    """Flag -> digest of the content of the model that it loads."""
+    """Return a map: flag -> digest of the content of the model that it loads."""
     loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
 

@@ -69,7 +69,7 @@ class UpdateGuard:
         return {name: value for name, value in result.items() if math.isfinite(value)}
 
     def take_count(self) -> int:
-        """Bad updates since the last call."""
+        """Return the bad updates since the last call."""
         count, self.count = self.count, 0
         return count
 

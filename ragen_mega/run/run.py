@@ -284,7 +284,7 @@ class Run:
         return on_each(partial(estimate, batch, trajectories, self.config.advantage))
 
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
-        """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
+        """Return the learners of a step, in order; the actor only after `critic_warmup` steps."""
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"actor": self.policy} if self.config.train.trains_actor(step) else {})
 
@@ -502,7 +502,7 @@ class Run:
         return write_all
 
     def restore(self, saved: Checkpoint) -> None:
-        """Resume from a checkpoint of any layout. Collective. Raises ValueError if it does not fit."""
+        """Resume from a checkpoint of any layout. Collective. Raises ValueError if it cannot."""
         checkpoint.load(saved.directory, self.trainers)
         state = saved.state
         self.step = self.checkpoints.saved_step = saved.step

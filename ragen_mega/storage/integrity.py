@@ -125,7 +125,7 @@ def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, as manifests hold them."""
+    """Return the size and SHA-256, as manifests hold them."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,

@@ -44,7 +44,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a file. Raises ValueError if the file has changed,
+    """Return the tensors and facts of a file. Raises ValueError if the file has changed,
     FileNotFoundError if it is not there.
     """
     data = path.read_bytes()

@@ -57,7 +57,7 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Scripted episodes of an environment, as far as they could be played."""
+    """Return scripted episodes of an environment, as far as they could be played."""
     played = scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),

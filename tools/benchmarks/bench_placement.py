@@ -129,8 +129,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def equal_updates(arguments: argparse.Namespace) -> int:
-    """Passes over a rollout with which training takes about as long as sampling, by a run with
-    one.
+    """Return the passes over a rollout with which training takes about as long as sampling, by a
+    run with one.
     """
     times = parts([train(arguments, "separate", 1)])
     return max(1, 1 + round((times["sampling"] - times["training"]) / times["updates"]))

@@ -87,8 +87,8 @@ FLAGS = (
 
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
-    """Flags of one run: no warm start, no checkpoint, one evaluated episode before it, and a last
-    step that is not measured, because the final evaluation is part of it.
+    """Return the flags of one run: no warm start, no checkpoint, one evaluated episode before it,
+    and a last step that is not measured, because the final evaluation is part of it.
     """
     kept = "--filter-strategy none"
     if keep < 1:
@@ -256,7 +256,7 @@ def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | N
 
 
 def bfloat16_peak() -> float | None:
-    """Operations a second of this GPU's data sheet; None without one that is known."""
+    """Return the operations a second of this GPU's data sheet; None without one that is known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((hardware.bf16 for name, hardware in HARDWARE.items() if name in device), None)
 

@@ -112,8 +112,8 @@ def measure_drift(
     groups: Any,
     max_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """Variant -> statistics against the first one, all with the same weights and on tokens that the
-    first one samples.
+    """Return a map: variant -> statistics against the first one, all with the same weights and on
+    tokens that the first one samples.
     """
     train, reference, rows = TrainConfig(max_tokens_per_microbatch=max_tokens), None, {}
     for name, parallel in variants.items():
@@ -203,8 +203,8 @@ def free() -> None:
 
 
 def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
-    """Statistics of `other - reference`, log-probabilities [N] of tokens that the reference
-    sampled.
+    """Return the statistics of `other - reference`, log-probabilities [N] of tokens that the
+    reference sampled.
 
     `kl` estimates KL(reference || other) by the mean of r - 1 - log r with r = exp(other -
     reference), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html).
@@ -229,8 +229,8 @@ def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int | None]:
-    """Hidden size -> fewest measured tokens from which on every ratio (time over bfloat16's) is
-    below 1, None if none is.
+    """Return a map: hidden size -> fewest measured tokens from which on every ratio (time over
+    bfloat16's) is below 1, None if none is.
 
     `ratios` maps (tokens, hidden size) to the ratio.
     """
@@ -243,8 +243,8 @@ def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int 
 
 
 def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
-    """Smallest measured tokens x hidden size from which on every ratio is below 1, None if that of
-    the largest is not.
+    """Return the smallest measured tokens x hidden size from which on every ratio is below 1, None
+    if that of the largest is not.
     """
     losing = [tokens * hidden for (tokens, hidden), ratio in ratios.items() if not ratio < 1]
     paying = [

@@ -51,8 +51,8 @@ def interleave(
 
 
 def long_copy_bytes() -> int:
-    """Far more than a GPU's caches hold, about a millisecond of its memory's bandwidth: a 32nd of
-    its memory, at most 4 GiB.
+    """Return a size far beyond a GPU's caches, about a millisecond of its memory's bandwidth: a
+    32nd of its memory, at most 4 GiB.
     """
     return min(4 << 30, torch.cuda.mem_get_info()[1] // 32)
 

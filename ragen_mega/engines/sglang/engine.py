@@ -240,7 +240,7 @@ class SGLangEngine(RolloutEngine):
             self._restart(str(error), [])
 
     def _replace(self, why: str) -> bool:
-        """Another server with the weights of the lost one, if there is a copy of them."""
+        """Return another server with the weights of the lost one, if there is a copy of them."""
         weights = self._transfer.again()
         if weights is None:
             self.server.stop()

@@ -269,8 +269,8 @@ class TextWorld(gymnasium.Env[str, int | str]):
 
 
 def environment_id(name: str) -> str:
-    """Gymnasium's id of the environment `name`: sokoban_large is ragen_mega/SokobanLarge-v0. An
-    environment that was added after the import of this module is registered here.
+    """Return Gymnasium's id of the environment `name`: sokoban_large is ragen_mega/SokobanLarge-v0.
+    An environment that was added after the import of this module is registered here.
     """
     words = re.split(r"\W+|_", name)
     identifier = f"ragen_mega/{''.join(word[:1].upper() + word[1:] for word in words)}-v0"

@@ -44,8 +44,8 @@ _P5 = np.float32(0.00019875691500)
 def forest_attention(
     query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float
 ) -> Tensor:
-    """Attention of the nodes of a forest to their paths, themselves included: query [N, heads, d],
-    key and value [N, kv_heads, d] to [N, heads * d].
+    """Return the attention of the nodes of a forest to their paths, themselves included: query [N,
+    heads, d], key and value [N, kv_heads, d] to [N, heads * d].
     """
     starts = np.array([*(chain.start for chain in forest.chains), forest.num_nodes])
     lengths = np.array([len(chain.path) for chain in forest.chains])

@@ -36,7 +36,7 @@ class JITFunction(Placeholder):
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Decorator of a kernel, with or without options."""
+    """Return the decorator of a kernel, with or without options."""
     return JITFunction if fn is None else JITFunction(fn)
 
 

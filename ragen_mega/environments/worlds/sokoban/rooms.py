@@ -132,8 +132,8 @@ def generate_room(rng: np.random.Generator, *, dim: int, num_boxes: int, search_
 
 
 def _carve_floor(rng: np.random.Generator, dim: int) -> list[Cell]:
-    """Floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in reading
-    order.
+    """Return the floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in
+    reading order.
     """
     num_stamps = int(1.7 * (dim + dim))
     turns = (rng.random(num_stamps) < _TURN_PROBABILITY).tolist()

@@ -16,8 +16,8 @@ _State = tuple[int, frozenset[int]]  # player, boxes; a cell is row * columns + 
 
 
 def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None:
-    """Action names of a shortest solution; None if there is none, or none of at most `max_length`
-    actions.
+    """Return the action names of a shortest solution; None if there is none, or none of at most
+    `max_length` actions.
     """
     walls, targets, start = _flatten(room)
     width = room.size[1]
@@ -43,7 +43,7 @@ def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None
 
 
 def random_success(room: Room, num_actions: int) -> float:
-    """Probability that `num_actions` uniformly random actions solve the room, exact."""
+    """Return the probability that `num_actions` uniformly random actions solve the room, exact."""
     walls, targets, start = _flatten(room)
     steps = [dr * room.size[1] + dc for dr, dc in DIRECTIONS.values()]
     floor = set(range(math.prod(room.size))) - walls

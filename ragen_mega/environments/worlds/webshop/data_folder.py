@@ -63,7 +63,9 @@ def read_folder(
 
 
 def _find(folder: Path, goals: GoalKind) -> _Files:
-    """Paths of the small or the full set. Raises ValueError naming the first missing file."""
+    """Return the paths of the small or the full set. Raises ValueError naming the first missing
+    file.
+    """
     size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
     if not size and not (folder / "items_shuffle.json").is_file():
         size = "_1000"
@@ -118,7 +120,7 @@ def _product(
 
 
 def _price(text: Any, where: str, generator: random.Random) -> tuple[float, str]:
-    """Price in dollars, and its text on the page; for a range, a price drawn from it."""
+    """Return the price in dollars, and its text on the page; for a range, a price drawn from it."""
     if not text:
         return _DEFAULT_PRICE, f"${_DEFAULT_PRICE}"
     digits = [re.sub(r"[^\d.]", "", part) for part in str(text).split("$")[1:]]

@@ -44,7 +44,7 @@ def start_page(goal: Goal) -> Page:
 
 
 def results_page(goal: Goal, hits: Sequence[Product], number: int) -> Page:
-    """Page `number` of the hits, ten per page; empty beyond the last page."""
+    """Return the page `number` of the hits, ten per page; empty beyond the last page."""
     end = number * RESULTS_PER_PAGE
     products = tuple(hits[end - RESULTS_PER_PAGE : end])
     moves = [PREVIOUS, NEXT] if number > 1 else [NEXT]

@@ -20,7 +20,7 @@ _RANDOM_EPISODES = 8
 
 
 def keywords(goal: Goal) -> list[str]:
-    """Keywords of a request, without its price clause and stop words."""
+    """Return the keywords of a request, without its price clause and stop words."""
     request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
     return keywords_of(request)
 

@@ -65,7 +65,7 @@ def type_reward(goal: Goal, product: Product) -> float:
 
 
 def title_nouns(title: str) -> list[str]:
-    """Words of a title that count as nouns, in lower case, repetitions included."""
+    """Return the words of a title that count as nouns, in lower case, repetitions included."""
     words = (
         word.replace(".", "").replace("'", "").removesuffix("\u2019s")
         for word in re.split(r"[^\w.'\u2019]+", title.lower())
