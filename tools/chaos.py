@@ -272,7 +272,7 @@ def damage(directory: Path, generator: random.Random) -> str:
 
 
 def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_logged: int) -> bool:
-    """Until the run has logged so many steps and is in that phase; False if it ended first."""
+    """Wait until the run has logged so many steps in that phase; False if it ended first."""
     deadline = time.monotonic() + SECONDS_TO_START
     while run.phase() != phase or len(run.rows()) < num_logged:
         if launcher.poll() is not None or time.monotonic() > deadline:
@@ -282,7 +282,7 @@ def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_log
 
 
 def kill(process: psutil.Process) -> bool:
-    """SIGKILL; whether the process was still there, which it need not be since it was seen."""
+    """Send SIGKILL, and return whether the process was still there."""
     try:
         process.kill()
     except psutil.NoSuchProcess:

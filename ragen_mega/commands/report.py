@@ -164,8 +164,9 @@ def plot(
     path: Path,
     players: Mapping[str, float] | None = None,
 ) -> None:
-    """Success in training (per step) and on the held-out boards (marked), beside random and optimal
-    play where all runs have the same, or mean returns beside those of `players`; and SIGNALS.
+    """Plot success in training (per step) and on the held-out boards (marked), beside random and
+    optimal play where all runs have the same, or mean returns beside those of `players`; and
+    SIGNALS.
     """
     measure = "reward" if players else "success"
     lines = players or shared_players(rows)

@@ -124,7 +124,7 @@ def _require_gradients(parameters: Iterable[Tensor], required: bool) -> None:
 
 
 def steps_of(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each orthogonalised and scaled; those of one shape together."""
+    """Orthogonalise and scale each matrix; matrices of one shape are batched."""
     by_shape = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[matrix.shape].append(index)

@@ -339,8 +339,8 @@ class Trainer:
 def _schedule_of(
     optimizer: MegatronOptimizer, train: TrainConfig, lr: float, min_lr: float
 ) -> OptimizerParamScheduler:
-    """It also applies weight decay per group: without a scheduler megatron-core decays norms and
-    biases.
+    """Build the schedule, which also applies weight decay per group: without a scheduler
+    megatron-core decays norms and biases.
     """
     return OptimizerParamScheduler(
         optimizer,

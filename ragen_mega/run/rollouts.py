@@ -118,7 +118,7 @@ class Rollouts:
             on_main(lambda: self._write(step, origin, groups))
 
     def _read(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
-        """On the first rank."""
+        """Read the stored rollout of a step on the first rank."""
         groups = self.files.recall(step, origin, self._say)
         if groups is not None:
             self._say(f"step {step}: repeated from the rollout in {self.files.directory}")

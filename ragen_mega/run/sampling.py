@@ -54,7 +54,7 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
 
 @cache
 def _versions() -> dict[str, str]:
-    """Looked up once: every time all metadata of the package would be read."""
+    """Look the versions up once: a look-up reads all metadata of a package."""
     found = {name: version_of(name) for name in ("torch", "transformers")}
     return found | {"ragen_mega": __version__}
 

@@ -271,15 +271,15 @@ class Samplers:
             self._link.send(message)
 
     def _find_stored(self, rollout: int, origin: Origin) -> bool:
-        """First rank: whether an earlier process has sampled this rollout."""
+        """Look on the first rank for a rollout that an earlier process has sampled."""
         groups = self._recall(rollout, origin)
         if groups is not None:
             self._arrived[rollout] = Delivery(rollout, _compact(groups))
         return groups is not None
 
     def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
-        """First rank: a rollout, or what ended the samplers' work; None if nothing came for now.
-        Raises OSError if one could not be written.
+        """Find, on the first rank, a rollout, or the error that ended the samplers' work; None if
+        nothing came for now. Raises OSError if one could not be written.
         """
         if self._written and self._written.done():
             self._written.result()
@@ -304,8 +304,8 @@ class Samplers:
             self._written.result()
 
     def _accept(self, seconds: float) -> bool:
-        """First rank: read a message, and begin to write a rollout to disk, after the last one;
-        False if none comes.
+        """Read a message on the first rank, and begin to write a rollout to disk, after the last
+        one; False if none comes.
         """
         data = self._link.receive(seconds)
         if data is None:

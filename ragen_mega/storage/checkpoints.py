@@ -388,7 +388,7 @@ def _name(step: int) -> str:
 
 
 def _published(directory: Path) -> list[Path]:
-    """Newest first."""
+    """Return the published checkpoints, newest first."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 

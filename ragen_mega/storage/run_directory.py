@@ -155,8 +155,8 @@ def claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def begin(directory: Path) -> None:
-    """Nothing refuses this run any more: delete what it replaces, and that an earlier process had
-    finished it.
+    """Delete the run that this run replaces, and the mark that an earlier process had finished it,
+    because nothing can refuse this run any more.
     """
     (directory / SUMMARY_FILE).unlink(missing_ok=True)
     if _aside(directory).exists():
@@ -164,14 +164,16 @@ def begin(directory: Path) -> None:
 
 
 def put_back(directory: Path) -> None:
-    """The run in this directory is refused: the one that it was to overwrite is there again."""
+    """Restore the run that the refused run in this directory was to overwrite."""
     if _aside(directory).exists():
         shutil.rmtree(directory.resolve(), ignore_errors=True)
         _aside(directory).rename(directory.resolve())
 
 
 def recover(directory: Path) -> bool:
-    """`put_back` for a process that was killed before its run held anything; whether it did so."""
+    """Call `put_back` for a process that was killed before its run held anything, and return
+    whether it was needed.
+    """
     is_lost = _aside(directory).exists() and not holds_work(directory)
     if is_lost:
         put_back(directory)

@@ -327,7 +327,7 @@ def main(arguments: argparse.Namespace) -> None:
             def keep_result(
                 rows: list[dict[str, Any]], gaps: list[float], keep=keep, done=done
             ) -> None:
-                """After every step: a later failure loses nothing."""
+                """Publish the result after every step, so that a later failure loses nothing."""
                 report["runs"] = [*done, summarize(arguments.model, keep, rows, gaps)]
                 if arguments.json:
                     write_json(arguments.json, report)

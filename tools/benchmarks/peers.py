@@ -87,18 +87,18 @@ class Pace:
         """Tokens of the step."""
 
     def say(self, **facts: Any) -> None:
-        """One line of facts for the benchmark."""
+        """Write one line of facts for the benchmark."""
         self._reply.write(json.dumps(facts) + "\n")
         self._reply.flush()
 
     def begin(self) -> None:
-        """Wait for the word; raises SystemExit when there are no more steps."""
+        """Wait for the next request; raises SystemExit when there are no more steps."""
         if not sys.stdin.readline():
             raise SystemExit
         self._started = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        """The step is over."""
+        """Report the end of a step."""
         wall, cpu = time.perf_counter(), time.process_time()
         wall, cpu = wall - self._started[0], cpu - self._started[1]
         self.say(wall=wall, cpu=cpu, num_sampled=self.num_sampled)

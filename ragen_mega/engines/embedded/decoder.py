@@ -122,7 +122,7 @@ class Decoder:
         )
 
     def workspace(self, num_tokens: int) -> Workspace:
-        """For passes over `num_tokens` tokens, under these weights or others of their shape."""
+        """Make the buffers of passes over `num_tokens` tokens, for any weights of this shape."""
         return Workspace(self.shape, num_tokens, self.embedding.dtype)
 
     def forward(

@@ -92,7 +92,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Weights and KV cache exist only inside; `load_weights` comes first."""
+        """Hold weights and KV cache for the block; `load_weights` comes first."""
         if self._slots is not None:
             raise RuntimeError(
                 "the engine is awake already; leave the first `with engine.awake()` before the next"
@@ -130,9 +130,7 @@ class EmbeddedEngine(RolloutEngine):
         self.weight_version += not again
 
     def seal_caches(self) -> None:
-        """Before other weights come while sessions go on: what these have cached serves no other
-        session.
-        """
+        """Stop sharing the present caches, before other weights come while sessions go on."""
         self._slots.seal()
 
     async def generate(
@@ -186,7 +184,9 @@ class EmbeddedEngine(RolloutEngine):
                 self._absences.remove(absence)
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
-        """Done after that many more steps; the engine then pauses until the next call."""
+        """Return a future that is done after that many more steps; the engine then pauses until the
+        next call.
+        """
         self._last_step = math.inf if steps is None else self._step + steps
         self._stands_still = asyncio.get_running_loop().create_future()
         if self._waiting or self._running or self._absences:

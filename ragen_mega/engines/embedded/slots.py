@@ -92,7 +92,7 @@ class SlotTable:
         self._workspace: Workspace | None = None
 
     def stop(self, slot: int) -> None:
-        """The slot's completion is no longer wanted; its cache stays."""
+        """Stop the slot's completion and keep its cache."""
         self._rows.running[slot] = False
 
     def remove(self, slot: int) -> None:

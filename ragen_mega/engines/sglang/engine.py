@@ -94,7 +94,7 @@ class SGLangEngine(RolloutEngine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The server has device memory only inside: at first only for the weights that
+        """Give the server device memory for the block: at first only for the weights that
         `load_weights` sends.
         """
         if self._stage is not _Stage.ASLEEP:
@@ -143,9 +143,7 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.LOADED
 
     def start(self) -> None:
-        """The server takes memory for its key-value cache; from now on it generates. Safe to call
-        again.
-        """
+        """Let the server take memory for its key-value cache and generate. Safe to call again."""
         self._require(_Stage.LOADED)
         self._transfer.wait_for_all_ranks()
         try:
@@ -155,8 +153,8 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.STARTED
 
     def pause(self) -> None:
-        """The server gives its memory back, in the middle of a rollout. The requests that it works
-        on are aborted, and sent again after `start`.
+        """Take the server's memory back, in the middle of a rollout. Its running requests are
+        aborted, and sent again after `start`.
         """
         self._require(_Stage.AWAKE)
         self._num_pauses += 1

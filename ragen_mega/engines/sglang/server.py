@@ -414,7 +414,7 @@ class SGLangServer:
 def _write_model_config(
     directory: Path, config: PretrainedConfig, context: int, *, fp8: bool
 ) -> None:
-    """A model directory without weights.
+    """Write a model directory without weights.
 
     Without end tokens, because a completion ends where its request says, and without
     generation_config.json, whose top-k SGLang would take as the default.

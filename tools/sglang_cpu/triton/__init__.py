@@ -70,7 +70,7 @@ class _Constant:
 
 
 def _fill_submodules() -> None:
-    """The names that SGLang and torch use for more than an annotation."""
+    """Define the names that SGLang and torch use for more than an annotation."""
     language = importlib.import_module(f"{__name__}.language")
     runtime, compiled = (
         importlib.import_module(f"{__name__}.runtime{part}") for part in ("", ".jit")
