@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
 
 
 def _report_thread(failure: threading.ExceptHookArgs) -> None:
-    """Ignore the OSError of TensorBoard's thread on a full disk: its owner reports it in one line."""
+    """Ignore an OSError of TensorBoard's thread on a full disk: its owner reports it."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 

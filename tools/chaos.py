@@ -476,7 +476,7 @@ def run_rounds(
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if anything was lost."""
+    """Return the exit code: 1 if anything was lost."""
     if arguments.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, not {arguments.rounds}")
     layouts = LAYOUTS

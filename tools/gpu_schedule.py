@@ -286,7 +286,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def pack(output: Path, archive: Path) -> None:
-    """Reports, numbers and logs, no weights; the smallest files first, as far as they fit."""
+    """Pack reports, numbers and logs, no weights; the smallest files first, as far as they fit."""
     part, total = archive.with_name(archive.name + ".part"), 0
     files = [path for path in output.rglob("*") if path.suffix in PACKED_SUFFIXES]
     files = [path for path in files if path.is_file() and "checkpoints" not in path.parts]

@@ -156,8 +156,8 @@ def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -
 
 
 def branches(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Trajectory]:
-    """For each trajectory one that begins like it: a copy, its first turn alone, or one that leaves
-    it at a random token, which may be a sampled one.
+    """Branch off each trajectory: a copy, its first turn alone, or a trajectory that leaves it at a
+    random token, which may be a sampled one.
     """
     generator, grown = torch.Generator().manual_seed(seed), []
     for index, stem in enumerate(trajectories):
@@ -234,7 +234,7 @@ COLUMNS = {
 
 
 def run_layout(layout: Layout, directory: Path) -> None:
-    """Body of one rank: compute everything under `layout`; rank 0 writes it to
+    """Run the body of one rank: compute everything under `layout`; rank 0 writes it to
     `directory`/<layout>.pt as Key -> tensor. The distributed optimizer leaves no gradients.
     """
     from ragen_mega.megatron.critic import MegatronCritic

@@ -234,7 +234,7 @@ def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def backward_providers() -> tuple[Provider, ...]:
-    """Backward alone: the graph is built outside the timed region."""
+    """Time the backward pass alone: the graph is built outside the timed region."""
 
     def prepare(function: Function, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         logits = inputs.fresh_logits()
@@ -259,7 +259,9 @@ def fused_rows(state: tuple[Tensor, LossInputs]) -> tuple[Tensor]:
 
 @contextmanager
 def half_of_the_programs() -> Iterator[None]:
-    """Inside, half as many rows are in flight: if that is faster, L2 does not hold all of them."""
+    """Halve the number of rows in flight for the block: if that is faster, L2 does not hold all of
+    them.
+    """
     from ragen_kernels import triton_policy
 
     half = triton_policy.num_persistent_programs(torch.device("cuda")) // 2
@@ -285,7 +287,9 @@ def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def logits_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
-    """Logits in: statistics forward, their backward, and the policy loss with its gradient."""
+    """Yield the cases that take logits: statistics, their backward pass, and the policy loss with
+    its gradient.
+    """
     itemsize = 2 if device == "cuda" else 4
     for num_rows, vocab in LOGITS_SHAPES[sizes]:
         shape, one_pass = {"N": num_rows, "V": vocab}, float(itemsize * num_rows * vocab)
@@ -321,7 +325,7 @@ def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def hidden_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
-    """Hidden states in: loss and both gradients of the LM head."""
+    """Yield the cases that take hidden states: loss and both gradients of the LM head."""
     for num_rows, vocab, width in HIDDEN_SHAPES[sizes]:
         for active in (1.0, 0.3):
             num_active = int(active * num_rows)

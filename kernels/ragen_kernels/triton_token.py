@@ -108,7 +108,8 @@ def token_loss_rows(
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
     MIN_ENTROPY: tl.constexpr,
 ):
-    """Weights of one token or many, and the unweighted derivatives of their loss in logprob.
+    """Compute the weights of one token or many, and the unweighted derivatives of their loss in
+    logprob.
 
     Stores their part of the [10, size] outputs where `mask`: the weighted loss, then the fields of
     PolicyStats in their order.
@@ -140,7 +141,7 @@ def token_kernel(
     MIN_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
+    """Compute weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = token < size
     logprob = tl.load(LOGPROBS + token, mask=mask)

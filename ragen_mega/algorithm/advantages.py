@@ -240,8 +240,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
 
 def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
-    of its trajectory.
+    """List the M sampled tokens in order: [M] positions, trajectories, and whether each token is
+    the last of its trajectory.
     """
     _check_padding(loss_mask, cu_seqlens)
     positions = loss_mask.nonzero().squeeze(1)

@@ -59,7 +59,7 @@ def bilevel_gae(
     turn_gamma: float = 0.95,
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Turn-level, then token-level estimation: `advantages.bilevel_gae`."""
+    """Estimate at the turn level, then at the token level: `advantages.bilevel_gae`."""
     batch = inputs.batch
     return starpo.bilevel_gae(
         inputs.rewards,

@@ -176,7 +176,7 @@ def loaded(finding: Finding, statement: str) -> Finding:
 
 
 def check_fused_parts(target: str) -> list[Finding]:
-    """Optional parts: their absence costs time, never correctness."""
+    """Check the optional parts: their absence costs time, never correctness."""
     on_gpu = any(finding.state == "ok" for finding in check_gpu(target))
 
     def judge(name: str, distribution: str, module: str, instead: str) -> Finding:

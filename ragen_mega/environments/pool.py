@@ -176,8 +176,8 @@ def _settle(
 
 @contextlib.contextmanager
 def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[T]:
-    """The environment `name`, for readers of its declarations: built by `build`, within a time
-    limit of `seconds`, and closed on leaving. Raises ValueError as `Worker.build` does.
+    """Build the environment `name` for readers of its declarations, by `build`, within a time limit
+    of `seconds`; close it on leaving. Raises ValueError as `Worker.build` does.
     """
     worker = Worker(seconds)
     environment = worker.build(name, build)

@@ -116,7 +116,7 @@ def _host(num_processes: int) -> _Host:
 
 
 def _serve(pipe: Connection) -> None:
-    """The host: answer requests until the other end is gone."""
+    """Answer requests, in the host, until the other end is gone."""
     environments: dict[int, Any] = {}
     while True:
         try:

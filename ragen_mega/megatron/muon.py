@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Nesterov's momentum, orthogonalised."""
+        """Apply Nesterov's momentum, orthogonalised."""
         (group,) = self.param_groups
         wholes = [
             slot.unshard(self._slices(slot, self._momentum(parameter)))

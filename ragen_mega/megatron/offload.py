@@ -87,7 +87,7 @@ class Offloadable:
         return num_bytes
 
     def require(self, *kinds: Kind) -> None:
-        """Called before every use of these kinds. Raises RuntimeError if a kind is away and nobody
+        """Bring these kinds back before a use. Raises RuntimeError if a kind is away and nobody
         brings it back.
         """
         missing = [kind for kind in kinds if kind in self._away]
@@ -119,8 +119,8 @@ class Offloadable:
 
     @contextmanager
     def replaced(self, kind: Kind, values: HostCopy) -> Iterator[None]:
-        """Inside, the tensors of a kind hold `values`, a `snapshot` of theirs; afterwards what they
-        held before.
+        """Give the tensors of a kind the `values` of a `snapshot` for the block, and restore their
+        own values afterwards.
         """
         self.require(kind)
         storages = self._storages()[kind]
@@ -132,7 +132,7 @@ class Offloadable:
             _fill(storages, self._host)
 
     def _storages(self) -> dict[Kind, dict[str, torch.UntypedStorage]]:
-        """Storages on the device: kind -> name -> storage."""
+        """Return the storages on the device: kind -> name -> storage."""
         found: dict[Kind, dict[str, torch.UntypedStorage]] = {kind: {} for kind in KINDS}
         seen = set()
         for kind, name, tensor in self._tensors():

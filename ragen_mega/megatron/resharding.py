@@ -187,7 +187,7 @@ class Traffic:
         return self.pp_bytes + self.tp_bytes
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
-        """For the step's metrics; `bound` is the GB/s of plain collectives of this size
+        """Return the step's metrics; `bound` is the GB/s of plain collectives of this size
         (`measure_bound`).
         """
         values = {
@@ -279,8 +279,8 @@ def measure_bound(plan: ReshardPlan) -> float:
 
 
 def _unique(entries: Iterable[Entry]) -> list[Entry]:
-    """Sorted; of a weight that several stages hold, such as the tied embedding, the first stage's
-    copy.
+    """Sort the weights, and keep the first stage's copy of a weight that several stages hold, such
+    as the tied embedding.
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
@@ -289,8 +289,8 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _check_allocator() -> None:
-    """Buckets are plain `torch.empty`, which with this setting is virtual memory that CUDA IPC
-    cannot hand to an engine.
+    """Refuse the setting under which `torch.empty`, which makes the buckets, is virtual memory that
+    CUDA IPC cannot hand to an engine.
     """
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         is_set = "expandable_segments:true" in os.environ.get(variable, "").lower()

@@ -46,8 +46,8 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """From the entries of a config.json, whether or not the trainer supports them all. Raises
-        ValueError if one is missing or the family is unknown.
+        """Read the shape from the entries of a config.json, whether or not the trainer supports
+        them all. Raises ValueError if one is missing or the family is unknown.
         """
         family = find_family(values.get("model_type"))
         try:
@@ -72,7 +72,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf: PretrainedConfig) -> ModelShape:
-        """From a configuration of transformers."""
+        """Read the shape from a configuration of transformers."""
         return cls.from_config(vars(hf) | {"model_type": hf.model_type})
 
     @property

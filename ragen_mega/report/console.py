@@ -266,7 +266,7 @@ class Console:
 
     @contextmanager
     def _display(self) -> Iterator[Progress]:
-        """The progress bars; the outermost user starts and stops them."""
+        """Show the progress bars; the outermost user starts and stops them."""
         if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
             yield self._bars
             return

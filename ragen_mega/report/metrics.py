@@ -194,8 +194,8 @@ class RunLogger:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Around what may still refuse the run: what this one replaces is deleted if nothing does,
-        and is there again if something raises.
+        """Enclose the last checks that may refuse the run: the run that it replaces is deleted
+        after them, and is restored if one raises.
         """
         with self._unless_refused():
             yield
@@ -326,7 +326,7 @@ class RunLogger:
 
 
 def _flat(settings: Settings) -> dict[str, Any]:
-    """TensorBoard's form of hyperparameters: section.name -> number, switch or text."""
+    """Flatten hyperparameters for TensorBoard: section.name -> number, switch or text."""
     return {
         f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
         for section, values in settings.items()

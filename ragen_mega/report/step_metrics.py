@@ -102,7 +102,7 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none, as an array of several."""
+    """Return the value as a number; NaN for anything else, such as an array of several."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):

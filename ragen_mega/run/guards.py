@@ -130,7 +130,7 @@ class CollapseGuard:
         return None if is_known and not self.may_react else found
 
     def task_changed(self) -> None:
-        """From the next step on other tasks are played, which success cannot be compared with."""
+        """Record that the next step plays other tasks, whose success cannot be compared."""
         self.detector = CollapseDetector()
         self._good_level = -math.inf
 

@@ -69,9 +69,9 @@ def _here() -> str:
 
 
 def watched() -> AbstractContextManager[None]:
-    """Inside, this node ends with one line and exit code 2 once another one has failed or does not
-    answer, and the others do if this one fails. A rank that waits in a collective for a machine
-    without power would wait for its timeout, half an hour.
+    """Watch the other nodes during the block: this node ends with one line and exit code 2 once
+    another node has failed or does not answer, and the others do if this one fails. A rank that
+    waits in a collective for a machine without power would wait for its timeout, half an hour.
     """
     return nullcontext() if num_nodes() == 1 else _Watch()
 

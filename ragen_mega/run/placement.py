@@ -189,7 +189,7 @@ class Colocated:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Inside, any error that means that memory has run out becomes an OutOfMemory."""
+        """Turn any error of the block that means that memory has run out into an OutOfMemory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:

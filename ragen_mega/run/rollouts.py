@@ -125,7 +125,7 @@ class Rollouts:
         return groups
 
     def _write(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
-        """On the first rank, with samplers in their writer's thread."""
+        """Write the rollout on the first rank; with samplers, in their writer's thread."""
         self.files.write(step, groups, origin)
         self.files.prune(self._oldest_needed())
 

@@ -296,7 +296,7 @@ class Samplers:
         return self._failure
 
     def _accept_all(self) -> None:
-        """First rank: as `_accept`, for every message that has come; then all is written."""
+        """Accept every message that has come, on the first rank, and wait until all is written."""
         with suppress(LinkLost):  # `take` says so
             while self._accept(0.0):
                 pass
@@ -357,7 +357,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine is awake; it is built once the trainers have begun."""
+        """Keep the engine awake for the block; it is built once the trainers have begun."""
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
         self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
@@ -473,8 +473,8 @@ class Sampler:
         return pickle.loads(data)
 
     def _send_heartbeat(self) -> None:
-        """After a turn: a sign of life. Raises Interrupted if the trainers have hung up, or on
-        another rank than the first if it was told to stop.
+        """Send a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if
+        a rank other than the first received a signal.
         """
         if self._link is None:
             self.stop.interrupt()

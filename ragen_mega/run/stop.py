@@ -37,8 +37,8 @@ class StopSignal:
         self.received: signal.Signals | None = None
 
     def listen(self) -> None:
-        """From now on the first of SIGNALS is remembered, and a second one ends the process without
-        a checkpoint, unless it is SIGUSR1: schedulers may send that to launcher and ranks alike.
+        """Remember the first of SIGNALS; a second one ends the process without a checkpoint, unless
+        it is SIGUSR1: schedulers may send that to launcher and ranks alike.
         """
         _handle(self._receive)
 
@@ -64,7 +64,7 @@ class StopSignal:
 
 
 def exit_on_signal() -> None:
-    """Until a run listens, any of SIGNALS ends this process: there is nothing to keep yet."""
+    """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet."""
     _handle(_leave)
 
 

@@ -315,7 +315,7 @@ class CheckpointWriter:
                 write_whole(marker, json.dumps(self._error).encode())
 
     def _publish(self, temporary: Path, facts: Mapping[str, Any]) -> None:
-        """Rank 0: once every rank's file is there, write the manifest and give the directory its
+        """Write the manifest on rank 0, once every rank's file is there, and give the directory its
         name.
         """
         files: dict[str, dict[str, Any]] = {}

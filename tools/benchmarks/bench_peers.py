@@ -104,7 +104,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides(python: str, settings: Path) -> Iterator[dict[str, Side]]:
-    """Both processes, which end with the block."""
+    """Start both processes, which end with the block."""
     with contextlib.ExitStack() as stack:
         started = {}
         for side, interpreter in {"ours": sys.executable, "trl": python}.items():

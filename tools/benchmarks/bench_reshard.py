@@ -113,7 +113,7 @@ def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedCo
 
 
 def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool) -> None:
-    """The bound: the collectives of one sync on prepared buffers, and one copy as large as the
+    """Run the bound: the collectives of one sync on prepared buffers, and one copy as large as the
     engine's shard.
     """
     tp, pp = plan.groups.tp, plan.groups.pp

@@ -153,8 +153,8 @@ def measure_ratios(
     groups: Any,
     repetitions: int,
 ) -> list[dict[str, Any]]:
-    """For each number of tokens the median milliseconds of every variant and their ratio to the
-    first one's.
+    """Measure the median milliseconds of every variant for each number of tokens, and their ratio
+    to the first variant's.
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
     models = {

@@ -86,8 +86,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(package: str, called: Callable[..., Any]) -> Callable[[str], Any]:
-    """From now on every `import package.x` succeeds; calling what is found there calls `called`.
-    Returns the `__getattr__` of the package.
+    """Let every `import package.x` succeed; a call of anything in it calls `called`. Returns the
+    `__getattr__` of the package.
     """
     sys.meta_path.insert(0, _Finder(package, called))
 

@@ -273,8 +273,8 @@ class EmbeddedEngine(RolloutEngine):
                 return
 
     def _end_absences(self, *, overdue: bool) -> None:
-        """Among those already overdue, or those not yet (`overdue`), resume those whose answer has
-        come, in order; the rest are overdue from now on.
+        """Resume the absences whose answer has come, in order, among the overdue ones or the others
+        (`overdue`); the rest become overdue.
         """
         for absence in [absence for absence in self._absences if absence.is_overdue == overdue]:
             absence.is_overdue = True

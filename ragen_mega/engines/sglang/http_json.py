@@ -71,7 +71,7 @@ class JSONClient:
 
 
 async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncIterator[None]:
-    """Started in an event loop, whose end closes such generators, and so the connections."""
+    """Close the connections at the end of the event loop, which closes such generators."""
     try:
         yield
     finally:

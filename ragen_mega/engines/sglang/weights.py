@@ -276,7 +276,7 @@ class IpcTransfer(WeightTransfer):
             torch.cuda.empty_cache()
 
     def again(self) -> None:
-        """None."""
+        """Return None."""
 
     def _open(self, file: Path) -> Bucket:
         if len(self._buffers) < 2:

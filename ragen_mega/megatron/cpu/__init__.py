@@ -97,7 +97,8 @@ def install() -> None:
 
 
 def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Inside: `.cuda()` is the identity, `.type()` reports CUDA names, device="cuda" means the CPU.
+    """Redefine for the block: `.cuda()` is the identity, `.type()` reports CUDA names,
+    device="cuda" means the CPU.
 
     Optimizers need it while they are built, stepped (see `stepping`) and saved.
     """

@@ -70,7 +70,7 @@ NEUTRAL = frozenset(
 
 
 def _is_default_rope(value: Any) -> bool:
-    """RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
+    """Check for the RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
     rest = dict(value)
     kinds = {rest.pop(name, "default") for name in ("rope_type", "type")}
     theta, share = rest.pop("rope_theta", 0), rest.pop("partial_rotary_factor", 1.0)

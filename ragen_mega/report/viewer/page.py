@@ -100,7 +100,7 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
 
 
 def _hash(script: str) -> str:
-    """By which the page's policy knows a script, so that no other one is executed."""
+    """Hash a script for the page's policy, so that no other script is executed."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -163,4 +163,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
-        """Requests are not worth a line each."""
+        """Print nothing: requests are not worth a line each."""

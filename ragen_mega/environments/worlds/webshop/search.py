@@ -32,8 +32,8 @@ class SearchEngine:
         )
 
     def search(self, query: str) -> list[Product]:
-        """At most 50 products that share a word with the query, best first; equal ones in the order
-        of the catalogue.
+        """Find at most 50 products that share a word with the query, best first; equal ones in the
+        order of the catalogue.
         """
         (words,) = self._words([query])
         known = [word for word in words if word in self._index.vocab_dict]
