@@ -1,4 +1,5 @@
-"""Which initial states a StarPO step trains on: groups ranked by the spread of their returns.
+"""Selection of the initial states that a StarPO step trains on: groups ranked by the spread of
+their returns.
 
 StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p)
 and its controls (percentile range, within group): RAGEN-2, arXiv:2604.06268. Returns are those

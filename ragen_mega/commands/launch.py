@@ -37,7 +37,7 @@ _PROBE_SECONDS = 20.0
 _SECONDS_TO_END = 10.0
 """Time that ranks have to end after a second signal."""
 _SECONDS_OF_SILENCE = 1.0
-"""After which the launcher says that it waits for them."""
+"""Time after which the launcher says that it waits for the ranks."""
 _SECONDS_TO_CLEAN = 5.0
 """Time that processes of killed ranks have to notice their end, and to remove their files."""
 _end: float | None = None
@@ -55,7 +55,7 @@ large one; where the kernel has none, nothing changes.
 
 
 class _Stopped(BaseException):
-    """Not an Exception: torchrun would log it as a failure."""
+    """Stop of the launcher. It is no Exception, because torchrun would log that as a failure."""
 
 
 def main(argv: Sequence[str]) -> int:

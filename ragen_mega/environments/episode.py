@@ -32,7 +32,9 @@ PromptStyle = Literal["full", "system", "brief", "compact"]
 _MALFORMED = "Your answer could not be read. Keep to the format."
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:think|answer|tool_call|tool_response)>")
 _TOKENS_PER_WORD = 2
-"""At most, with a share of the tags, so that no answer within the announced length is cut off."""
+"""Upper bound of the tokens of a word, with a share of the tags, so that no answer within the
+announced length is cut off.
+"""
 ERROR = "error"
 """Key of a turn's info: why a failure of the environment ended the trajectory."""
 FAILED_ACTION = "failed_action"

@@ -33,7 +33,7 @@ EPISODES_PER_PROMPT = 32
 """Number of episodes that the random player plays per prompt in environments without a solver."""
 _RESETS = 5  # attempts for an environment that fails now and then
 MAX_SECONDS = 10.0
-"""If measuring the random player takes longer, its rate is unknown."""
+"""Time limit of measuring the random player; beyond it the rate is unknown."""
 
 Prompt = tuple[int, tuple[str, ...] | None]
 """A seed, and the rows of a board that replaces the drawn initial state, or None."""

@@ -26,7 +26,7 @@ which it appears first.
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
-"""From this many bytes on, the C library gives an allocation pages of its own."""
+"""Size from which on the C library gives an allocation pages of its own."""
 
 
 class Offloadable:

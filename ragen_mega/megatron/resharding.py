@@ -169,8 +169,8 @@ class Traffic:
     """Traffic of all syncs since its creation, on this rank."""
 
     pp_bytes: int = 0
-    """Sent or received in broadcasts over pipeline stages: one shard per sync, nothing without
-    stages.
+    """Bytes in broadcasts over pipeline stages, sent or received: one shard per sync, nothing
+    without stages.
     """
     tp_bytes: int = 0
     """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,

@@ -24,7 +24,7 @@ from ragen_mega.report.pace import Pace, duration
 from ragen_mega.report.terminal import printable
 
 SECONDS_BETWEEN_LINES = 20.0
-"""Without a terminal, progress prints a line after this long without any other output."""
+"""Time without any output after which progress prints a line, if there is no terminal."""
 ROWS_BETWEEN_HEADERS = 20
 
 
@@ -132,7 +132,7 @@ class Advance:
 
 
 class _Clock(ProgressColumn):
-    """For the run its pace; for a part the elapsed seconds and an estimate of those left."""
+    """Column with the pace of the run, or with a part's elapsed seconds and estimated rest."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()

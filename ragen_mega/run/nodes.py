@@ -42,7 +42,8 @@ PATIENCE = 300.0
 file without letting other threads run gives none meanwhile.
 """
 PATIENCE_AT_START = 600.0
-"""For its first one: file systems give every node its programs in their own time."""
+"""Patience for the first sign of life: file systems give every node its programs in their own time.
+"""
 _PERIOD = 2.0
 _CONNECT_SECONDS = 30.0
 
@@ -97,7 +98,9 @@ class _Watch:
         self._lost: str | None = None
         self._answers = 0
         self._signs: dict[int, tuple[int, float]] = {}
-        """On node 0, which judges the others: node -> its signs of life, and when the last came."""
+        """Signs of life on node 0, which judges the others: node -> their number, and the time of
+        the last.
+        """
 
     def __enter__(self) -> None:
         try:

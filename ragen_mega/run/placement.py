@@ -1,5 +1,5 @@
-"""Who uses the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. The loop names the phase; memory is
-moved and recorded here.
+"""Turns at the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. The loop names the phase; memory is moved
+and recorded here.
 
 TRAIN    the trainer's models compute; the engine sleeps.
 SYNC     the policy's weights are sent to the engine, which has allocated memory for them; the

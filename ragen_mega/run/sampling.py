@@ -61,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class Sampling:
-    """Who plays the tasks of a step. All methods are collective."""
+    """Player of the tasks of a step. All methods are collective."""
 
     config: StarPOConfig
     engine: RolloutEngine

@@ -76,7 +76,7 @@ class Delivery:
 
     rollout: int
     trajectories: CompactTrajectories | None
-    """None: only the first rank of the trainers has them."""
+    """Trajectories of the rollout; only the first rank of the trainers has them, others None."""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -94,9 +94,9 @@ class Part(NamedTuple):
     samples: bool
     """Whether it only samples."""
     link: Link | None = None
-    """On the first rank of each part."""
+    """Link to the other part, on the first rank of each part."""
     alarm: Alarm | None = None
-    """On every rank, if there are two parts."""
+    """Alarm of every rank, if there are two parts."""
 
 
 def divide(config: StarPOConfig) -> Part:

@@ -298,7 +298,7 @@ class MegatronReader:
 
 
 ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
-"""Their common interface is in the docstring of this module."""
+"""Reader of a model; the docstring of this module describes the interface."""
 
 
 def _verify_manifest(directory: Path) -> None:

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Its end in the bucket, in bytes; the next run begins at a multiple of ALIGNMENT."""
+        """End of the run in the bucket, in bytes; the next begins at a multiple of ALIGNMENT."""
         return self.offset + self.count * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Contents(NamedTuple):
     """Required contents of a bucket, written as a JSON file."""
 
     places: list[tuple[str, Place]]
-    """By SGLang's names."""
+    """Places of the parameters, by SGLang's names."""
     num_bytes: int
     checksum: int
     """Checksum of these bytes."""

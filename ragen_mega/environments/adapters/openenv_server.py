@@ -35,7 +35,7 @@ class WorldObservation(Observation):
     messages: list[dict[str, str]] = []
     truncated: bool = False
     actions: list[str] = []
-    """Their names in the present state, where answers are names."""
+    """Names of the actions in the present state, where answers are names."""
     info: dict[str, bool] = {}
     """The entries of `StepResult.info` that the protocol defines."""
 
