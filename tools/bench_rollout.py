@@ -31,7 +31,8 @@ from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_tokenizer
-from ragen_mega.rollout.collector import PlaySettings, Task, collect
+from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_tasks
 from ragen_mega.warm_start.small_model import write_small_model

@@ -22,9 +22,10 @@ from ragen_mega.environments.reference_players import (
 )
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Advance, PlaySettings, check_starts
+from ragen_mega.rollout.collector import check_starts
 from ragen_mega.rollout.endings import describe_errors, environment_errors
 from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.player import Advance, PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 

@@ -16,9 +16,9 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Task
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.holding import shape_on_main
+from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers

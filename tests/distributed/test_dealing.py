@@ -15,8 +15,9 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.all_ranks import collect_on_all_ranks, deal, engine_metrics
-from ragen_mega.rollout.collector import PlaySettings, tasks_for_group
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 

@@ -19,9 +19,11 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks
-from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2

@@ -23,7 +23,7 @@ from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
-from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.player import Task
 from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import find_latest
 from ragen_mega.storage.integrity import describe_error

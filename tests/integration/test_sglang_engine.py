@@ -30,9 +30,11 @@ from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import IpcTransfer, Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import Collection, PlaySettings, in_groups, tasks_for_group
+from ragen_mega.rollout.collector import Collection, in_groups
 from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
     CONFIG,

@@ -18,11 +18,12 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.boards import held_out_seeds
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler
+from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler, tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 

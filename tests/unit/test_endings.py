@@ -23,19 +23,14 @@ from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, fail
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
-from ragen_mega.rollout.collector import (
-    FAILED_ATTEMPTS,
-    PlaySettings,
-    Task,
-    collect,
-    in_groups,
-    tasks_for_group,
-)
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect, in_groups
 from ragen_mega.rollout.endings import PolicyErrors, cause, describe_errors
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.holding import shape_on_main
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.run.guards import StartGuard
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.warm_start.tokenizer import train_tokenizer

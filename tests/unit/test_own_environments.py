@@ -30,16 +30,11 @@ from ragen_mega.environments.registry import held_out_options, make, names, regi
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.traces import pictures
 from ragen_mega.report.viewer.data import read_run
-from ragen_mega.rollout.collector import (
-    Collection,
-    PlaySettings,
-    collect,
-    in_groups,
-    tasks_for_group,
-)
+from ragen_mega.rollout.collector import Collection, collect, in_groups
 from ragen_mega.rollout.evaluate import mean_references, reference_players
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts
+from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts, tasks_for_group
 from ragen_mega.run import evaluation
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -645,10 +640,10 @@ def test_a_rollout_in_parts_is_the_same_to_the_bit_whatever_the_delays(
         settings, renderer = PlaySettings(20, 512, 1.0, 3), ChatRenderer(tokenizer, think=True)
         with engine.awake(), Collection(engine, renderer, tasks[:20], settings) as collection:
             engine.load_weights(model.state_dict().items())
-            assert collection.play(3) and collection.num_unfinished == 20
+            assert collection.play(3) and len(collection.unfinished) == 20
             collection.add(tasks[20:])
             num_parts = 1
-            while collection.num_unfinished:
+            while collection.unfinished:
                 time.sleep(longest / 5)
                 collection.play(3)
                 num_parts += 1

@@ -25,8 +25,10 @@ from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.all_ranks import JointCollection
-from ragen_mega.rollout.collector import PlaySettings, Task, in_groups, tasks_for_group
+from ragen_mega.rollout.collector import in_groups
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
