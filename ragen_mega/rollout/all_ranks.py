@@ -53,25 +53,6 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     return shares | {"restarts": float(total.restarts), "reissued": float(total.reissued)}
 
 
-def collect_on_all_ranks(
-    engine: RolloutEngine,
-    renderer: ChatRenderer,
-    groups: Sequence[Sequence[Task]],
-    settings: PlaySettings,
-    *,
-    advance: Advance | None = None,
-    send_again: Callable[[], None] | None = None,
-) -> list[TrajectoryGroup]:
-    """Play all tasks, on the ranks that run engines, and give every rank all groups, in order, as
-    `share` does. Collective. Raises as `JointCollection.play` does.
-    """
-    options = {"advance": advance, "send_again": send_again}
-    with JointCollection(engine, renderer, settings, **options) as joint:
-        tasks = joint.add(groups)
-        joint.play()
-        return joint.take(tasks)
-
-
 class JointCollection(AbstractContextManager["JointCollection"]):
     """Trajectories in progress on the engines of all ranks, which are awake and have their weights.
     Methods are collective.

@@ -18,7 +18,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks
+from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
 from ragen_mega.rollout.player import PlaySettings, Task
@@ -110,14 +110,16 @@ def play_on_ranks(
             distributed.barrier()  # as a weight sync: of all ranks or of none
             engine.load_weights(model.state_dict().items(), again=True)
 
+        def play() -> list[TrajectoryGroup]:
+            options = {"advance": advance, "send_again": send_again}
+            with JointCollection(engine, renderer, SETTINGS, **options) as joint:
+                tasks = joint.add(groups)
+                joint.play()
+                return joint.take(tasks)
+
         with engine.awake():
             engine.load_weights(model.state_dict().items())
-            check(
-                lambda: collect_on_all_ranks(
-                    engine, renderer, groups, SETTINGS, advance=advance, send_again=send_again
-                ),
-                engine,
-            )
+            check(play, engine)
         assert engine.weight_version == 1
 
     on_ranks(rank, NUM_RANKS)
