@@ -88,7 +88,7 @@ def measure(
                 engine,
                 renderer,
                 tasks,
-                PlaySettings(arguments.max_tokens, arguments.max_context, 1.0, next(seeds)),
+                PlaySettings(arguments.max_context, 1.0, next(seeds)),
             )
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         contexts[:] = map(len, trajectories)
@@ -165,6 +165,7 @@ def main(arguments: argparse.Namespace) -> None:
     environment = EnvironmentConfig(
         environments=ENVIRONMENT,
         max_turns=arguments.turns,
+        max_response_length=arguments.max_tokens,
         prompt_style=arguments.prompt_style,
     )
     with tempfile.TemporaryDirectory() as scratch:

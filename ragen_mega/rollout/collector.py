@@ -120,7 +120,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self.add(tasks)
 
     def __exit__(self, *error: object) -> None:
-        _apart(self._runner.close)  # cancels what is played, which closes the environments
+        _apart(self._runner.close)()  # cancels what is played, which closes the environments
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
         for reference in self._workers:
             if worker := reference():
@@ -155,14 +155,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 running.add_done_callback(self._ended)
                 self._running.add(running)
         self._new.clear()
-        return self._wait(steps)
+        return _apart(self._runner.run)(self._until_paused(steps))
 
     def hold(self) -> bool:
         """Play the turns that have begun to their ends, and return True; the next `play` begins
         further ones. Returns False and raises as `play` does.
         """
         self._player.go_on(begin_turns=False)
-        return self._wait(None)
+        return _apart(self._runner.run)(self._until_paused(None))
 
     def drop_caches(self) -> None:
         """Let the next turn of every trajectory compute its context again."""
@@ -186,18 +186,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._workers = [reference for reference in self._workers if reference()]
         return taken
 
-    def _wait(self, steps: int | None) -> bool:
+    async def _until_paused(self, steps: int | None) -> bool:
         """Wait until nothing can go on, or for `steps` steps of the engine; return whether it still
-        has its weights. Raises what a trajectory was ended by.
+        has its weights. Raises what has ended a trajectory.
         """
-
-        async def wait() -> None:
-            self._paused = asyncio.Future()
-            ends = (self._paused, self._engine.limit(steps))
-            self._pause_if_due()
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-
-        _apart(self._runner.run, wait())
+        self._paused = asyncio.Future()
+        ends = (self._paused, self._engine.limit(steps))
+        self._pause_if_due()
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._failed is not None:
             self._failed.result()
         return self._player.has_weights
@@ -294,14 +290,20 @@ def _further(attempt: Attempt, failed: Trajectory) -> Attempt:
     return replace(attempt, task=task, num_left=attempt.num_left - 1, failures=failures)
 
 
-def _apart(function: Callable[..., T], *args: Any) -> T:
-    """Call a function where no event loop runs: here, or in a thread, e.g. from a notebook."""
+def _apart(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function, or one that calls it in a thread if an event loop runs here, e.g. that
+    of a notebook.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return function(*args)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function, *args).result()
+        return function
+
+    def call(*arguments: Any) -> T:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *arguments).result()
+
+    return call
 
 
 async def _plainly(answer: Awaitable[T]) -> T:

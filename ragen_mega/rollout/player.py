@@ -55,8 +55,6 @@ class Task:
 class PlaySettings:
     """How trajectories are sampled; names and meaning are those of the flags."""
 
-    max_response_length: int | None
-    """Tokens of one turn; None: as the environment says."""
     max_context_length: int
     """Tokens that the policy may see, plus those it samples after them."""
     temperature: float
@@ -104,13 +102,11 @@ class Seat:
         self.is_broken = False
         self._meanwhile = meanwhile
 
-    async def start(self, task: Task, max_response_length: int | None) -> list[Message]:
+    async def start(self, task: Task) -> list[Message]:
         """Return the first messages of a task. Raises EnvironmentFailed if it cannot start."""
 
         def start() -> list[Message]:
             self.episode = self.episode or task.make_episode()
-            if max_response_length is not None:
-                self.episode.max_response_length = max_response_length
             return self.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:
@@ -197,7 +193,7 @@ class Player:
             weight_version=engine.weight_version,
         )
         try:
-            messages = await seat.start(task, settings.max_response_length)
+            messages = await seat.start(task)
             context = Context(renderer, seat.episode, settings.context_window)
             trajectory.append_observation(context.begin(messages))
         except EnvironmentFailed as error:
@@ -208,7 +204,8 @@ class Player:
             return self._unplayed(attempt, trajectory, info)
         is_over = False
         while not is_over:
-            max_tokens = min(seat.episode.max_response_length, max_context - len(context.tokens))
+            most = seat.episode.budget.max_response_length
+            max_tokens = min(most, max_context - len(context.tokens))
             sampling = self._sampling(attempt, len(trajectory.turns), max_tokens)
             await self._wait_for_turn()
             completion = None

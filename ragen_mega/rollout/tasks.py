@@ -34,6 +34,7 @@ def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
         max_turns=config.max_turns,
         max_actions_per_turn=config.max_actions_per_turn,
         max_actions=config.max_actions,
+        max_response_length=config.max_response_length,
         format_penalty=config.format_penalty,
         think=config.think,
         prompt_style=config.prompt_style,
@@ -109,7 +110,6 @@ def play_settings(
     # A host process times its own calls; a turn may have to wait for those of other environments.
     is_hosted = environment.environment_processes > 0
     return PlaySettings(
-        max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
         context_window=rollout.context_window,
         temperature=temperature,

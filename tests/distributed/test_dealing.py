@@ -21,12 +21,12 @@ from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-SETTINGS = PlaySettings(max_response_length=8, max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
 NUM_SLOTS, TASKS_PER_RANK = 4, 16
 
 
 def episode(max_turns: int) -> Episode:
-    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
+    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns, max_response_length=8)
     return Episode(make("frozen_lake", success_rate=1.0), rules)
 
 

@@ -280,7 +280,8 @@ def renderer() -> ChatRenderer:
 
 def episode() -> Episode:
     return Episode(
-        make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3)
+        make("frozen_lake", success_rate=1.0),
+        EpisodeConfig(prompt_style="compact", max_turns=3, max_response_length=20),
     )
 
 
@@ -356,7 +357,7 @@ def check_a_kill(engine: SGLangEngine, renderer: ChatRenderer, num_sent_again: i
             engine.weight_version,
             [engine.server.pid, *supervisor.descendants(engine.server.pid)],
         )
-        settings = PlaySettings(20, MAX_CONTEXT, 1.0, 1)
+        settings = PlaySettings(MAX_CONTEXT, 1.0, 1)
         with Collection(engine, renderer, tasks, settings, advance=kill_once) as collection:
             while not collection.play():
                 send_again()

@@ -53,7 +53,7 @@ class Clock:
 
 
 def episode(style: str = "system") -> Episode:
-    return Episode(Clock(), EpisodeConfig(prompt_style=style, think=False))
+    return Episode(Clock(), EpisodeConfig(prompt_style=style, think=False, max_response_length=6))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def played(
     ]
     with engine.awake():
         engine.load_weights(model.state_dict().items())
-        settings = PlaySettings(6, 1024, 1.0, 0, context_window=WINDOW)
+        settings = PlaySettings(1024, 1.0, 0, context_window=WINDOW)
         yield collect(engine, renderer, tasks, settings), engine.asked
 
 
@@ -100,7 +100,6 @@ def test_a_prompt_is_the_task_and_the_turns_of_the_window(renderer: ChatRenderer
     for session, trajectory in enumerate(trajectories):
         prompts = [tokens for owner, tokens in asked if owner == session]
         again = episode()
-        again.max_response_length = 6
         (system, first), answers = again.start(trajectory.seed), []
         turns = [[first]]
         for index, (turn, prompt) in enumerate(zip(trajectory.turns, prompts, strict=True)):

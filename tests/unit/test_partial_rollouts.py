@@ -32,7 +32,7 @@ from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-SETTINGS = PlaySettings(max_response_length=8, max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
 FIRST, SECOND = 3, 4
 """Versions of the weights."""
 
@@ -52,7 +52,7 @@ class Dawdler(FrozenLake):
 
 
 def episode(max_turns: int, world: type[FrozenLake] = FrozenLake) -> Episode:
-    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
+    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns, max_response_length=8)
     return Episode(world(success_rate=1.0), rules)
 
 

@@ -109,7 +109,10 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
 
     def play(way: str, *, timeout: float, fail: Exception | None = None, only_bad: bool = False):
         def episode() -> Episode:
-            return Episode(make("flaky", way=way), EpisodeConfig(prompt_style="compact"))
+            return Episode(
+                make("flaky", way=way),
+                EpisodeConfig(prompt_style="compact", max_response_length=60),
+            )
 
         tasks = tasks_for_group(4, "flaky", 11, episode, group_size=8)
         assert {task.outcome_seed % 2 for task in tasks} == {0, 1}
@@ -120,7 +123,7 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
             engine,
             renderer,
             tasks,
-            PlaySettings(60, 200, 1.0, 0, environment_timeout=timeout),
+            PlaySettings(200, 1.0, 0, environment_timeout=timeout),
         )
 
     return play
