@@ -308,6 +308,8 @@ class EnvironmentConfig(Section):
     """Actions per trajectory (default: the environment's, else 10; without limit where it sets its
     own turns or takes text).
     """
+    max_response_length: Count | None = None
+    """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] | None = None
     """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
     earned (default: the environment's, else -0.1).
@@ -370,6 +372,11 @@ class EnvironmentConfig(Section):
         return self.max_turns or Budget().max_turns
 
     @property
+    def expected_response_length(self) -> int:
+        """Tokens of a turn at most, as far as flags say it."""
+        return self.max_response_length or Budget().max_response_length
+
+    @property
     def shares(self) -> dict[str, int]:
         """Environment name -> share of the groups."""
         return parse_shares(self.environments)
@@ -422,8 +429,6 @@ class RolloutConfig(Section):
     states until as many groups have trajectories that earned differently as the filter keeps of
     num_groups (dynamic sampling of DAPO, arXiv:2503.14476).
     """
-    max_response_length: Count | None = None
-    """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
     max_context_length: Count = 3600
     """Tokens of a trajectory; one that would grow longer is closed as truncated."""
     fit_context: bool = False
@@ -493,11 +498,6 @@ class RolloutConfig(Section):
     `file` goes through files in host memory, from which it is replaced at once. `auto` is `ipc` on
     GPUs and `file` on a CPU.
     """
-
-    @property
-    def expected_response_length(self) -> int:
-        """Tokens of a turn at most, as far as flags say it."""
-        return self.max_response_length or Budget().max_response_length
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
@@ -1115,8 +1115,8 @@ class StarPOConfig(Section):
                 f" {rollout.group_size}); set --minibatch-size {_divisor(trained, minibatch)}",
             ),
             (
-                (rollout.max_response_length or 0) >= rollout.max_context_length,
-                f"max_response_length ({rollout.max_response_length}) must be below"
+                (self.environment.max_response_length or 0) >= rollout.max_context_length,
+                f"max_response_length ({self.environment.max_response_length}) must be below"
                 f" max_context_length ({rollout.max_context_length}), which holds prompts too;"
                 " lower --max-response-length or raise --max-context-length",
             ),

@@ -66,6 +66,8 @@ class EpisodeConfig:
     max_turns: int | None = None
     max_actions_per_turn: int | None = None
     max_actions: int | None = None
+    max_response_length: int | None = None
+    """Tokens of one answer. Prompts announce the limit; who samples enforces it."""
     format_penalty: float | None = None
     """Added to the reward of every turn without a well-formed answer or with an unknown action."""
     think: bool = True
@@ -159,8 +161,6 @@ class Episode:
         self._penalty = config.penalty(environment)
         self.tools: list[dict[str, Any]] | None = getattr(environment, "tools", None)
         """JSON schemas for the chat template."""
-        self.max_response_length = self.budget.max_response_length
-        """Tokens of one answer. Prompts announce it; the caller enforces it, and may change it."""
         self.done = True
         self._num_turns = 0
         self._num_actions = 0
@@ -339,7 +339,7 @@ class Episode:
 
     def _format_rule(self) -> str:
         thoughts = "<think> [Your thoughts] </think> " if self.config.think else ""
-        max_words = max(1, self.max_response_length // _TOKENS_PER_WORD)
+        max_words = max(1, self.budget.max_response_length // _TOKENS_PER_WORD)
         return (
             f"Always output: {thoughts}{self._answer_format()} with no extra text. Strictly follow"
             f" this format. Max response length: {max_words} words (tokens).\n"

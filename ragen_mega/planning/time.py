@@ -762,7 +762,7 @@ def default_play(config: StarPOConfig, response: float | None = None, **changes:
     observations fill the longest trajectory, or the longest window of it. A trajectory ends when
     its context is full. Raises ValueError for a response above the limit.
     """
-    turns, limit = config.environment.expected_turns, config.rollout.expected_response_length
+    turns, limit = config.environment.expected_turns, config.environment.expected_response_length
     window, room = config.rollout.context_window, config.rollout.max_context_length
     if response and response > limit:
         raise ValueError(

@@ -6,14 +6,14 @@ the other engines have played their parts, or the steps until the next deal, and
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from typing import TypeVar
+from typing import Any
 
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Advance, Collection, PlaySettings, Task, in_groups
+from ragen_mega.rollout.collector import Collection, in_groups
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -22,10 +22,10 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.holding import share
+from ragen_mega.rollout.player import Advance, PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 
 _STEPS_BETWEEN_DEALS = 32
-T = TypeVar("T")
 
 
 def count_engines(engine: RolloutEngine) -> int:
@@ -51,25 +51,6 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
         most = max(each.steps for each in counts)
         shares["imbalance"] = most * count_engines(engine) / total.steps
     return shares | {"restarts": float(total.restarts), "reissued": float(total.reissued)}
-
-
-def collect_on_all_ranks(
-    engine: RolloutEngine,
-    renderer: ChatRenderer,
-    groups: Sequence[Sequence[Task]],
-    settings: PlaySettings,
-    *,
-    advance: Advance | None = None,
-    send_again: Callable[[], None] | None = None,
-) -> list[TrajectoryGroup]:
-    """Play all tasks, on the ranks that run engines, and give every rank all groups, in order, as
-    `share` does. Collective. Raises as `JointCollection.play` does.
-    """
-    options = {"advance": advance, "send_again": send_again}
-    with JointCollection(engine, renderer, settings, **options) as joint:
-        tasks = joint.add(groups)
-        joint.play()
-        return joint.take(tasks)
 
 
 class JointCollection(AbstractContextManager["JointCollection"]):
@@ -125,21 +106,12 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         Raises the same on all ranks: Interrupted if `advance` did on any, else FloatingPointError
         or EngineError if any failed.
         """
-        collection, mine = self._collection, distributed.rank()
-
-        def play() -> bool:
-            return collection.play(_STEPS_BETWEEN_DEALS if self._waiting or is_enough else None)
-
         while (left := self.unfinished) and not (is_enough and is_enough(left)):
-            rooms = [num + num // 4 - len(one) for num, one in zip(self._slots, self._unfinished)]
-            for rank, num in enumerate(deal(len(self._waiting), rooms)):
-                part = [self._waiting.popleft() for _ in range(num)]
-                indices = (index for index, _ in part)
-                self._dealt[rank].update(enumerate(indices, self._num_dealt[rank]))
-                self._num_dealt[rank] += num
-                if rank == mine:
-                    collection.add(task for _, task in part)
-            self._go_on(play)
+            self._deal()
+            steps = _STEPS_BETWEEN_DEALS if self._waiting or is_enough else None
+            with _on_all_ranks() as parts:
+                parts.append((self._collection.play(steps), self._collection.unfinished))
+            self._note(parts)
 
     def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
         """The groups of finished tasks, in order, which are kept no longer; see `share`."""
@@ -159,30 +131,45 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         """Let the turns that have begun end; the next `play` begins further ones. Raises as `play`
         does.
         """
-        while not self._go_on(self._collection.hold):
-            pass
+        have_weights = False
+        while not have_weights:
+            with _on_all_ranks() as parts:
+                parts.append((self._collection.hold(), self._collection.unfinished))
+            have_weights = self._note(parts)
 
     def drop_caches(self) -> None:
         """Let the next turns of unfinished trajectories compute their contexts again."""
         self._collection.drop_caches()
 
-    def _go_on(self, act: Callable[[], bool]) -> bool:
-        """Have every rank go on with its part by `act`, and note what is unfinished then. Returns
-        False if an engine has lost its weights; all have got them again.
+    def _deal(self) -> None:
+        """Give waiting tasks to the ranks with room."""
+        rooms = [
+            num + num // 4 - len(unfinished)
+            for num, unfinished in zip(self._slots, self._unfinished, strict=True)
+        ]
+        for rank, num in enumerate(deal(len(self._waiting), rooms)):
+            part = [self._waiting.popleft() for _ in range(num)]
+            indices = (index for index, _ in part)
+            self._dealt[rank].update(enumerate(indices, self._num_dealt[rank]))
+            self._num_dealt[rank] += num
+            if rank == distributed.rank():
+                self._collection.add(task for _, task in part)
+
+    def _note(self, parts: Sequence[tuple[bool, list[int]]]) -> bool:
+        """Note what every rank has said: whether its engine has weights, and what is unfinished.
+        Returns False if an engine has lost its weights; all have got them again.
         """
-        have_weights, unfinished = zip(*_on_all_ranks(lambda: (act(), self._collection.unfinished)))
+        have_weights = all(has_weights for has_weights, _ in parts)
         self._unfinished = [
             {dealt[place] for place in places}
-            for dealt, places in zip(self._dealt, unfinished, strict=True)
+            for dealt, (_, places) in zip(self._dealt, parts, strict=True)
         ]
-        if not all(have_weights):
-            _on_all_ranks(self._send)
-        return all(have_weights)
-
-    def _send(self) -> None:
-        if self._send_again is None:
-            raise EngineError("the rollout engine has lost its weights")
-        self._send_again()
+        if not have_weights:
+            with _on_all_ranks():
+                if self._send_again is None:
+                    raise EngineError("the rollout engine has lost its weights")
+                self._send_again()
+        return have_weights
 
 
 def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
@@ -195,19 +182,22 @@ def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
     return shares
 
 
-def _on_all_ranks(act: Callable[[], T]) -> list[T]:
-    """What `act` returns on each rank. Raises, on all of them, an interruption if there is one,
-    else the first failure.
+@contextmanager
+def _on_all_ranks() -> Iterator[list[Any]]:
+    """Give the context a list, which on leaving holds what all ranks have put into theirs. If the
+    context fails on a rank, raise on all ranks: an interruption if there is one, else the first
+    failure.
     """
-    result = failure = None
+    said: list[Any] = []
+    failure = None
     try:
-        result = act()
+        yield said
     except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
         failure = _portable(error)
-    results, failures = zip(*distributed.gather_objects((result, failure)))
+    results, failures = zip(*distributed.gather_objects((said, failure)), strict=True)
     for error in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
-        raise error
-    return list(results)
+        raise error from None
+    said[:] = [answer for result in results for answer in result]
 
 
 def _portable(error: Exception) -> Exception:

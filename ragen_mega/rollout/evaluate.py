@@ -21,10 +21,11 @@ from ragen_mega.environments.reference_players import (
     wilson_interval,
 )
 from ragen_mega.report.console import Console
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Advance, PlaySettings, check_starts
+from ragen_mega.rollout.all_ranks import JointCollection, count_engines
+from ragen_mega.rollout.collector import check_starts
 from ragen_mega.rollout.endings import describe_errors, environment_errors
 from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.player import Advance, PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 
@@ -134,13 +135,16 @@ def evaluate(
     """Play `samples_per_prompt` episodes of environment `name` from each of these initial states.
 
     `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what `collect_on_all_ranks` and `check_starts` do.
+    that were played. Raises what `JointCollection.play` and `check_starts` do.
     """
     groups = evaluation_tasks(config, name, prompts, samples_per_prompt=samples_per_prompt)
     reference = reference or reference_players(config, name, prompts)
-    played = collect_on_all_ranks(
-        engine, renderer, groups, settings, advance=advance, send_again=send_again
-    )
+    with JointCollection(
+        engine, renderer, settings, advance=advance, send_again=send_again
+    ) as joint:
+        tasks = joint.add(groups)
+        joint.play()
+        played = joint.take(tasks)
     score = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
     result = on_main(score)  # which has the infos of all turns
     if watch is not None:

@@ -15,10 +15,10 @@ from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, 
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
 from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import Environment, Message
+from ragen_mega.environments.protocol import Environment, Message, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import PlaySettings, Task, no_room, tasks_for_group
+from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
 
 TRAINING_SEEDS = (1_000_000, 1_000_000_000)
@@ -34,6 +34,7 @@ def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
         max_turns=config.max_turns,
         max_actions_per_turn=config.max_actions_per_turn,
         max_actions=config.max_actions,
+        max_response_length=config.max_response_length,
         format_penalty=config.format_penalty,
         think=config.think,
         prompt_style=config.prompt_style,
@@ -65,6 +66,36 @@ def episode_maker(
     return lambda: Episode(build(), rules)
 
 
+def tasks_for_group(
+    group_id: int,
+    environment: str,
+    seed: int,
+    make_episode: Callable[[], Episode],
+    *,
+    group_size: int,
+    outcome_seed: int = 0,
+    board: Sequence[str] | None = None,
+) -> list[Task]:
+    """Return `group_size` tasks from one initial state, with outcomes of their own.
+
+    `outcome_seed` is the run's; those of the members are derived from it, the initial seed and
+    their index in the group.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, not {group_size}")
+    return [
+        Task(
+            group_id,
+            environment,
+            seed,
+            text_seed(repr(("outcome", outcome_seed, environment, seed, member))),
+            None if board is None else tuple(board),
+            make_episode,
+        )
+        for member in range(group_size)
+    ]
+
+
 def play_settings(
     rollout: RolloutConfig,
     environment: EnvironmentConfig,
@@ -79,7 +110,6 @@ def play_settings(
     # A host process times its own calls; a turn may have to wait for those of other environments.
     is_hosted = environment.environment_processes > 0
     return PlaySettings(
-        max_response_length=rollout.max_response_length,
         max_context_length=rollout.max_context_length,
         context_window=rollout.context_window,
         temperature=temperature,

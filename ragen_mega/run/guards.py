@@ -260,7 +260,7 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
     cut = sum(turn.info.get("finish_reason") == "length" for turn in turns)
     malformed = sum(not turn.info.get("is_format_valid") for turn in turns)
     earned = f"{returns[0]:g}" if len(returns) == 1 else f"{returns[0]:g} to {returns[-1]:g}"
-    limit = config.rollout.expected_response_length
+    limit = config.environment.expected_response_length
     for is_so, why in (
         (
             cut == len(turns),

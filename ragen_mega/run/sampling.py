@@ -15,10 +15,10 @@ from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
-from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks, count_engines
-from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.holding import shape_on_main
+from ragen_mega.rollout.player import Advance, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
@@ -95,50 +95,52 @@ class Sampling:
         Raises, on all ranks alike, Interrupted if the run is to stop, FloatingPointError if the
         weights have diverged, and EngineError if the rollout fails on any rank for another reason.
         """
-        config, groups = self.config, self._play(step, tasks)
-        for sampling_round in range(1, config.rollout.max_sampling_rounds):
-            _, samples, _ = shape_on_main(groups, config.advantage.reward_terms)
-            spread = group_uncertainty([group.total_rewards for group in samples])
-            wanted = config.filter.num_kept(config.rollout.num_groups)
-            if int((spread > CONSTANT_SCORE).sum()) >= wanted:
-                break
-            groups += self._play(step, self.tasks.sample(step, sampling_round))
+        config = self.config
+        groups: list[TrajectoryGroup] = []
+        for sampling_round in range(config.rollout.max_sampling_rounds):
+            if sampling_round:
+                if self._are_enough(groups):
+                    break
+                tasks = self.tasks.sample(step, sampling_round)
+            num_here = sum(len(group) for group in tasks) // count_engines(self.engine)
+            max_turns = config.environment.expected_turns
+            try:
+                with (
+                    self.console.progress("rollout", num_here, max_turns=max_turns) as progress,
+                    self.together(progress.turn) as joint,
+                ):
+                    indices = joint.add(tasks)
+                    joint.play()
+                    played = joint.take(indices)
+            except (EngineError, FloatingPointError):
+                self.stop_if_asked()
+                raise
+            self.stop_if_asked()
+            groups += self.judge(step, played)
         return groups
 
-    def _play(self, step: int, tasks: Tasks) -> list[TrajectoryGroup]:
-        """Play tasks and have them judged, to the end."""
-        failure = None
-        num_here = sum(len(group) for group in tasks) // count_engines(self.engine)
-        max_turns = self.config.environment.expected_turns
-        with self.console.progress("rollout", num_here, max_turns=max_turns) as progress:
+    def _are_enough(self, groups: Sequence[TrajectoryGroup]) -> bool:
+        """Return whether as many groups earned differently as the filter keeps of a rollout."""
+        _, samples, _ = shape_on_main(groups, self.config.advantage.reward_terms)
+        spread = group_uncertainty([group.total_rewards for group in samples])
+        wanted = self.config.filter.num_kept(self.config.rollout.num_groups)
+        return int((spread > CONSTANT_SCORE).sum()) >= wanted
 
-            def advance(num_tokens: int, is_over: bool) -> None:
-                progress.turn(num_tokens, is_over)
-                self.interrupt()
+    def together(self, show: Advance | None = None) -> JointCollection:
+        """Return a collection of trajectories, of one rollout or several; `show` gets to know
+        every turn.
+        """
 
-            try:
-                groups = collect_on_all_ranks(
-                    self.engine,
-                    self.renderer,
-                    tasks,
-                    self._settings,
-                    advance=advance,
-                    send_again=self.send_again,
-                )
-            except (EngineError, FloatingPointError) as error:
-                failure = error
-        self.stop_if_asked()
-        if failure is not None:
-            raise failure
-        return self.judge(step, groups)
+        def advance(num_tokens: int, is_over: bool) -> None:
+            if show is not None:
+                show(num_tokens, is_over)
+            self.interrupt()
 
-    def together(self) -> JointCollection:
-        """Return a collection of trajectories of several rollouts."""
         return JointCollection(
             self.engine,
             self.renderer,
             self._settings,
-            advance=lambda num_tokens, is_over: self.interrupt(),
+            advance=advance,
             send_again=self.send_again,
         )
 

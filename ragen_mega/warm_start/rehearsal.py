@@ -80,7 +80,7 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
     """Return tokens of the longest text that the policy may see."""
     window, needed = config.rollout.context_window, 0
     for episode in played:
-        answer = _answer_limit(config, episode)
+        answer = episode.begun.budget.max_response_length
         if config.model.load is None:
             answer = min(answer, _LENGTH * max(_answer_lengths(renderer, episode)))
         messages = [result.messages for _, result in episode.turns if result.messages]
@@ -107,7 +107,7 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
             _try_plug_ins(config, _scripted_groups(config, renderer, name, played))
             said = (
                 _context_note(config, renderer, name, played),
-                _answer_note(config, renderer, played),
+                _answer_note(renderer, played),
                 _budget_note(played),
             )
             notes += ([unread] if unread else []) + [f"{name}: {note}" for note in said if note]
@@ -192,10 +192,8 @@ def _context_note(
     )
 
 
-def _answer_note(
-    config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]
-) -> str | None:
-    limit = _answer_limit(config, played[0])
+def _answer_note(renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> str | None:
+    limit = played[0].begun.budget.max_response_length
     lengths = [length for episode in played for length in _answer_lengths(renderer, episode)]
     num_cut = sum(length > limit for length in lengths)
     if not num_cut:
@@ -219,10 +217,6 @@ def _budget_note(played: Sequence[ScriptedEpisode]) -> str | None:
         f" all {len(played)} episodes of scripted play; raise --max-turns or --max-actions if the"
         " task needs more"
     )
-
-
-def _answer_limit(config: StarPOConfig, episode: ScriptedEpisode) -> int:
-    return config.rollout.max_response_length or episode.begun.max_response_length
 
 
 def _answer_lengths(renderer: ChatRenderer, episode: ScriptedEpisode) -> list[int]:

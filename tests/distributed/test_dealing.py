@@ -14,18 +14,19 @@ from ragen_mega.data.types import Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.all_ranks import collect_on_all_ranks, deal, engine_metrics
-from ragen_mega.rollout.collector import PlaySettings, tasks_for_group
+from ragen_mega.rollout.all_ranks import JointCollection, deal, engine_metrics
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-SETTINGS = PlaySettings(max_response_length=8, max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
 NUM_SLOTS, TASKS_PER_RANK = 4, 16
 
 
 def episode(max_turns: int) -> Episode:
-    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
+    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns, max_response_length=8)
     return Episode(make("frozen_lake", success_rate=1.0), rules)
 
 
@@ -70,9 +71,11 @@ def test_long_trajectories_are_everybodys(num_ranks: int) -> None:
         engine = EmbeddedEngine(model.config, max_context=256, max_sessions=NUM_SLOTS)
         if fixed:
             engine.num_slots = TASKS_PER_RANK
-        with engine.awake():
+        with engine.awake(), JointCollection(engine, renderer, SETTINGS) as joint:
             engine.load_weights(model.state_dict().items())
-            played = collect_on_all_ranks(engine, renderer, groups, SETTINGS)
+            tasks = joint.add(groups)
+            joint.play()
+            played = joint.take(tasks)
         assert [group.group_id for group in played] == list(range(num_groups))
         found = [one for group in played for one in group.trajectories]
         expected = [task for group in groups for task in group]

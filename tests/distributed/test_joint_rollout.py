@@ -18,26 +18,33 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.all_ranks import JointCollection, collect_on_all_ranks
-from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
+from ragen_mega.rollout.all_ranks import JointCollection
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 pytestmark = pytest.mark.forks
 NUM_RANKS = 3
-SETTINGS = PlaySettings(max_response_length=6, max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
 
 
-def episode() -> Episode:
-    return Episode(
-        make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3)
+def episode(max_response_length: int = 6) -> Episode:
+    rules = EpisodeConfig(
+        prompt_style="compact", max_turns=3, max_response_length=max_response_length
     )
+    return Episode(make("frozen_lake", success_rate=1.0), rules)
 
 
-GROUPS = [tasks_for_group(group, "frozen_lake", group, episode, group_size=4) for group in range(3)]
+def groups_of(maker: Callable[[], Episode]) -> list[list[Task]]:
+    return [tasks_for_group(group, "frozen_lake", group, maker, group_size=4) for group in range(3)]
+
+
+GROUPS = groups_of(episode)
 
 
 class ForgetfulEngine(EmbeddedEngine):
@@ -108,14 +115,16 @@ def play_on_ranks(
             distributed.barrier()  # as a weight sync: of all ranks or of none
             engine.load_weights(model.state_dict().items(), again=True)
 
+        def play() -> list[TrajectoryGroup]:
+            options = {"advance": advance, "send_again": send_again}
+            with JointCollection(engine, renderer, SETTINGS, **options) as joint:
+                tasks = joint.add(groups)
+                joint.play()
+                return joint.take(tasks)
+
         with engine.awake():
             engine.load_weights(model.state_dict().items())
-            check(
-                lambda: collect_on_all_ranks(
-                    engine, renderer, groups, SETTINGS, advance=advance, send_again=send_again
-                ),
-                engine,
-            )
+            check(play, engine)
         assert engine.weight_version == 1
 
     on_ranks(rank, NUM_RANKS)
@@ -163,7 +172,7 @@ def test_lost_weights_change_nothing(
 def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) -> None:
     """Those of one engine: begun turns then end, as on the ranks that hold already."""
     model, renderer = build()
-    settings = replace(SETTINGS, max_response_length=24)
+    groups = groups_of(lambda: episode(24))
 
     def rank() -> None:
         distributed.start()
@@ -181,8 +190,8 @@ def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) ->
 
         def play(faulty: bool) -> list[list[int]]:
             options = {"advance": advance, "send_again": send_again}
-            with JointCollection(engine, renderer, settings, **options) as joint:
-                tasks, is_enough = joint.add(GROUPS), iter([False, True])
+            with JointCollection(engine, renderer, SETTINGS, **options) as joint:
+                tasks, is_enough = joint.add(groups), iter([False, True])
                 engine.is_lost = faulty and loses and when == "in the last part"
                 joint.play(lambda left: next(is_enough))
                 engine.is_lost |= faulty and loses and when == "while the others hold"

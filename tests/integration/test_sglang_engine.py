@@ -30,9 +30,11 @@ from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import IpcTransfer, Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import Collection, PlaySettings, in_groups, tasks_for_group
+from ragen_mega.rollout.collector import Collection, in_groups
 from ragen_mega.rollout.engine import EngineShard
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
     CONFIG,
@@ -278,7 +280,8 @@ def renderer() -> ChatRenderer:
 
 def episode() -> Episode:
     return Episode(
-        make("frozen_lake", success_rate=1.0), EpisodeConfig(prompt_style="compact", max_turns=3)
+        make("frozen_lake", success_rate=1.0),
+        EpisodeConfig(prompt_style="compact", max_turns=3, max_response_length=20),
     )
 
 
@@ -354,7 +357,7 @@ def check_a_kill(engine: SGLangEngine, renderer: ChatRenderer, num_sent_again: i
             engine.weight_version,
             [engine.server.pid, *supervisor.descendants(engine.server.pid)],
         )
-        settings = PlaySettings(20, MAX_CONTEXT, 1.0, 1)
+        settings = PlaySettings(MAX_CONTEXT, 1.0, 1)
         with Collection(engine, renderer, tasks, settings, advance=kill_once) as collection:
             while not collection.play():
                 send_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,16 +19,18 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.boards import held_out_seeds
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import PlaySettings, Task, collect, tasks_for_group
+from ragen_mega.rollout.all_ranks import JointCollection
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
-from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler
+from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler, tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 BOARD = ("SFFG", "FFFF", "FFFF", "FFFF")
-COMPACT = EpisodeConfig(prompt_style="compact")
+COMPACT = EpisodeConfig(prompt_style="compact", max_response_length=12)
 
 
 def frozen_lake(rules: EpisodeConfig = COMPACT) -> Callable[[], Episode]:
@@ -144,7 +147,7 @@ def lake_tasks(num_groups: int = 2, group_size: int = 4) -> list[Task]:
 def test_mask_covers_exactly_what_the_engine_returned(
     engine: RecordingEngine, renderer: ChatRenderer, model: Qwen2ForCausalLM
 ) -> None:
-    groups = collect(engine, renderer, lake_tasks(), PlaySettings(12, 512, 0.8, 3))
+    groups = collect(engine, renderer, lake_tasks(), PlaySettings(512, 0.8, 3))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert [group.group_id for group in groups] == [0, 1] and len(trajectories) == 8
     assert sorted(engine.released) == list(range(8))
@@ -169,11 +172,30 @@ def test_mask_covers_exactly_what_the_engine_returned(
         torch.testing.assert_close(recorded[mask], picked[mask], atol=bound, rtol=0)
 
 
+def test_few_calls_lie_between_a_rollout_and_the_engine(
+    renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """`Rollouts.sample` and `Sampling.sample` come before these, which makes six at most."""
+    paths: list[list[str]] = []
+
+    def say(session: int, turn: int) -> str:
+        codes = [frame.frame.f_code for frame in inspect.stack(context=0)]
+        paths.append([c.co_qualname for c in codes if "ragen_mega/rollout/" in c.co_filename])
+        return "?"
+
+    engine = ScriptedEngine(tokenizer, say)
+    engine.num_slots = 8
+    with JointCollection(engine, renderer, PlaySettings(512, 1.0, 0)) as joint:
+        joint.add([lake_tasks(1, 2)])
+        joint.play()
+    assert len(paths) == 10 and {len(path) for path in paths} == {4}, paths[0]
+
+
 def test_between_turns_stands_what_the_environment_said(
     engine: RecordingEngine, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tasks = lake_tasks(1, 2)
-    trajectory = collect(engine, renderer, tasks, PlaySettings(10, 512, 1.0, 0))[0].trajectories[1]
+    trajectory = collect(engine, renderer, tasks, PlaySettings(512, 1.0, 0))[0].trajectories[1]
     episode = tasks[1].make_episode()
     episode.start(tasks[1].seed, outcome_seed=tasks[1].outcome_seed)
     for turn, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
@@ -193,7 +215,7 @@ def test_samples_depend_on_seed_and_task_alone(
     engine: RecordingEngine, renderer: ChatRenderer
 ) -> None:
     def play(tasks: Sequence[Task], seed: int) -> list[Trajectory]:
-        groups = collect(engine, renderer, tasks, PlaySettings(8, 512, 1.0, seed))
+        groups = collect(engine, renderer, tasks, PlaySettings(512, 1.0, seed))
         return [trajectory for group in groups for trajectory in group.trajectories]
 
     tasks = lake_tasks()
@@ -216,13 +238,14 @@ def test_solved_episodes_are_terminated_with_their_reward(
         1: " go</think><answer> Right</answer>",
     }
     engine = ScriptedEngine(tokenizer, lambda session, turn: answers[turn])
-    tasks = tasks_for_group(9, "frozen_lake", 0, frozen_lake(), group_size=2, board=BOARD)
+    lake = frozen_lake(EpisodeConfig(prompt_style="compact"))
+    tasks = tasks_for_group(9, "frozen_lake", 0, lake, group_size=2, board=BOARD)
     seen: list[tuple[int, bool]] = []
     groups = collect(
         engine,
         renderer,
         tasks,
-        PlaySettings(60, 512, 1.0, 0),
+        PlaySettings(512, 1.0, 0),
         advance=lambda num_tokens, is_over: seen.append((num_tokens, is_over)),
     )
     assert [is_over for _, is_over in seen].count(True) == 2 and len(seen) == 4
@@ -256,7 +279,7 @@ def test_no_trajectory_waits_for_another(
     engine = ScriptedEngine(
         tokenizer, lambda session, turn: "?", delay=lambda session: 200 if session == 0 else 1
     )
-    collect(engine, renderer, lake_tasks(1, 3), PlaySettings(5, 512, 1.0, 0))
+    collect(engine, renderer, lake_tasks(1, 3), PlaySettings(512, 1.0, 0))
     assert engine.log[:10] == sorted(
         engine.log[:10], key=lambda call: call[1]
     )  # sessions 1 and 2 go on together
@@ -270,7 +293,7 @@ def test_a_context_without_room_closes_the_trajectory(
     tasks = lake_tasks(1, 4)
     prompt = len(renderer.start(tasks[0].make_episode().start(tasks[0].seed)))
     max_context = prompt + 70
-    for trajectory in collect(engine, renderer, tasks, PlaySettings(12, max_context, 1.0, 0))[
+    for trajectory in collect(engine, renderer, tasks, PlaySettings(max_context, 1.0, 0))[
         0
     ].trajectories:
         assert len(trajectory) <= max_context
@@ -278,21 +301,21 @@ def test_a_context_without_room_closes_the_trajectory(
         assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
         assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
         assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
-    free = collect(engine, renderer, tasks[:1], PlaySettings(12, 512, 1.0, 0))[0].trajectories[0]
+    free = collect(engine, renderer, tasks[:1], PlaySettings(512, 1.0, 0))[0].trajectories[0]
     second = free.turns[1].start
     for max_context, sampled in (
         (second, 0),
         (second + 1, 1),
     ):  # no room at all, room for one token
-        cut = collect(engine, renderer, tasks[:1], PlaySettings(12, max_context, 1.0, 0))[
+        cut = collect(engine, renderer, tasks[:1], PlaySettings(max_context, 1.0, 0))[
             0
         ].trajectories[0]
         assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
         assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
-    tight = collect(engine, renderer, tasks, PlaySettings(12, prompt + 3, 1.0, 0))[0].trajectories
+    tight = collect(engine, renderer, tasks, PlaySettings(prompt + 3, 1.0, 0))[0].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
     with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context_length is {prompt}"):
-        collect(engine, renderer, tasks, PlaySettings(12, prompt, 1.0, 0))
+        collect(engine, renderer, tasks, PlaySettings(prompt, 1.0, 0))
 
 
 class BrokenEpisode(Episode):
@@ -315,7 +338,7 @@ def test_an_environment_that_raises_costs_one_trajectory(
         engine,
         renderer,
         [healthy, replace(other, make_episode=broken)],
-        PlaySettings(6, 512, 1.0, 0),
+        PlaySettings(512, 1.0, 0),
     )
     fine, failed = groups[0].trajectories
     assert len(fine.turns) == 5 and "error" not in fine.turns[-1].info
@@ -334,7 +357,7 @@ def test_an_episode_that_cannot_start_ends_the_rollout(
 ) -> None:
     tasks = tasks_for_group(0, "frozen_lake", 0, frozen_lake(), group_size=3, board=("SF", "FX"))
     with pytest.raises(ValueError, match="board"):
-        collect(engine, renderer, tasks, PlaySettings(6, 512, 1.0, 0))
+        collect(engine, renderer, tasks, PlaySettings(512, 1.0, 0))
 
 
 def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
@@ -349,7 +372,7 @@ def test_tasks_of_a_group_share_all_but_their_outcomes() -> None:
     assert again == tasks
     with pytest.raises(ValueError, match="group_size"):
         tasks_for_group(3, "frozen_lake", 11, frozen_lake(), group_size=0)
-    assert collect(ScriptedEngine(None, None), None, [], PlaySettings(1, 2, 1.0, 0)) == []
+    assert collect(ScriptedEngine(None, None), None, [], PlaySettings(2, 1.0, 0)) == []
 
 
 def test_every_step_and_round_has_tasks_of_its_own() -> None:

@@ -242,7 +242,7 @@ class Patient:
 def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() -> None:
     name = f"{__name__}:Patient"
     config = parse(["--environments", f"{name}:2"], recipe="bandit")
-    assert config.environment.max_turns is None and config.rollout.max_response_length is None
+    assert config.environment.max_turns is None and config.environment.max_response_length is None
     assert config.environment.max_actions is None, "one action would end it in its first turn"
     assert config.rollout.max_context_length == 128, "which it does not declare"
     given = parse(["--max-turns", "4", "--environments", name], recipe="bandit")
@@ -251,7 +251,7 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
     same = parse(["--environments", "bandit"], recipe="bandit")
     other = parse(["--environments", "bandit_test"], recipe="bandit")
     for one in (own, same, other):
-        assert (one.environment.max_turns, one.rollout.max_response_length) == (1, 32)
+        assert (one.environment.max_turns, one.environment.max_response_length) == (1, 32)
     with pytest.raises(ValueError, match="no option size"):
         options = json.dumps({name: {"size": 3}})
         parse(["--environments", name, "--environment-options", options], recipe="bandit")

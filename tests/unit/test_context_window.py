@@ -20,8 +20,10 @@ from ragen_mega.environments.protocol import Message
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.planning.time import Play
-from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
+from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.rounding import exact_logprobs
@@ -51,7 +53,7 @@ class Clock:
 
 
 def episode(style: str = "system") -> Episode:
-    return Episode(Clock(), EpisodeConfig(prompt_style=style, think=False))
+    return Episode(Clock(), EpisodeConfig(prompt_style=style, think=False, max_response_length=6))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def played(
     ]
     with engine.awake():
         engine.load_weights(model.state_dict().items())
-        settings = PlaySettings(6, 1024, 1.0, 0, context_window=WINDOW)
+        settings = PlaySettings(1024, 1.0, 0, context_window=WINDOW)
         yield collect(engine, renderer, tasks, settings), engine.asked
 
 
@@ -98,7 +100,6 @@ def test_a_prompt_is_the_task_and_the_turns_of_the_window(renderer: ChatRenderer
     for session, trajectory in enumerate(trajectories):
         prompts = [tokens for owner, tokens in asked if owner == session]
         again = episode()
-        again.max_response_length = 6
         (system, first), answers = again.start(trajectory.seed), []
         turns = [[first]]
         for index, (turn, prompt) in enumerate(zip(trajectory.turns, prompts, strict=True)):

@@ -23,19 +23,14 @@ from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, fail
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
-from ragen_mega.rollout.collector import (
-    FAILED_ATTEMPTS,
-    PlaySettings,
-    Task,
-    collect,
-    in_groups,
-    tasks_for_group,
-)
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect, in_groups
 from ragen_mega.rollout.endings import PolicyErrors, cause, describe_errors
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.holding import shape_on_main
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
+from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.run.guards import StartGuard
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -246,7 +241,7 @@ Play = Callable[..., list[TrajectoryGroup]]
 @pytest.fixture
 def play(renderer: ChatRenderer) -> Iterator[Play]:
     register("crash", Crash)
-    rules = EpisodeConfig(prompt_style="compact", think=False)
+    rules = EpisodeConfig(prompt_style="compact", think=False, max_response_length=40)
 
     def run(way: str, attempts: int = 1, context: int = 400, order: int = 1) -> list:
         def episode() -> Episode:
@@ -257,7 +252,7 @@ def play(renderer: ChatRenderer) -> Iterator[Play]:
             for group in range(2)
             for task in tasks_for_group(group, "crash", group, episode, group_size=8)
         ]
-        settings = PlaySettings(40, context, 1.0, 0, attempts=attempts)
+        settings = PlaySettings(context, 1.0, 0, attempts=attempts)
         groups = collect(Talker(renderer), renderer, tasks[::order], settings)
         members = [one for group in groups for one in group.trajectories]
         return in_groups(members[::order])
@@ -383,9 +378,9 @@ def test_members_that_play_different_tasks_are_told_once(
     renderer: ChatRenderer, way: str, is_told: int
 ) -> None:
     register("starts", Starts)
-    rules = EpisodeConfig(prompt_style="compact", think=False)
+    rules = EpisodeConfig(prompt_style="compact", think=False, max_response_length=40)
     tasks = tasks_for_group(0, "starts", 5, lambda: Episode(Starts(way), rules), group_size=6)
-    groups = collect(Talker(renderer), renderer, tasks, PlaySettings(40, 400, 1.0, 0))
+    groups = collect(Talker(renderer), renderer, tasks, PlaySettings(400, 1.0, 0))
     options = json.dumps({"starts": {"way": way}})
     flags = ["--environments", "starts", "--environment-options", options]
     guard = StartGuard(parse([*flags, "--prompt-style", "compact"]).environment)

@@ -30,22 +30,17 @@ from ragen_mega.environments.registry import held_out_options, make, names, regi
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.traces import pictures
 from ragen_mega.report.viewer.data import read_run
-from ragen_mega.rollout.collector import (
-    Collection,
-    PlaySettings,
-    collect,
-    in_groups,
-    tasks_for_group,
-)
+from ragen_mega.rollout.collector import Collection, collect, in_groups
 from ragen_mega.rollout.evaluate import mean_references, reference_players
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts
+from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts, tasks_for_group
 from ragen_mega.run import evaluation
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-COMPACT = EpisodeConfig(prompt_style="compact")
+COMPACT = EpisodeConfig(prompt_style="compact", max_response_length=20)
 
 
 class Bare:
@@ -487,7 +482,7 @@ def play(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable]:
         with engine.awake():
             engine.load_weights(model.state_dict().items())
             renderer = ChatRenderer(tokenizer, think=True)
-            return collect(engine, renderer, tasks, PlaySettings(20, 512, 1.0, 3))
+            return collect(engine, renderer, tasks, PlaySettings(512, 1.0, 3))
 
     yield play
 
@@ -564,7 +559,7 @@ def test_the_games_play_as_they_always_have(name: str) -> None:
     """Texts of the warm start and sampled tokens under tiny random weights, as first recorded;
     FrozenLake's since its thoughts tell of brinks.
     """
-    config = EnvironmentConfig(name, prompt_style="compact", max_turns=4)
+    config = EnvironmentConfig(name, prompt_style="compact", max_turns=4, max_response_length=25)
     maker = episode_maker(config, name)
     texts = scripted_texts(maker, range(30), skill=0.3)
     tokenizer = train_tokenizer(texts)
@@ -578,7 +573,7 @@ def test_the_games_play_as_they_always_have(name: str) -> None:
     with engine.awake():
         engine.load_weights(model.state_dict().items())
         renderer = ChatRenderer(tokenizer, think=True)
-        groups = collect(engine, renderer, tasks, PlaySettings(25, 1500, 0.9, 3))
+        groups = collect(engine, renderer, tasks, PlaySettings(1500, 0.9, 3))
     tokens = [one.tokens for group in groups for one in group.trajectories]
     hashes = (hashlib.sha256(repr(part).encode()).hexdigest()[:16] for part in (texts, tokens))
     assert tuple(hashes) == GOLDEN[name]
@@ -642,13 +637,13 @@ def test_a_rollout_in_parts_is_the_same_to_the_bit_whatever_the_delays(
         monkeypatch.setattr(Delayed, "longest", longest)
         monkeypatch.setattr(Delayed, "clock", random.Random(seed))
         engine = EmbeddedEngine(model.config, max_context=512, max_sessions=sessions)
-        settings, renderer = PlaySettings(20, 512, 1.0, 3), ChatRenderer(tokenizer, think=True)
+        settings, renderer = PlaySettings(512, 1.0, 3), ChatRenderer(tokenizer, think=True)
         with engine.awake(), Collection(engine, renderer, tasks[:20], settings) as collection:
             engine.load_weights(model.state_dict().items())
-            assert collection.play(3) and collection.num_unfinished == 20
+            assert collection.play(3) and len(collection.unfinished) == 20
             collection.add(tasks[20:])
             num_parts = 1
-            while collection.num_unfinished:
+            while collection.unfinished:
                 time.sleep(longest / 5)
                 collection.play(3)
                 num_parts += 1
@@ -766,7 +761,7 @@ def test_a_collection_that_is_left_early_closes_everything(
         with (
             pytest.raises(KeyboardInterrupt),
             Collection(
-                engine, renderer, tasks, PlaySettings(5, 512, 1.0, 0), advance=stop
+                engine, renderer, tasks, PlaySettings(512, 1.0, 0), advance=stop
             ) as collection,
         ):
             collection.play()

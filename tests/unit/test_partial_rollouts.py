@@ -25,12 +25,14 @@ from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.all_ranks import JointCollection
-from ragen_mega.rollout.collector import PlaySettings, Task, in_groups, tasks_for_group
+from ragen_mega.rollout.collector import in_groups
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-SETTINGS = PlaySettings(max_response_length=8, max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
 FIRST, SECOND = 3, 4
 """Versions of the weights."""
 
@@ -50,7 +52,7 @@ class Dawdler(FrozenLake):
 
 
 def episode(max_turns: int, world: type[FrozenLake] = FrozenLake) -> Episode:
-    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns)
+    rules = EpisodeConfig(prompt_style="compact", max_turns=max_turns, max_response_length=8)
     return Episode(world(success_rate=1.0), rules)
 
 

@@ -157,7 +157,7 @@ def test_names_mislead_where_the_study_of_thoughts_says_so() -> None:
     assert {*world.facts()["arms"]} == {"Librarian", "Trader"}
     assert world.facts()["high_arm"] == "Librarian"
     for arm in study.arms:
-        assert parse(flags_of(study, arm, "none")).rollout.max_response_length == 500
+        assert parse(flags_of(study, arm, "none")).environment.max_response_length == 500
 
 
 def test_arms_of_prompts_and_samples_have_those_of_their_names() -> None:
@@ -698,7 +698,7 @@ def test_the_pretrained_study_is_the_papers() -> None:
         assert (train.num_steps, train.updates_per_rollout, train.lr) == (200, 1, 1e-6)
         assert [*config.environment.shares] == [game] and loss.entropy_coef == 0.001
         one_shot = game == "bandit"
-        assert rollout.expected_response_length == (500 if one_shot else 400)
+        assert config.environment.expected_response_length == (500 if one_shot else 400)
         assert config.environment.expected_turns == (1 if one_shot else 5)
         assert config.advantage.uses_critic == (kind != "grpo")
         robust = kind == "starpo-s"

@@ -22,10 +22,12 @@ from ragen_mega.environments.pool import EnvironmentFailed, Worker
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.worlds.bandit.world import Bandit
-from ragen_mega.rollout.collector import PlaySettings, collect, tasks_for_group
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors, summarize
+from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
@@ -107,7 +109,10 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
 
     def play(way: str, *, timeout: float, fail: Exception | None = None, only_bad: bool = False):
         def episode() -> Episode:
-            return Episode(make("flaky", way=way), EpisodeConfig(prompt_style="compact"))
+            return Episode(
+                make("flaky", way=way),
+                EpisodeConfig(prompt_style="compact", max_response_length=60),
+            )
 
         tasks = tasks_for_group(4, "flaky", 11, episode, group_size=8)
         assert {task.outcome_seed % 2 for task in tasks} == {0, 1}
@@ -118,7 +123,7 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
             engine,
             renderer,
             tasks,
-            PlaySettings(60, 200, 1.0, 0, environment_timeout=timeout),
+            PlaySettings(200, 1.0, 0, environment_timeout=timeout),
         )
 
     return play

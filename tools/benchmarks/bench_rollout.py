@@ -31,7 +31,8 @@ from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_tokenizer
-from ragen_mega.rollout.collector import PlaySettings, Task, collect
+from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import evaluation_tasks
 from ragen_mega.warm_start.small_model import write_small_model
@@ -87,7 +88,7 @@ def measure(
                 engine,
                 renderer,
                 tasks,
-                PlaySettings(arguments.max_tokens, arguments.max_context, 1.0, next(seeds)),
+                PlaySettings(arguments.max_context, 1.0, next(seeds)),
             )
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         contexts[:] = map(len, trajectories)
@@ -164,6 +165,7 @@ def main(arguments: argparse.Namespace) -> None:
     environment = EnvironmentConfig(
         environments=ENVIRONMENT,
         max_turns=arguments.turns,
+        max_response_length=arguments.max_tokens,
         prompt_style=arguments.prompt_style,
     )
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # TRL's environment has no r
 
 from ragen_mega.algorithm.tables import REWARDS
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.rollout.collector import Task
+from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 
