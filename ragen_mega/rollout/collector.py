@@ -477,7 +477,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
     ) -> Trajectory:
         """The trajectory of an environment that could not start: nothing was sampled."""
         nothing = self._renderer.start([Message("user", "")])
-        trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
+        trajectory = trajectory.without_tokens()
         trajectory.append_observation(nothing)
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(info)
