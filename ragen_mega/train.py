@@ -6,28 +6,17 @@ import gc
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import device, is_main, on_each, on_main
+from ragen_mega.data.distributed import is_main
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.report.console import fail
-from ragen_mega.report.metrics import Metrics
-from ragen_mega.report.step_metrics import (
-    custom_metrics,
-    engine_vs_policy,
-    filter_metrics,
-    group_weights,
-)
 from ragen_mega.rollout.engine import EngineError, Interrupted
-from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.run.build import build
-from ragen_mega.run.guards import nothing_to_learn
+from ragen_mega.run.log import StepLog
 from ragen_mega.run.nodes import watched
-from ragen_mega.run.placement import Phase
-from ragen_mega.run.run import Run, count_sampled
+from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import (
     end_with_launcher,
@@ -39,84 +28,56 @@ from ragen_mega.storage.run_directory import Finished
 
 
 def starpo(run: Run) -> None:
-    """One StarPO step after another, until `num_steps`."""
-    config, policy, critic, engine = run.config, run.policy, run.critic, run.engine
-    run.order(run.step)  # where other ranks sample: the first weights; `finish_step` sends the next
-
+    """One step of StarPO (arXiv:2504.20073) after another, until `num_steps`."""
+    run.rollouts.request(run.step)  # where other ranks sample: the weights leave for them
     for step in run.steps():
-        metrics = Metrics()
-
-        # Rollout: from each of P initial states sample N trajectories of at most K turns.
-        if run.samplers:  # other ranks do, under the weights of `max_staleness` steps before
-            groups = run.take(step, metrics)
-        else:  # the engine takes the weights while the rest of the trainer is away, then the device
-            tasks = run.tasks.sample(step)
-            origin = run.origin(tasks)
-            groups = run.recall(step, origin)  # what an earlier process sampled under these weights
-            if groups is None:
-                with run.timed("rollout"), run.placement.handover(), engine.awake():
-                    with run.timed("sync"):
-                        engine.load_weights(policy.export_weights(engine.shard))
-                        run.placement.enter(Phase.ROLLOUT)
-                        engine.start()
-                    groups = run.sample(tasks)
-                run.keep(step, origin, groups)
-                metrics.add("time", policy.sync_metrics())
-        metrics.add("rollout", run.summarize(groups))
-        metrics.add("custom", on_main(partial(custom_metrics, groups, config.logging.metric_names)))
-        # What an error ended has no return: `groups` show it, and `samples` are trained on.
-        groups, samples, rewards = shape_on_main(groups, config.advantage.reward_terms)
-        metrics.add("reward", rewards)
-
-        # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
-        kept = run.filter(samples, len(groups))
-        metrics.add("filter", filter_metrics(samples, kept, len(groups)))
-        if not count_sampled(kept):  # no initial state tells good from bad, or none could be played
-            run.trace(step, groups)
-            why = on_main(partial(nothing_to_learn, groups, samples, config))
-            run.finish_step(step, metrics, empty=why)
-            continue
-
-        # Diagnose before the weights move: does reasoning still depend on its input (RAGEN-2)?
-        interval = config.logging.diagnose_interval
-        if interval and step % interval == 0:
-            with run.timed("diagnose"):
-                metrics.add("collapse", run.diagnose(samples))
-
-        # Advantages: everything the loss needs, under the weights that sampled the trajectories.
-        with run.timed("advantages"):
-            trajectories = [trajectory for group in kept for trajectory in group.trajectories]
-            batch = run.batches.pack(groups, kept, step)  # a rank holds no more than it trains
-            batch = run.batches.with_old_logprobs(batch, step, metrics)
-            if critic:
-                batch = batch.with_fields(values=critic.values(batch))
-            if config.needs_reference:
-                batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
-            weights = group_weights(kept, config.filter)
-            # One rank alone may fail, e.g. for want of memory; all have to leave.
-            estimate = partial(estimate_advantages, group_weights=weights, device=device())
-            batch = on_each(partial(estimate, batch, trajectories, config.advantage))
-            told = run.batches.told(groups, kept, batch)
-
-        # Update: first the critic, then the actor, which do not depend on each other. Clipped
-        # surrogate, E trajectories per optimizer step, reused `updates_per_rollout` times.
-        run.stop_if_asked()
-        with run.timed("update"):
-            for name, learner in run.learners(step).items():
-                for minibatch in run.batches.minibatches(batch, step):
-                    result = learner.update(minibatch)
-                    metrics.add(name, run.guard.check(step, name, minibatch, result))
-                    if learner is policy and not metrics.has("mismatch"):
-                        logprobs = policy.pass_logprobs  # under the weights that sampled
-                        metrics.add("mismatch", engine_vs_policy(minibatch, logprobs))
-                        if batch.old_logprobs is None and not result["skipped"]:
-                            told = told.with_fields(old_logprobs=logprobs)  # minibatch is batch
-        run.trace(step, groups, kept, told)
-
-        # Report: warnings of the Echo Trap, evaluation when due, one row of metrics.
-        run.finish_step(step, metrics)
-
+        log = run.log.begin(step)
+        train_step(run, step, log)
+        run.roll_back_if_collapsed(log)  # `--guard`
+        run.rollouts.request(step + 1)  # others sample while this step is closed
+        run.report(log)
+        run.evaluate_if_due(log)
+        run.close(log)  # a row of metrics, a checkpoint if due
     run.finish()
+
+
+def train_step(run: Run, step: int, log: StepLog) -> None:
+    """Roll out, filter, estimate advantages, update. A stage is timed in the log."""
+    rollouts, batches, placement, engine = run.rollouts, run.batches, run.placement, run.engine
+
+    # Rollout: N trajectories of at most K turns from each of P initial states.
+    groups = rollouts.recall(step)  # what an earlier process has sampled under these weights
+    if groups is None and rollouts.are_remote:
+        groups = rollouts.receive(step, log)  # under the weights of `max_staleness` steps before
+    elif groups is None:
+        with log.stage("rollout"), placement.handover(), engine.awake():  # TRAIN -> SYNC
+            with log.stage("sync"):
+                run.sync.send()  # the weights into the engine, then the device: SYNC -> ROLLOUT
+            groups = rollouts.sample(step, log)
+        rollouts.store(step, groups)  # again in TRAIN
+    run.summarize(groups, log)
+
+    # Filter (StarPO-S, Eq. 7): keep the initial states whose raw returns vary most.
+    groups, samples = run.shape_rewards(groups, log)
+    kept = run.filter(samples, groups, log)
+    if log.empty is None:
+        run.diagnose_if_due(samples, log)  # before the weights move
+
+        # Advantages: everything the loss needs, under the weights that sampled.
+        with log.stage("advantages"):
+            batch = batches.pack(groups, kept, step)  # a rank holds no more than it trains
+            batch = run.score(batch, log)
+            batch = run.estimate_advantages(batch, kept)
+            shown = batches.with_trace_logprobs(groups, kept, batch)
+
+        # Update: first the critic, then the actor, by the clipped surrogate.
+        run.stop_if_asked()
+        with log.stage("update"):
+            for name, learner in run.learners(step).items():
+                for minibatch in batches.minibatches(batch, step):
+                    run.check_update(name, minibatch, learner.update(minibatch), log)
+        run.log.trace(log, groups, kept, shown)
+    run.advance(log)
 
 
 def sample(sampler: Sampler) -> None:

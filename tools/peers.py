@@ -133,7 +133,7 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     from ragen_mega.train import starpo
 
     run = build(settings.config())
-    run.renderer = run.sampling.renderer = DeafRenderer(run.renderer.tokenizer)
+    run.renderer = run.rollouts.sampling.renderer = DeafRenderer(run.renderer.tokenizer)
     batch = ComparedBatch.of(run.policy.hf.vocab_size)
     trajectories = []
     for prompt, completion in zip(batch.prompts.tolist(), batch.completions.tolist(), strict=True):
@@ -152,10 +152,10 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     )
     pace.say(loss=result["loss"], grad_norm=result["grad_norm"])
 
-    play = run.sample
+    play = run.rollouts.sample
 
-    def sample(tasks: Any) -> Any:
-        groups = play(tasks)
+    def sample(step: int, log: Any) -> Any:
+        groups = play(step, log)
         pace.num_sampled = run.timers.sampled_tokens
         return groups
 
@@ -166,7 +166,7 @@ def train_ours(settings: Settings, pace: Pace) -> None:
             pace.end()
         pace.begin()
 
-    run.sample, run.steps = sample, steps
+    run.rollouts.sample, run.steps = sample, steps
     gc.collect()
     gc.freeze()  # as the program does, see train.main
     with run:

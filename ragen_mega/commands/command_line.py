@@ -1,4 +1,4 @@
-"""What all commands share: flags, one-line errors, folders of reports.
+"""Parts that all commands share: flags, one-line errors, folders of reports.
 
 Only the standard library is imported at the top, because doctor.py has to work where nothing else
 is installed.

@@ -32,19 +32,18 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import METRICS_FILE, Metrics, RunLogger, read_metrics, write_json
+from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics, write_json
 from ragen_mega.report.provenance import read_settings
-from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
-from ragen_mega.run.sampling import Origin
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
-from ragen_mega.train import starpo
+from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.train import train_step
 from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
 
 STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
@@ -56,58 +55,17 @@ LAYOUT = (
 EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
 
 
-class Replay(Run):
-    """A run whose rollouts come from the disk, which ends after one step and writes nothing."""
+class RecordedRollouts:
+    """Rollouts that are read from the disk, whoever has sampled them."""
 
-    last_step = 0
-    replayed: dict[str, float]
-    """The metrics of the last step."""
+    are_remote = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.guard.directory = None
+    def __init__(self, files: RolloutStore) -> None:
+        self._files = files
 
-    def steps(self) -> range:
-        return range(self.step, self.last_step + 1)
-
-    def recall(self, step: int, origin: Origin) -> list[TrajectoryGroup]:
-        store = self.rollouts
-
-        def read() -> list[TrajectoryGroup]:
-            try:
-                return store.read(step).groups
-            except FileNotFoundError:
-                raise ValueError(
-                    f"step {self.last_step} would be repeated from step {step}, whose rollout is"
-                    f" not in {store.directory}; this run can repeat {span(self.repeatable())}."
-                    " Train with --keep-rollouts 0 to keep more"
-                ) from None
-
-        return from_main(read)
-
-    def order(self, step: int) -> None:
-        """Nobody samples."""
-
-    def take(self, step: int, metrics: Metrics) -> list[TrajectoryGroup]:
-        groups = self.recall(step, {})
-        metrics.add("rollout", on_main(lambda: staleness(step, groups)))
-        return groups
-
-    def repeatable(self) -> list[int]:
-        """Steps that have every rollout since the last start before them."""
-        starts, held = {0, *self.checkpoints.steps()}, set(self.rollouts.steps())
-        since = {step: max(start for start in starts if start <= step) for step in held}
-        return [step for step in sorted(held) if held.issuperset(range(since[step], step + 1))]
-
-    def finish_step(self, step: int, metrics: Metrics, *, empty: str | None = None) -> None:
-        self.advance(metrics)
-        self.replayed = metrics.result()
-
-    def trace(self, step: int, *parts: object) -> None:
-        """No traces are kept."""
-
-    def finish(self) -> None:
-        """Nothing is evaluated or exported."""
+    def recall(self, step: int) -> list[TrajectoryGroup]:
+        """Read the groups of a step. Collective."""
+        return from_main(lambda: self._files.read(step).groups)
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -115,8 +73,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     config, _ = read_config(arguments)
     logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
     run, origin = open_replay(config, arguments.step)
-    starpo(run)
-    keys = compare(logged, run.replayed)
+    keys = compare(logged, repeat(run, arguments.step))
     worst = max((row["difference"] for row in keys.values()), default=0.0)
     return {
         "run": str(config.run_directory),
@@ -128,6 +85,33 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         "equal": worst <= arguments.tolerance,
         "keys": keys,
     }
+
+
+def repeat(run: Run, last_step: int) -> dict[str, float]:
+    """Repeat the steps up to the last one from the disk; returns its metrics. Raises ValueError if
+    a rollout is missing.
+    """
+    on_main(lambda: check_rollouts(run, last_step))
+    run.rollouts = RecordedRollouts(run.rollouts.files)
+    for step in range(run.step, last_step + 1):
+        log = run.log.begin(step)
+        train_step(run, step, log)
+    return log.result()
+
+
+def check_rollouts(run: Run, last_step: int) -> None:
+    """Raise ValueError unless the rollouts up to the step are on the disk."""
+    files = run.rollouts.files
+    starts, held = {0, *run.checkpoints.steps()}, set(files.steps())
+    since = {step: max(start for start in starts if start <= step) for step in held}
+    missing = [step for step in range(run.step, last_step + 1) if step not in held]
+    if missing:
+        whole = [step for step in sorted(held) if held.issuperset(range(since[step], step + 1))]
+        raise ValueError(
+            f"step {last_step} would be repeated from step {missing[0]}, whose rollout is not in"
+            f" {files.directory}; this run can repeat {span(whole)}. Train with --keep-rollouts 0"
+            " to keep more"
+        )
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
@@ -143,7 +127,11 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
         settings["parallel"]["sequence_parallel"] = False
     config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
     logging = replace(
-        config.logging, output=str(directory.parent), name=directory.name, overwrite=False
+        config.logging,
+        output=str(directory.parent),
+        name=directory.name,
+        overwrite=False,
+        trace_groups=0,
     )
     num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
     return replace(config, logging=logging), num_ranks
@@ -176,7 +164,7 @@ def read_row(path: Path, step: int) -> dict[str, Any]:
     return rows[step]
 
 
-def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
+def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     """Everything that the loop needs to repeat `step`, and where it starts from."""
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
@@ -196,7 +184,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
     placement = Colocated(config.parallel.offload)
     policy, critic = build_models(config, hf, groups, start, placement)
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
-    run = Replay(
+    run = Run(
         config=config,
         policy=policy,
         critic=critic,
@@ -210,7 +198,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Replay, str]:
         placement=placement,
         timers=Timers(),
     )
-    run.last_step = step
+    run.guard.directory = None  # nothing is written into the run
     if checkpoint:
         run.restore(checkpoint)
         return run, str(checkpoint.directory)

@@ -20,10 +20,10 @@ from ragen_mega.data.packing import (
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import Metrics
 from ragen_mega.report.step_metrics import engine_vs_policy
 from ragen_mega.rollout.holding import assign, everywhere, hold
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.run.log import StepLog
 from ragen_mega.run.timers import Timers
 
 
@@ -68,31 +68,31 @@ class Batches:
             return batch
         return replace(batch, here=self._owners[0] == dp.rank())
 
-    def with_old_logprobs(self, batch: TokenBatch, step: int, metrics: Metrics) -> TokenBatch:
+    def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
         where the forward pass of the step's only optimizer step yields them. Those that the policy
         computes here are compared with the engine's.
         """
         config = self.config
         if config.loss.loss_mask == "legacy":
-            return self._unmasked(batch, metrics)
+            return self._unmasked(batch, log)
         updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
         updates *= config.train.updates_per_rollout
         source = config.old_logprobs_from(updates)
         if source == "engine":
             return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
-        if source == "update" and config.train.trains_actor(step):
+        if source == "update" and config.train.trains_actor(log.step):
             return batch
         logprobs, entropies = self.policy.logprobs_and_entropies(batch)
-        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        log.add("mismatch", engine_vs_policy(batch, logprobs))
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
 
-    def told(
+    def with_trace_logprobs(
         self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], batch: TokenBatch
     ) -> TokenBatch:
-        """`batch`, which holds `kept`, for readers of the step: where the engine's
-        log-probabilities serve as the old ones, of the trajectories that are traced it has the
-        policy's, under the weights before the update, and entropies.
+        """Fill old_logprobs and entropies of the traced trajectories with the policy's, for the
+        viewer only, where the engine's log-probabilities serve as the old ones. `batch` packs
+        `kept`.
         """
         if batch.old_logprobs is None or batch.entropies is not None:
             return batch
@@ -108,15 +108,15 @@ class Batches:
         )
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
 
-    def _unmasked(self, batch: TokenBatch, metrics: Metrics) -> TokenBatch:
-        """`batch` with the legacy loss mask. What was not sampled has the policy's own
-        log-probabilities as the engine's, and is no part of their comparison.
+    def _unmasked(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
+        """Apply the legacy loss mask. Tokens that were not sampled get the policy's own
+        log-probabilities as the engine's, and are left out of their comparison.
         """
         end = self.renderer.end_of_turn
         mask = behind_first_message(batch.by_segment(), end) | batch.loss_mask
         wide = batch.with_fields(loss_mask=mask)
         logprobs = self.policy.logprobs(wide)
-        metrics.add("mismatch", engine_vs_policy(batch, logprobs))
+        log.add("mismatch", engine_vs_policy(batch, logprobs))
         of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, logprobs)
         return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
 

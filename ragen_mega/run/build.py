@@ -165,11 +165,11 @@ def build_run(
         lock=lock,
         models=model_digests(config) if distributed.is_main() else {},
     )
-    if run.samplers:
-        run.samplers.begin(base)
+    if samplers := run.rollouts.samplers:
+        samplers.begin(base)
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-    run.repeat_from(run.step)
+    run.log.repeat_from(run.step)
     if checkpoint is None:
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version

@@ -17,6 +17,7 @@ from ragen_mega.models.huggingface import load_config, load_tokenizer, local_dir
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.run_directory import FINAL_EXPORT
@@ -101,9 +102,9 @@ def evaluate_sets(
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     renderer = ChatRenderer(load_tokenizer(str(directory)), think=config.think)
+    sync = WeightSync(engine, lambda shard: ((name, reader(name)) for name in reader.names()))
     with engine.awake():
-        engine.load_weights((name, reader(name)) for name in reader.names())
-        engine.start()
+        sync.send()
         return evaluate_each(engine, renderer, console, sets, samples_per_prompt=samples_per_prompt)
 
 

@@ -11,7 +11,6 @@ If an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT are 
 placement `separate` (`separate.py`) ranks that train play evaluations only, in the same phases.
 """
 
-import enum
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from ragen_mega.data import distributed
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.report.metrics import Max
 from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.sync import Phase
 
 GIB = 2**30
 ACTOR, CRITIC = "actor", "critic"
@@ -37,14 +37,6 @@ _SIGNS = (
     "cannot allocate memory",
 )
 """What torch, CUDA, SGLang and the operating system say when memory has run out."""
-
-
-class Phase(enum.Enum):
-    """The three phases of a step."""
-
-    TRAIN = "train"
-    SYNC = "sync"
-    ROLLOUT = "rollout"
 
 
 _LEGAL = {

@@ -31,9 +31,10 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.collector import in_groups
-from ragen_mega.rollout.engine import EngineError, Interrupted, RolloutEngine
+from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.link import PORTABLE, SAMPLERS, Alarm, Link, LinkLost, connect, listen
 from ragen_mega.run.nodes import own_address
@@ -352,6 +353,7 @@ class Sampler:
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
         self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
+        self._sync = WeightSync(self._engine, self._export_weights)
         self._sampling = Sampling(
             self._config,
             self._engine,
@@ -361,7 +363,7 @@ class Sampler:
             say=self._notes.append,
             interrupt=self._beat,
             stop_if_asked=lambda: None,  # the trainers stop
-            send_again=self._send_again,
+            send_again=self._sync.send_again,
         )
         try:
             with self._engine.awake(), self._sampling.together() as self._together:
@@ -395,7 +397,7 @@ class Sampler:
         is_again = bool(self._open)
         # An engine that is not loaded again counts one up, and a server labels what it samples.
         self._engine.weight_version = order.version - (not is_again)
-        self._load(again=is_again)
+        self._sync.send(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
         """Play the rollout of a step, and what is left of the one before; yields each rollout that
@@ -483,17 +485,10 @@ class Sampler:
             self._has_told = True
             self._link.send(Interrupted())
 
-    def _send_again(self) -> None:
-        """In the middle of a rollout, after an engine has lost its weights."""
-        self._engine.pause()
-        self._load(again=True)
-
-    def _load(self, *, again: bool) -> None:
+    def _export_weights(self, shard: EngineShard | None) -> Iterable[tuple[str, Tensor]]:
+        """Stream the weights of the last order as the engine takes them."""
         weights = ((name, tensor.to(device())) for name, tensor in self._weights.items())
-        if self._engine.shard is not None:
-            weights = cut_stream(weights, self._hf, *self._engine.shard)
-        self._engine.load_weights(weights, again=again)
-        self._engine.start()
+        return weights if shard is None else cut_stream(weights, self._hf, *shard)
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:

@@ -201,7 +201,7 @@ def test_a_whole_step_waits_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     flags = f"{TRANSFORMER_ENGINE} --kl-kind k3 --kl-coef 0.01 --diagnose-interval 1 --num-steps 2"
     command = [*TINY, *flags.split(), "--save-interval", "0", "--output", str(tmp_path)]
     run = assemble(parse([*command, "--name", "run"]))
-    timed, ended = run.timed, dict[str, int]()
+    timed, ended = run.timers.timed, dict[str, int]()
 
     @contextmanager
     def noted(name: str) -> Iterator[None]:
@@ -209,7 +209,7 @@ def test_a_whole_step_waits_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             yield
         ended[name] = native.counts()["synchronizations"]
 
-    monkeypatch.setattr(run, "timed", noted)
+    monkeypatch.setattr(run.timers, "timed", noted)
     try:
         with run:
             starpo(run)

@@ -73,7 +73,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 def launcher(index: int, master: str, *arguments: object, ranks: int = 1) -> list[object]:
     """The command of one node."""
     meeting = ("--node-rank", index, "--master-addr", master, "--master-port", PORT)
-    program = (sys.executable, ROOT / "tools" / "launch.py")
+    program = (sys.executable, "-m", "ragen_mega.commands.launch")
     return [*program, "--nnodes", 2, "--nproc-per-node", ranks, *meeting, "--", *arguments]
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import gymnasium
 import pytest
 
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from tests.support.training import ROOT, launch, read_metrics
+from tests.support.training import launch, read_metrics
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
 TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eval-prompts 4
@@ -127,7 +128,7 @@ class Long:
 @contextmanager
 def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
     """Its name while ragen-mega serve-environment serves it from a folder."""
-    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
+    command = [sys.executable, "-P", "-m", PROGRAM, "serve-environment"]
     flags = ["--environment", environment, "--port", str(port)]
     log = folder / "server.log"  # a pipe that nobody empties would stop the server
     with (

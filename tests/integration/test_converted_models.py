@@ -2,9 +2,7 @@
 loaded by all that load.
 """
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,16 +28,6 @@ from tests.support.rounding import float32_bound
 
 TP2 = ("--tensor-model-parallel-size", "2")
 pytestmark = pytest.mark.forks
-
-
-def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "tools" / f"{name}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def on_two_ranks(work) -> None:
@@ -115,7 +103,7 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
         )
         starpo(run)
         record(run, tmp_path / "trained.pt")
-        run.close()
+        run.shutdown()
 
     on_two_ranks(train_a_step)
     trained = torch.load(tmp_path / "trained.pt")
@@ -153,7 +141,7 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
             )
         )
         record(run, tmp_path / "loaded.pt")
-        run.close()
+        run.shutdown()
         # megatron-core's own loader finds every key, shape and piece.
         state = checkpoint._sharded_parameters(run.policy.trainer)
         expected = {name: part.data.clone() for name, part in state.items()}

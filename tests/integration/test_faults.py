@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,8 @@ from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
-from ragen_mega.rollout.collector import Task
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import find_latest
 from ragen_mega.storage.integrity import describe_error
@@ -53,13 +53,13 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampled_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that are sampled from now on, as they are."""
     steps: list[int] = []
-    sample = Run.sample
+    sample = Rollouts.sample
 
-    def counting(run: Run, tasks: Sequence[Sequence[Task]]) -> list[TrajectoryGroup]:
-        steps.append(run.step)
-        return sample(run, tasks)
+    def counting(rollouts: Rollouts, step: int, log: StepLog) -> list[TrajectoryGroup]:
+        steps.append(step)
+        return sample(rollouts, step, log)
 
-    monkeypatch.setattr(Run, "sample", counting)
+    monkeypatch.setattr(Rollouts, "sample", counting)
     return steps
 
 
@@ -76,7 +76,7 @@ def crash_at(run: Run, step: int) -> None:
     run.policy.update = crashing
     with pytest.raises(Crash):
         starpo(run)
-    run.close()
+    run.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +192,13 @@ def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
     (moved / "config.json").write_text(json.dumps(config))
     arguments = replay_arguments(moved, 3)
     run, _ = replay.open_replay(replay.read_config(arguments)[0], 3)
-    for work in (lambda: None, lambda: starpo(run)):
-        work()
+    replayed: dict[str, float] = {}
+    for work in (dict, lambda: replay.repeat(run, 3)):
+        replayed = work()
         models = (model.trainer.memory.on_device() for model in (run.policy, run.critic))
         assert 0 in [sum(held.values()) for held in models]
     logged = replay.read_row(moved / "metrics.jsonl", 3)
-    assert not any(row["difference"] for row in replay.compare(logged, run.replayed).values())
+    assert not any(row["difference"] for row in replay.compare(logged, replayed).values())
 
 
 @pytest.mark.forks
@@ -352,7 +353,7 @@ def test_a_start_that_is_refused_late_leaves_nothing_to_overwrite(
         with pytest.raises(ValueError, match="refused"):
             open_run(output, "late")
     run = open_run(output, "late", "--num-steps", "1")
-    run.close()
+    run.shutdown()
 
 
 @pytest.mark.parametrize("flags", [("--resume", "--num-steps", "5"), ("--overwrite",)])
@@ -373,7 +374,7 @@ def test_a_start_that_is_refused_late_takes_nothing_away(
             open_run(tmp_path, "mine", *model, *flags)
     assert content() == before
     if "--overwrite" in flags:
-        open_run(tmp_path, "mine", *model, *flags).close()
+        open_run(tmp_path, "mine", *model, *flags).shutdown()
         assert not (tmp_path / "mine" / "summary.json").exists()
         assert {path.name for path in tmp_path.iterdir()} == {"mine", ".mine.lock"}
 
@@ -516,14 +517,14 @@ def test_a_step_in_which_no_environment_starts_trains_nothing(
     output: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     run = open_run(output, "away", "--environments", f"{__name__}:Away", "--num-steps", "2")
-    sample = run.sample
+    sample = run.rollouts.sample
 
-    def sample_without(tasks: Sequence[Sequence[Task]]) -> list[TrajectoryGroup]:
+    def sample_without(step: int, log: StepLog) -> list[TrajectoryGroup]:
         with monkeypatch.context() as patched:
-            patched.setattr(Away, "is_away", run.step == 0)
-            return sample(tasks)
+            patched.setattr(Away, "is_away", step == 0)
+            return sample(step, log)
 
-    run.sample = sample_without
+    run.rollouts.sample = sample_without
     rows = metrics(finish(run))
     assert [row["rollout/environment_errors"] for row in rows] == [16, 0]
     assert [row["rollout/lost_trajectories"] for row in rows] == [8, 0]

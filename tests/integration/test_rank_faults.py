@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ragen_mega.algorithm.credit import CreditInputs
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.run.stop import RANK_LOST
 from ragen_mega.storage.rollouts import RolloutStore
@@ -275,8 +276,8 @@ def test_ranks_end_with_a_launcher_that_is_killed(output: Path, tmp_path: Path) 
 
 def test_replay_on_two_ranks(output: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--",
-        str(ROOT / "tools" / "replay.py"), "--run", str(output / "straight"), "--step", "3",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--module",
+        "--", PROGRAM, "replay", "--run", str(output / "straight"), "--step", "3",
         "--tensor-model-parallel-size", "2", "--json", str(tmp_path / "out.json"),
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}

@@ -17,6 +17,7 @@ import torch
 
 from ragen_mega.config import parse
 from ragen_mega.run.build import build
+from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.runs import (
@@ -124,10 +125,12 @@ def test_sigterm_between_rollout_and_updates(
     flags = ("--load", str(start), "--save-interval", "0", *diagnoses)
     straight = finish(open_run(tmp_path, "straight", *flags))
     run = open_run(tmp_path, "run", *flags)
-    send_sigterm_after(run, "diagnose", lambda groups: run.step == 1)
+    send_sigterm_after(run, "diagnose_if_due", lambda groups, log: log.step == 1)
     stop(run)
-    sampled, sample = [], Run.sample
-    monkeypatch.setattr(Run, "sample", lambda run, t: sampled.append(run.step) or sample(run, t))
+    sampled, sample = [], Rollouts.sample
+    monkeypatch.setattr(
+        Rollouts, "sample", lambda self, step, log: sampled.append(step) or sample(self, step, log)
+    )
     resumed = finish(open_run(tmp_path, "run", *flags, "--resume"))
     assert sampled == [2]
     assert metrics(resumed) == metrics(straight)
@@ -228,7 +231,7 @@ def test_a_model_is_known_by_its_content_wherever_it_lies(
     model = shutil.copytree(start, tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     run = open_run(tmp_path, "run", "--load", "./moved", "--num-steps", "9", "--resume")
-    run.close()
+    run.shutdown()
     assert run.config.model.load == str(model)
     rate = run.trainers["actor"].optimizer.param_groups[0]["lr"]
     assert rate == pytest.approx(1e-3 / 3)
@@ -254,7 +257,7 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
         with pytest.raises(ValueError, match="another process works in run directory"):
             open_run(tmp_path, "run", "--load", str(start), "--overwrite")
     finally:
-        first.close()
+        first.shutdown()
 
 
 @pytest.mark.slow
@@ -317,7 +320,8 @@ def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
     """
     command = [
         sys.executable,
-        str(ROOT / "tools" / "launch.py"),
+        "-m",
+        "ragen_mega.commands.launch",
         "--nproc-per-node",
         "2",
         str(ROOT / "examples" / "pretrain_starpo.sh"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import ragen_mega.run.run
+import ragen_mega.run.held_out
 from ragen_mega.algorithm.tables import ESTIMATORS, REWARDS
 from ragen_mega.config import LossConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
@@ -418,14 +418,14 @@ class Watched:
         for model, owner in (("critic", self.run.critic), ("actor", self.run.policy)):
             if owner:
                 self._watch(model, owner)
-        finish = self.run.finish_step
+        close = self.run.close
         self.rows: list[dict[str, float]] = []
 
-        def finish_step(step, metrics, **why):
-            finish(step, metrics, **why)
-            self.rows.append(metrics.result())
+        def watched_close(log):
+            close(log)
+            self.rows.append(log.result())
 
-        self.run.finish_step = finish_step
+        self.run.close = watched_close
         with self.run:
             starpo(self.run)
 
@@ -491,7 +491,7 @@ def test_evaluations_are_the_same_games_and_the_best_is_saved(
         seen.append((settings.seed, settings.temperature, samples_per_prompt))
         return {"bandit": dataclasses.replace(results["bandit"], success=levels.pop(0))}
 
-    monkeypatch.setattr(ragen_mega.run.run, "evaluate_each", told)
+    monkeypatch.setattr(ragen_mega.run.held_out, "evaluate_each", told)
     flags = "--eval-interval 1 --keep-best --keep-last 0 --seed 5 --temperature 0.7".split()
     flags += "--eval-temperature 0.25 --eval-samples 3 --load".split()
     flags += [str(start), "--output", str(tmp_path), "--name", "best"]
@@ -643,7 +643,7 @@ def test_old_logprobs_that_cannot_be(flags: str) -> None:
 
 def returns_by_group(run: Watched) -> dict[int, list[float]]:
     """Shaped returns of the step's whole rollout, read back as it was stored."""
-    groups = run.run.rollouts.read(0).groups
+    groups = run.run.rollouts.files.read(0).groups
     return {g.group_id: [sum(odd_tokens(one)) for one in g.trajectories] for g in groups}
 
 
@@ -752,7 +752,7 @@ def test_groups_are_sampled_until_enough_have_spread(
     assert row["rollout/num_trajectories"] == rounds * 16
     assert row["filter/kept_groups"] == kept
     assert trained(run).keys() == {0, 3, 6, 9} & set(range(3 * kept))
-    played = [g for step in (0, 1) for g in run.run.rollouts.read(step).groups]
+    played = [g for step in (0, 1) for g in run.run.rollouts.files.read(step).groups]
     prompts = {(g.group_id, g.trajectories[0].seed) for g in played}
     assert len({group for group, _ in prompts}) == len({seed for _, seed in prompts}) == len(played)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragen_mega.data.launcher import PROGRAM
 from tests.support.runs import launch as launch_ranks
 from tests.support.training import FLAGS, launch, read_metrics
 
@@ -84,7 +85,9 @@ def test_export_loads_in_transformers_and_learned_to_answer(run: Path) -> None:
 def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "tools" / "evaluate.py"),
+        "-m",
+        PROGRAM,
+        "evaluate",
         "--load",
         str(run),
         "--environment",

@@ -20,7 +20,8 @@ def launch(directory: Path, num_ranks: int, *flags: str, timeout: float = 280) -
     """Train under torchrun; returns the run directory."""
     command = [
         sys.executable,
-        str(ROOT / "tools" / "launch.py"),
+        "-m",
+        "ragen_mega.commands.launch",
         "--nproc-per-node",
         str(num_ranks),
         str(ROOT / "examples" / "pretrain_starpo.sh"),

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from ragen_mega.commands import doctor
+from ragen_mega.data.launcher import PROGRAM
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "doctor.py"
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOL), *flags],
+        [sys.executable, "-m", PROGRAM, "doctor", *flags],
         capture_output=True,
         text=True,
         timeout=250,

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.lakes import parse_lake
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 
-TOOL = Path(__file__).parents[2] / "tools" / "make_boards.py"
-
 
 def draw(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True)
+    command = [sys.executable, "-m", PROGRAM, "make-boards", *flags]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "sokoban_new_vocabulary"])

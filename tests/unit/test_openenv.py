@@ -19,6 +19,7 @@ import httpx2
 import psutil
 import pytest
 
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
@@ -409,7 +410,7 @@ def served_by_the_tool(
     environment: str, folder: Path, *others: str, port: int = 0
 ) -> Iterator[tuple[str, Any]]:
     """Name of the environment, and the process of ragen-mega serve-environment."""
-    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py")]
+    command = [sys.executable, "-P", "-m", PROGRAM, "serve-environment"]
     flags = ["--environment", environment, "--port", str(port), "--max-sessions", "300", *others]
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
     with log.open("w") as output, subprocess.Popen([*command, *flags], stderr=output) as server:

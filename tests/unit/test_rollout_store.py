@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.run.run import Run, fingerprint
+from ragen_mega.run.rollouts import fingerprint
+from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import CheckpointWriter
 from ragen_mega.storage.rollouts import RolloutStore, oldest_kept
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
@@ -188,18 +189,18 @@ def test_what_a_checkpoint_needs_stays_where_others_sample(
     tmp_path: Path, samplers: object, steps: list[int], saved_step: int | None, kept: list[int]
 ) -> None:
     """It lacks the weights of rollouts that had arrived when it was written."""
+    store = RolloutStore(tmp_path)
     run = SimpleNamespace(
         config=parse(["--keep-rollouts", "1"]),
         step=5,
-        samplers=samplers,
-        rollouts=RolloutStore(tmp_path),
+        rollouts=SimpleNamespace(are_remote=samplers is not None),
         checkpoints=SimpleNamespace(steps=lambda: steps, saved_step=saved_step),
         collapse_guard=SimpleNamespace(pinned=[]),
     )
     for step in range(6):
-        run.rollouts.write(step, small(), ORIGIN)
-    Run._keep(run, 5, ORIGIN, small())
-    assert run.rollouts.steps() == kept
+        store.write(step, small(), ORIGIN)
+    store.prune(Run._oldest_rollout(run))
+    assert store.steps() == kept
 
 
 def test_seals_do_not_depend_on_the_facts(tmp_path: Path) -> None:

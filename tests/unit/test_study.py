@@ -22,6 +22,7 @@ import torch
 
 from ragen_mega.commands import study as tool
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import make
@@ -551,7 +552,7 @@ def test_ranks_that_do_not_fit_are_refused_before_anything_runs(
 
 def run_study(tiny: Path, folder: Path, *flags: str) -> list[str]:
     where = ("--output", folder / "runs", "--reports", folder / "reports", *flags)
-    return [sys.executable, str(ROOT / "tools" / "study.py"), str(tiny), *map(str, where)]
+    return [sys.executable, "-m", PROGRAM, "study", str(tiny), *map(str, where)]
 
 
 @pytest.mark.parametrize("failure", ["bytes", "program", "log"])

@@ -1,0 +1,45 @@
+"""The weight sync: the one way by which the policy's weights get into a rollout engine."""
+
+import enum
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from ragen_mega.rollout.engine import EngineShard, RolloutEngine
+
+
+class Phase(enum.Enum):
+    """Who has the device, see `run/placement.py`."""
+
+    TRAIN = "train"
+    SYNC = "sync"
+    ROLLOUT = "rollout"
+
+
+class WeightSync:
+    """Fills an engine with weights. Methods are collective over the ranks that share it."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        export: Callable[[EngineShard | None], Iterable[tuple[str, Tensor]]],
+        enter: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        """`export(shard)` streams the weights as the engine takes them; `enter` moves the memory of
+        the trainer, where there is one.
+        """
+        self._engine, self._export, self._enter = engine, export, enter
+
+    def send(self, *, again: bool = False) -> None:
+        """Send the weights to the awake engine, hand the device over and let it sample. `again`:
+        the engine had the same weights and has lost them; sessions continue.
+        """
+        self._engine.load_weights(self._export(self._engine.shard), again=again)
+        self._enter(Phase.ROLLOUT)
+        self._engine.start()
+
+    def send_again(self) -> None:
+        """Repeat the transfer in the middle of a rollout, after an engine has lost its weights."""
+        self._engine.pause()
+        self._enter(Phase.SYNC)
+        self.send(again=True)
