@@ -14,7 +14,7 @@ from typing import Any
 from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
-from ragen_mega.config.schema import flag_of
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import FAMILIES, ModelShape, cut_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
