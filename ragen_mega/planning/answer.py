@@ -22,6 +22,7 @@ from ragen_mega.planning.layouts import FILL, HOST_GIB, LAYOUT, best, ranked, sm
 from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import Play, default_play
+from ragen_mega.run.check import check_environments
 
 
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
@@ -204,6 +205,7 @@ def read_run(
             for name in set(LAYOUT[section]) - given:
                 settings.get(section, {}).pop(name, None)
     config = StarPOConfig.from_dict(settings)
+    check_environments(config.environment)
     return PlannedRun(recipe, words, config, frozenset(given), is_searched)
 
 

@@ -83,11 +83,9 @@ def check_effects(*sections: Section) -> None:
                 continue
             value, usual = settings[needed.name]
             if value not in needed.values if needed.values else value == usual:
-                shown = "" if isinstance(own, bool) else f" {own}"
                 without = f"with {needed.name} {value}" if value else f"without {needed.name}"
                 raise ValueError(
-                    f"{name}{shown} does nothing {without}; drop {flag_of(name)} or set"
-                    f" {needed.remedy}"
+                    f"{name} does nothing {without}; drop {flag_of(name)} or set {needed.remedy}"
                 )
 
 
