@@ -57,7 +57,7 @@ setup(
         "tokenizers>=0.22,<0.24",
         "safetensors>=0.5",
         "numpy>=2.0,<2.4",
-        "numba>=0.62,<0.69",  # the embedded engine; brings llvmlite, needs no compiler
+        "numba>=0.62,<0.69",  # the embedded engine, training on a CPU; brings llvmlite
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
         "rich>=14",

@@ -37,6 +37,7 @@ QUARANTINE = {
     "transformer_engine": ("ragen_mega.megatron",),
     "sglang": ("ragen_mega.engines.sglang",),
     "triton": ("ragen_kernels",),
+    "numba": ("ragen_mega.data.jit", "ragen_mega.engines.embedded", "ragen_mega.megatron.cpu"),
 }
 """Library -> the only packages that may import it."""
 

@@ -30,7 +30,7 @@ PAGES = [
 ]
 TOOLS = [
     path
-    for folder in ("tools", "ragen_mega/commands")
+    for folder in ("tools", "tools/benchmarks", "ragen_mega/commands")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 ABOUT_OTHERS = {"comparison.md"}
@@ -210,7 +210,8 @@ def flags_of(script: str) -> set[str]:
 def imported(module: str | None) -> Path:
     """Where the source of a command or tool would be."""
     path = f"{(module or '').replace('.', '/')}.py"
-    return ROOT / (path if path.startswith("ragen_mega/commands/") else f"tools/{path}")
+    here = path.startswith("ragen_mega/commands/")
+    return ROOT / (path if here else f"tools/benchmarks/{path}")
 
 
 def constants(node: ast.AST) -> set[str]:

@@ -214,7 +214,7 @@ kernels() {
 }
 
 bench_cases() { # NAME FLAG...
-    "$python" tools/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 60 \
+    "$python" tools/benchmarks/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 60 \
         "${@:2}" $(smaller bench)
 }
 bench() { bench_cases bench_kernels --no-compile; } # ceilings first, then a shape of each job
@@ -287,7 +287,7 @@ starpo_steps() { # NAME SHARE: seconds per StarPO-S step of a 0.5B model, and wh
     local servers cautious=
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
-    "$python" tools/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
+    "$python" tools/benchmarks/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
         $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
         --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious
 }
@@ -296,7 +296,7 @@ step_all() { starpo_steps step_all 1; } # all trajectories are kept
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
-        "$python" tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
+        "$python" tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
             --json "$output/reshard.json" $(smaller reshard)
 }
 
@@ -312,7 +312,7 @@ fp8() { # three steps of training with FP8, then drift and break-even shapes
     require transformer_engine.pytorch || return 1
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
+    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
         --tokens 8192 32768 --hidden 2048 4096 --repetitions 10 $(smaller fp8) && return "$failed"
 }
 

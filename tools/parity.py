@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,8 +110,10 @@ LAYOUTS = {
 }
 
 
-def random_model(architecture: str, seed: int = 0) -> PreTrainedModel:
-    """A small Qwen model whose every parameter, biases and norms too, is random."""
+def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A small model whose every parameter, biases and norms too, is random; `changes` are entries
+    of its configuration.
+    """
     config = AutoConfig.for_model(
         architecture,
         vocab_size=97,
@@ -122,7 +124,7 @@ def random_model(architecture: str, seed: int = 0) -> PreTrainedModel:
         num_key_value_heads=2,
         max_position_embeddings=512,
         attn_implementation="eager",
-        **ARCHITECTURES[architecture],
+        **(ARCHITECTURES.get(architecture, {}) | changes),
     )
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)

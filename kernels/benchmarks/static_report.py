@@ -17,7 +17,8 @@ PREAMBLE = """# Kernels on sm_90: what the machine code uses
 
 {date}, triton {triton}, ptxas {ptxas}. Written by
 
-    python tools/bench_kernels.py --compile-only --json docs/benchmarks/kernels_sm90_static.json \\
+    python tools/benchmarks/bench_kernels.py --compile-only \\
+        --json docs/benchmarks/kernels_sm90_static.json \\
         --markdown docs/benchmarks/kernels_sm90_static.md
 
 Nothing here was measured on a GPU: the kernels were compiled for sm_90 on a CPU and their machine

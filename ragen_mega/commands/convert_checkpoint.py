@@ -37,9 +37,10 @@ from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_writer import MegatronWriter
+from ragen_mega.models.families import find_family
 from ragen_mega.models.huggingface import load_config, local_directory
 from ragen_mega.models.layout import model_slots
-from ragen_mega.models.shape import ModelShape, check_config, find_family
+from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.report.console import Console
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,

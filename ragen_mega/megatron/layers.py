@@ -1,7 +1,6 @@
 """The transformer layers: Transformer Engine's fused ones, or megatron-core's local ones with the
 parts that machines without Transformer Engine need: RMSNorm under sequence parallelism and packed
-causal attention. On a CPU what stands between matrix products is compiled
-(`ragen_kernels.trained`).
+causal attention. `ATTENTION` is the table of attention's implementations.
 
 Both hold the same parameters. Transformer Engine keeps each norm inside the linear layer behind it,
 which `layout` maps to the same Hugging Face names, and its attention takes packed sequences (`thd`)
@@ -10,11 +9,9 @@ never a parameter: nothing here reads or stores it.
 """
 
 import enum
-import importlib
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,16 +31,13 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ragen_mega.data import distributed
 from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
+from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
-
-if TYPE_CHECKING:
-    from ragen_kernels.trained import Paths
 
 
 @dataclass
@@ -53,50 +47,18 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
-    angles: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [N, head_dim / 2] of the rotary embedding, where attention rotates."""
-
-    used: Tensor | None = None
-    """Nodes [U] whose hidden states are used, several times perhaps."""
 
     @classmethod
-    def of(cls, forest: Forest, device: torch.device, used: Tensor) -> "PackedForest":
-        """Arguments of the layers for the nodes of a forest, of which some are `used`."""
+    def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
+        """Arguments of the layers for the nodes of a forest."""
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
-        return cls(
-            "thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest,
-            used=used,
-        )  # fmt: skip
-
-    @cached_property
-    def wanted(self) -> Tensor | None:
-        """Nodes [W], in order, that the last layer computes; None: all."""
-        nodes = self.used.unique()
-        return nodes if 0 < len(nodes) < self.forest.num_nodes else None
+        return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """How the local layers compute the attention."""
+        """The calls that compute the attention in torch."""
         return schedule_of(self.forest, self.cu_seqlens_q.device)
-
-    @cached_property
-    def paths(self) -> "Paths":
-        """What the compiled attention knows of the forest."""
-        chains = self.forest.chains
-        bounds = np.cumsum([0, *(len(chain.path) for chain in chains)])
-        starts = np.array([*(chain.start for chain in chains), self.forest.num_nodes])
-        nodes, all_nodes = np.concatenate([c.path for c in chains]), np.arange(starts[-1])
-        return compiled_operations().Paths(starts, bounds, nodes, all_nodes, starts)
-
-    @cached_property
-    def of_wanted(self) -> "PackedForest":
-        """The same forest, of which wanted nodes alone attend."""
-        if self.wanted is None:
-            return self
-        part = replace(self)
-        part.paths = self.paths.of_nodes(self.wanted.numpy())
-        return part
 
     @cached_property
     def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
@@ -115,41 +77,24 @@ class PackedForest(PackedSeqParams):
         return packed, move(paths, device)
 
 
-def is_compiled(config: TransformerConfig) -> bool:
-    """Whether norms, attention and SwiGLU are those compiled for a processor, which know no
-    bfloat16.
-    """
-    return config.use_te_activation_func
-
-
-@cache
-def compiled_operations() -> ModuleType:
-    """`ragen_kernels.trained`, which takes numba a second to import."""
-    return importlib.import_module("ragen_kernels.trained")
-
-
-def leaves_out(config: TransformerConfig) -> bool:
-    """Whether the last layer computes wanted nodes alone, behind its keys and values. Sequence
-    parallelism would have to cut them anew.
-    """
-    return is_compiled(config) and not config.sequence_parallel
-
-
-def layer_spec(config: TransformerConfig, *, is_last: bool) -> TransformerBlockSubmodules:
-    """Layers and final norm of this pipeline stage, the last one or not, as
-    `config.transformer_impl` says.
-    """
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        layer.submodules.self_attention.submodules.core_attention = EngineAttention
-        return TransformerBlockSubmodules([layer] * num_layers, layer_norm=TENorm)
-    layers = [_local_layer(config)] * num_layers
-    if is_last and leaves_out(config):
-        layers[-1] = _local_layer(config)
-        layers[-1].module = LastLayer
-        layers[-1].submodules.self_attention.submodules.core_attention = LastAttention
-    return TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
+        norm: type = TENorm
+    else:
+        layer, norm = _local_layer(config), RMSNorm
+    attention = ATTENTION[attention_implementation(config)]
+    layer.submodules.self_attention.submodules.core_attention = attention
+    return TransformerBlockSubmodules([layer] * num_layers, layer_norm=norm)
+
+
+def attention_implementation(config: TransformerConfig) -> str:
+    """The row of `ATTENTION` for this model on this device."""
+    if config.transformer_impl == "transformer_engine":
+        return "transformer_engine"
+    return "compiled" if cpu.is_active() and not config.bf16 else "torch"
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -166,10 +111,9 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp.submodules
-    mlp.linear_fc1, mlp.linear_fc2, mlp.activation_func = ColumnLinear, RowLinear, swiglu
+    mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -185,7 +129,6 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.is_compiled = is_compiled(config)
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=distributed.device())
         )
@@ -194,8 +137,6 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_compiled:
-            return compiled_operations().rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
 
 
@@ -220,13 +161,6 @@ def _product(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if linear.skip_bias_add:
         return F.linear(x, linear.weight), linear.bias
     return F.linear(x, linear.weight, linear.bias), None
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """The compiled activation, [N, 1, 2 * ffn/tp] to [N, 1, ffn/tp], which megatron-core takes in
-    the place of Transformer Engine's.
-    """
-    return compiled_operations().swiglu(gate_up)
 
 
 class _BottomRight(enum.Enum):
@@ -260,9 +194,7 @@ class EngineAttention(TEDotProductAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within packed trajectories: compiled, with the rotation of queries and keys,
-    or by torch's scaled_dot_product_attention.
-    """
+    """Causal attention within packed trajectories by torch's scaled_dot_product_attention."""
 
     def __init__(
         self,
@@ -291,44 +223,27 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
-        if packed_seq_params.angles is not None:
-            scale = self.scale or query.shape[-1] ** -0.5
-            return compiled_operations().forest_attention(
-                query, key, value, *packed_seq_params.angles, packed_seq_params.paths, scale
-            )
-        return attend(query, key, value, packed_seq_params.schedule, self.scale)
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
+        """Attention of the nodes of a forest; shapes as in `forward`."""
+        return attend(query, key, value, packed.schedule, self.scale)
 
 
-class LastAttention(PackedAttention):
-    """That of wanted nodes."""
+class CompiledAttention(PackedAttention):
+    """Causal attention within packed trajectories, compiled for a processor in float32."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedForest | None = None,
-    ) -> Tensor:  # [W, heads/tp * head_dim]
-        return super().forward(
-            query, key, value, attention_mask, packed_seq_params=packed_seq_params.of_wanted
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
+        # Only here, for it brings a compiler (numba).
+        from ragen_mega.megatron.cpu.attention import forest_attention
+
+        scale = self.scale or query.shape[-1] ** -0.5
+        return forest_attention(query, key, value, packed.forest, scale)
 
 
-class LastLayer(TransformerLayer):
-    """The last layer of the model, whose hidden states are those of wanted nodes."""
-
-    def forward(
-        self, hidden_states: Tensor, *, packed_seq_params: PackedForest, **arguments: Any
-    ) -> tuple[Tensor, Tensor | None]:  # [N, 1, H] -> [W, 1, H]
-        wanted = packed_seq_params.wanted
-        if wanted is None:
-            return super().forward(hidden_states, packed_seq_params=packed_seq_params, **arguments)
-        attended, _ = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask=None,
-            packed_seq_params=packed_seq_params,
-        )
-        return self._forward_mlp(hidden_states.index_select(0, wanted) + attended), None
+ATTENTION: dict[str, type] = {
+    "transformer_engine": EngineAttention,
+    "compiled": CompiledAttention,
+    "torch": PackedAttention,
+}
+"""Implementations of attention over a forest; `attention_implementation` chooses."""

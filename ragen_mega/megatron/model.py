@@ -21,8 +21,9 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.megatron.layers import PackedForest, is_compiled, layer_spec, leaves_out
-from ragen_mega.models.shape import ModelShape, check_config, cut_error, trainer_vocab_size
+from ragen_mega.megatron.layers import PackedForest, layer_spec
+from ragen_mega.models.cuts import trainer_vocab_size
+from ragen_mega.models.shape import ModelShape, check_config, cut_error
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -66,11 +67,9 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.family.has("self_attention.q_layernorm.weight"),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.family.has("self_attention.linear_qkv.bias"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -93,8 +92,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         # layer, and SwiGLU keeps five activations of its width instead of three
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
-        # not Transformer Engine's but `layers.swiglu`; see `layers.is_compiled`
-        use_te_activation_func=cpu.is_active() and not parallel.bf16,
+        **shape.family.overrides,
+        **dict(shape.further),
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recompute],
     )
@@ -110,14 +109,14 @@ class QwenModel(GPTModel):
         groups: ProcessGroupCollection,
         share_embeddings: bool,
     ) -> None:
-        shape, is_last = ModelShape.of(hf), groups.pp.rank() == groups.pp.size() - 1
+        shape = ModelShape.of(hf)
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_spec(config, is_last=is_last),
+            transformer_layer_spec=layer_spec(config),
             vocab_size=trainer_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=groups.pp.rank() == 0,
-            post_process=is_last,
+            post_process=groups.pp.rank() == groups.pp.size() - 1,
             share_embeddings_and_output_weights=share_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
@@ -136,22 +135,10 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
-        if not is_compiled(self.config):
-            return embedded, rotary, *rest
-        angles = rotary[:, 0, 0].chunk(2, -1)[0]  # both halves are the same
-        packed_seq_params.angles = angles.cos(), angles.sin()
-        return embedded, None, *rest
+        return embedded, rotary, *rest
 
-    def _postprocess(
-        self, hidden_states: Tensor, packed_seq_params: PackedForest, **_: Any
-    ) -> Tensor:
-        if not (self.post_process and leaves_out(self.config)):
-            return hidden_states  # [N/sp, 1, H]
-        wanted, num_nodes = packed_seq_params.wanted, packed_seq_params.forest.num_nodes
-        if wanted is None:
-            return hidden_states
-        whole = hidden_states.new_zeros(num_nodes, *hidden_states.shape[1:])
-        return whole.index_copy(0, wanted, hidden_states)
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states  # [N/sp, 1, H]
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""
@@ -218,12 +205,11 @@ class QwenCritic(QwenModel):
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
     """Arguments of `QwenModel.forward` for one packed microbatch."""
-    nodes = batch.rows if batch.edges is None else batch.edges.nodes
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device, nodes),
+        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device),
     )
 
 

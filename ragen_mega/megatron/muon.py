@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ragen_mega.megatron.model import QwenModel
 from ragen_mega.megatron.weights import slots
-from ragen_mega.models.layout import Slot, shard, unshard
+from ragen_mega.models.layout import Slot
 
 MOMENTUM = 0.9
 _RMS = 0.2
@@ -60,13 +60,13 @@ class Muon(torch.optim.Optimizer):
         """Nesterov's momentum, orthogonalised."""
         (group,) = self.param_groups
         wholes = [
-            unshard(slot, self._slices(slot, self._momentum(parameter)))
+            slot.unshard(self._slices(slot, self._momentum(parameter)))
             for parameter, slot in zip(group["params"], self._slots, strict=True)
         ]
         steps = iter(steps_of([matrix for matrices in wholes for matrix in matrices]))
         for parameter, slot, matrices in zip(group["params"], self._slots, wholes, strict=True):
             whole = [next(steps) for _ in matrices]
-            mine = shard(slot, whole, self._ranks.rank(), self._ranks.size())
+            mine = slot.shard(whole, self._ranks.rank(), self._ranks.size())
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parameter.add_(mine, alpha=-group["lr"])
 
@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
 
     def _slices(self, slot: Slot, mine: Tensor) -> list[Tensor]:
         """Those of all tensor-parallel ranks."""
-        if self._ranks.size() == 1 or slot.weight.cut == "replicated":
+        if self._ranks.size() == 1 or slot.weight.cut.axis is None:
             return [mine]
         slices = [torch.empty_like(mine) for _ in range(self._ranks.size())]
         dist.all_gather(slices, mine.contiguous(), group=self._ranks)

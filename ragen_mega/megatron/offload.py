@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ragen_mega.megatron import cpu
+
 Kind = Literal["parameters", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
@@ -65,7 +67,7 @@ class Offloadable:
                 storage.resize_(0)
         if leaving and self.forget is not None:
             self.forget()
-        if leaving and torch.cuda.is_available():
+        if leaving and not cpu.is_active():
             torch.cuda.empty_cache()  # for other processes
         return sum(size for kind in leaving for _, size in self._away[kind].values())
 

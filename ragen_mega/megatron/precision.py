@@ -26,6 +26,7 @@ from megatron.core.utils import get_te_version
 from packaging.version import Version
 
 from ragen_mega.config import ParallelConfig
+from ragen_mega.megatron import cpu
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -74,7 +75,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """The device and the libraries of this process."""
-        has_cuda = torch.cuda.is_available()
+        has_cuda = not cpu.is_active()
         cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2]) if has_cuda else None
         return cls(
             capability=torch.cuda.get_device_capability() if has_cuda else None,

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import Slot, expected_tensors, group_by_size, unshard
-from ragen_mega.models.server_cut import engine_name, from_trainer
+from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
+from ragen_mega.models.server_cut import stack_experts
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -214,45 +214,35 @@ def gather(
     traffic = traffic or Traffic()
     tp = plan.groups.tp
     for bucket in plan.buckets:
-        start = time.perf_counter()
         if tp.size() == 1:
             shards = [_of_stage(plan, bucket, tensors, traffic)]
         else:
+            start = time.perf_counter()
             flat = _broadcast(plan, bucket, tensors, traffic)
             gathered = all_gather(flat.new_empty(tp.size() * len(flat)), flat, tp)
             traffic.tp_bytes += (tp.size() - 1) * bucket.num_bytes
             shards = [bucket.split(part) for part in gathered.chunk(tp.size())]
-        _count(bucket, traffic, start)
+            _count(bucket, traffic, start)
         for entry, *pieces in zip(bucket.entries, *shards, strict=True):
-            yield from zip(entry.slot.names, unshard(entry.slot, pieces), strict=True)
+            yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
 
 
 def aligned(
-    plan: ReshardPlan,
-    tensors: Mapping[str, Tensor],
-    rollout_tp: int,
-    traffic: Traffic | None = None,
+    plan: ReshardPlan, tensors: Mapping[str, Tensor], traffic: Traffic | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (engine parameter, its shard for the engine rank of this tensor-parallel rank's
-    number), without involving other tensor-parallel ranks.
+    """Stream (engine parameter, its shard for the rank of this tensor-parallel rank's number in an
+    engine of as many ranks), without involving other tensor-parallel ranks.
 
     A collective over pipeline stages only. Without stages the shards are views of the parameters
-    where the layouts agree. Raises ValueError unless `rollout_tp` is the trainer's tensor-parallel
-    size.
+    where the layouts agree.
     """
-    if rollout_tp != plan.groups.tp.size():
-        raise ValueError(
-            f"the aligned path needs rollout_tensor_parallel_size ({rollout_tp}) equal to"
-            f" tensor_model_parallel_size ({plan.groups.tp.size()}); make them equal or send full"
-            " tensors by the gather path"
+    yield from stack_experts(
+        (entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.size()))
+        for bucket in plan.buckets
+        for entry, piece in zip(
+            bucket.entries, _of_stage(plan, bucket, tensors, traffic or Traffic()), strict=True
         )
-    traffic = traffic or Traffic()
-    for bucket in plan.buckets:
-        start = time.perf_counter()
-        pieces = _of_stage(plan, bucket, tensors, traffic)
-        _count(bucket, traffic, start)
-        for entry, piece in zip(bucket.entries, pieces, strict=True):
-            yield engine_name(entry.slot.names[0]), from_trainer(entry.slot, piece, rollout_tp)
+    )
 
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -294,9 +284,7 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
-        is_tied_copy = entry.slot.names == ("lm_head.weight",) and entry.slot.shape.is_tied
-        if not is_tied_copy:
-            first.setdefault(entry.slot.names, entry)
+        first.setdefault(entry.slot.names, entry)
     return list(first.values())
 
 
@@ -319,9 +307,13 @@ def _of_stage(
     """This tensor-parallel rank's slices of a bucket, from whatever stage; without stages the
     parameters themselves.
     """
+    start = time.perf_counter()
     if plan.groups.pp.size() == 1:
-        return [tensors[entry.slot.parameter].detach() for entry in bucket.entries]
-    return bucket.split(_broadcast(plan, bucket, tensors, traffic))
+        pieces = [tensors[entry.slot.parameter].detach() for entry in bucket.entries]
+    else:
+        pieces = bucket.split(_broadcast(plan, bucket, tensors, traffic))
+    _count(bucket, traffic, start)
+    return pieces
 
 
 def _broadcast(

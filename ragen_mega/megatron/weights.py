@@ -1,8 +1,8 @@
 """The weights of a model on its ranks: filled from a checkpoint directory, streamed out under
 Hugging Face names.
 
-How names and layouts correspond is in `ragen_mega.models.layout`, how directories are read in
-`ragen_mega.storage.model_readers`.
+How names correspond is in `ragen_mega.models.layout`, how ranks divide a parameter in
+`ragen_mega.models.cuts`, how directories are read in `ragen_mega.storage.model_readers`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from torch import Tensor
 from ragen_mega.megatron.model import QwenModel, ValueHead
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, aligned, gather
 from ragen_mega.models.family import VALUE_HEAD
-from ragen_mega.models.layout import Slot, find_slot, shard
+from ragen_mega.models.layout import Slot, find_slot
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
@@ -42,35 +42,31 @@ def mark_tensor_parallel(model: QwenModel) -> None:
     """
     parameters = dict(model.named_parameters())
     for slot in slots(model):
-        parameter = parameters[slot.parameter]
-        if slot.weight.cut != "replicated" and not getattr(
-            parameter, "tensor_model_parallel", False
-        ):
-            set_tensor_model_parallel_attributes(parameter, True, int(slot.weight.cut == "row"), 1)
+        parameter, axis = parameters[slot.parameter], slot.weight.cut.axis
+        if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
 
 
 def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:
     """Fill this rank's part of the model. `read(name)` returns a full Hugging Face tensor or None
     if there is none.
 
-    A tied LM head is the embedding. A critic without a stored value head keeps its own. Raises
-    ValueError on a missing or mis-shaped tensor, and if a number is not finite.
+    A critic without a stored value head keeps its own. Raises ValueError on a missing or mis-shaped
+    tensor, and if a number is not finite.
     """
     parameters = dict(model.named_parameters())
     for slot in slots(model):
-        is_tied_head = slot.names == ("lm_head.weight",) and model.shape.is_tied
-        names = ("model.embed_tokens.weight",) if is_tied_head else slot.names
-        tensors = [read(name) for name in names]
-        if names == (VALUE_HEAD,) and tensors[0] is None:
+        tensors = [read(name) for name in slot.names]
+        if slot.names == (VALUE_HEAD,) and tensors[0] is None:
             continue
         found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
         if found != slot.shapes:
             raise ValueError(
-                f"{', '.join(names)} must have the shapes {slot.shapes} that config.json asks for,"
-                f" not {found}; is the checkpoint complete, and of this model?"
+                f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
+                f" for, not {found}; is the checkpoint complete, and of this model?"
             )
-        local = shard(slot, tensors, model.tp_group.rank(), model.tp_group.size())
-        check_finite(", ".join(names), local)
+        local = slot.shard(tensors, model.tp_group.rank(), model.tp_group.size())
+        check_finite(", ".join(slot.names), local)
         with torch.no_grad():
             parameters[slot.parameter].copy_(local)
 
@@ -130,6 +126,6 @@ def export_shards(
         assert part.rank == groups.tp.rank(), (
             "engines and tensor-parallel groups are the same consecutive ranks"
         )
-        yield from aligned(plan, parameters, part.size, traffic)
+        yield from aligned(plan, parameters, traffic)
     else:
         yield from cut_stream(gather(plan, parameters, traffic), model.hf, *part)

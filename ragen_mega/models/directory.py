@@ -7,7 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from ragen_mega.models.shape import ModelShape, find_family
+from ragen_mega.models.families import find_family
+from ragen_mega.models.shape import ModelShape
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")

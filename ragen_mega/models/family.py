@@ -3,24 +3,26 @@ supported entries of a config.json. No torch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragen_mega.models.cuts import REPLICATED, Cut
 
 VALUE_HEAD = "value_head.weight"
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the trainer: what it is called, what it is made of, how ranks share it."""
+    """A parameter of the trainer: its names, its tensors in a checkpoint, its cut over ranks. In a
+    mixture of experts a name with `{e}` is one parameter for each expert.
+    """
 
     key: str
     """Megatron's name where linear layers hold the norms before them; inside a layer without its
     `decoder.layers.<number>.`.
     """
-    cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
-    """Over tensor-parallel ranks: not at all; by columns (Megatron's row-parallel layers); by rows,
-    padded to equal parts; both tensors by rows; all three by key-value groups.
-    """
+    cut: Cut
+    """How tensor-parallel ranks divide it."""
     tensors: Mapping[str, tuple[str | int, ...]]
     """Hugging Face name (inside a layer without `model.layers.<number>.`) -> shape: numbers, or
     names of sizes in `ModelShape`.
@@ -28,7 +30,7 @@ class Weight:
     alias: str = ""
     """Megatron's name where every norm is a module of its own."""
     server: str = ""
-    """SGLang's name if it is not Hugging Face's."""
+    """SGLang's name if it is not Hugging Face's; of experts, the name of the tensor of all."""
 
     @property
     def is_matrix(self) -> bool:
@@ -36,8 +38,8 @@ class Weight:
         return all(len(shape) == 2 for shape in self.tensors.values())
 
 
-CRITIC_HEAD = Weight("output_layer.weight", "replicated", {VALUE_HEAD: (1, "hidden_size")})
-"""What a critic has in place of the LM head."""
+CRITIC_HEAD = Weight("output_layer.weight", REPLICATED, {VALUE_HEAD: (1, "hidden_size")})
+"""The head of a critic, in place of the LM head."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Limit:
 
     is_met: Callable[[Any], bool]
     values: str
-    """Those values, in words."""
+    """The supported values, in words."""
     remedy: str = "load another model"
 
 
@@ -56,21 +58,23 @@ class Family:
 
     model_type: str
     architecture: str
-    """What `architectures` in config.json names, without which SGLang loads no model."""
+    """The class in `architectures` of config.json, without which SGLang loads no model."""
     outer: tuple[Weight, ...]
     """Embedding, final norm and LM head, in the order of megatron-core's model."""
     layer: tuple[Weight, ...]
-    """Of one layer, in the order of megatron-core's local layer."""
+    """Weights of one layer, in the order of megatron-core's local layer."""
     computed: frozenset[str]
     """Entries of config.json that are sizes or positive numbers of the computation."""
     limits: Mapping[str, Limit]
     """Entries that would change the result with another value."""
     neutral: frozenset[str]
     """Entries that do not affect what a policy computes."""
-
-    def has(self, key: str) -> bool:
-        """Whether a layer has the parameter of this Megatron name."""
-        return any(weight.key == key for weight in self.layer)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig with a value of the family."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Further fields of it -> the entries of config.json that hold their values, which are sizes.
+    `num_moe_experts` is the number of experts.
+    """
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError if entries of a config.json ask for something that is not supported.

@@ -1,9 +1,8 @@
-"""Hugging Face names and layouts <-> Megatron shards, for any tensor- and pipeline-parallel layout.
+"""Hugging Face names <-> Megatron parameters of a pipeline stage <-> SGLang's names.
 
-Megatron fuses q, k and v per key-value group ([q of the group, k, v], group by group) and gate with
-up per rank ([gate_r; up_r]); everything else is a plain slice. How each weight is cut, its family
-says. In checkpoints megatron-core's dist_checkpointing stores every parameter whole: the layers
-stacked, [gate; up] as if on one rank, the vocabulary padded for the layout that wrote it.
+A slot is one parameter with its names everywhere; how ranks divide it, its cut says. In checkpoints
+megatron-core's dist_checkpointing stores every parameter whole: the layers stacked, [gate; up] as
+if on one rank, the vocabulary padded for the layout that wrote it.
 """
 
 import math
@@ -12,11 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ragen_mega.models.family import CRITIC_HEAD, Weight
-from ragen_mega.models.shape import ModelShape, trainer_vocab_size
+from ragen_mega.models.shape import ModelShape
 
 T = TypeVar("T")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -24,46 +22,83 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A weight of a model: one of a layer, or one outside of them."""
+    """A parameter of a model: one of a layer, of an expert in a layer, or outside of the layers."""
 
     weight: Weight
     shape: ModelShape
-    """Of the model."""
+    """The shape of the model."""
     layer: int | None
-    """Counted over all pipeline stages."""
+    """The number of the layer, counted over all pipeline stages."""
     parameter: str
-    """Its name in this rank's module, or in that of a rank that holds all layers."""
+    """The name in this rank's module, or in the module of a rank that holds all layers."""
+    expert: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the Hugging Face tensors."""
-        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
-        return tuple(prefix + name for name in self.weight.tensors)
+        """The names of the Hugging Face tensors."""
+        return tuple(map(self._full_name, self.weight.tensors))
+
+    @property
+    def server(self) -> str:
+        """The name of SGLang's parameter."""
+        return self._full_name(self.weight.server or next(iter(self.weight.tensors)))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the Hugging Face tensors, as config.json demands them."""
+        """The shapes of the Hugging Face tensors, as config.json demands them."""
         return self.shape.shapes(self.weight)
 
     @property
     def key(self) -> str:
-        """Name in a checkpoint, where the layers are one tensor, without the role."""
+        """The name in a checkpoint, where layers and experts are one tensor, without the role."""
         return self.weight.key if self.layer is None else f"decoder.layers.{self.weight.key}"
 
     @property
+    def index(self) -> tuple[int, ...]:
+        """The place in the leading dimensions of a checkpoint's tensor: layer and expert."""
+        return tuple(number for number in (self.layer, self.expert) if number is not None)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The lengths of those dimensions."""
+        lengths = (self.shape.num_layers, len(self.shape.experts(self.weight)))
+        return lengths[: len(self.index)]
+
+    @property
     def whole(self) -> tuple[int, ...]:
-        """Shape in Megatron's layout on one rank: the tensors row by row in some order."""
-        shapes = self.shapes
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        """The shape in Megatron's layout on one rank."""
+        return self.shape.whole(self.weight)
+
+    def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The part of tensor-parallel rank `rank` of `size`, from the Hugging Face tensors."""
+        return self.weight.cut.shard(tensors, self.shape, rank, size)
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The Hugging Face tensors, from the parts of all tensor-parallel ranks."""
+        return self.weight.cut.unshard(shards, self.shape)
+
+    def to_server(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """SGLang's part of rank `rank` of `size`, from the Hugging Face tensors."""
+        return self.weight.cut.to_server(tensors, self.shape, rank, size)
+
+    def shard_to_server(self, shard: Tensor, size: int) -> Tensor:
+        """SGLang's part, from the part of the trainer's rank of the same number and size."""
+        return self.weight.cut.shard_to_server(shard, self.shape, size)
+
+    def _full_name(self, name: str) -> str:
+        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
+        return prefix + name.format(e=self.expert)
 
 
 def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]:
-    """Every weight of a policy, or of a critic, in order. A tied LM head is not one."""
+    """Every parameter of a policy, or of a critic, in order. A tied LM head is not one."""
     embedding, norm, head = shape.family.outer
     yield Slot(embedding, shape, None, embedding.key)
     for layer in range(shape.num_layers):
         for weight in shape.family.layer:
-            yield Slot(weight, shape, layer, f"decoder.layers.{layer}.{weight.key}")
+            for expert in shape.experts(weight):
+                parameter = f"decoder.layers.{layer}.{weight.key.format(e=expert)}"
+                yield Slot(weight, shape, layer, parameter, expert)
     yield Slot(norm, shape, None, norm.key)
     if is_critic or not shape.is_tied:
         head = CRITIC_HEAD if is_critic else head
@@ -131,62 +166,18 @@ def find_slot(
     """The slot of a parameter by its name in a model whose first layer is number `layer_offset` of
     all.
     """
-    if is_critic and parameter == CRITIC_HEAD.key:
-        return Slot(CRITIC_HEAD, shape, None, parameter)
+    embedding, _, head = shape.family.outer
+    if parameter == head.key:  # the last stage's copy of the embedding if they are tied
+        head = embedding if shape.is_tied else head
+        return Slot(CRITIC_HEAD if is_critic else head, shape, None, parameter)
     match = _LAYER.fullmatch(parameter)
     layer, name = (int(match[1]) + layer_offset, match[2]) if match else (None, parameter)
     for weight in shape.family.outer if layer is None else shape.family.layer:
-        if name in (weight.key, weight.alias):
-            return Slot(weight, shape, layer, parameter)
+        for key in (weight.key, weight.alias):
+            if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
+                expert = int(match[1]) if match.groups() else None
+                return Slot(weight, shape, layer, parameter, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"
-        f" {shape.model_type} in ragen_mega/models"
+        f" {shape.model_type} in ragen_mega/models/families"
     )
-
-
-def shard(slot: Slot, tensors: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-    """This rank's slice, in Megatron's layout, of the full Hugging Face tensors of one slot."""
-    if slot.weight.cut == "replicated":
-        return tensors[0]
-    if slot.weight.cut == "row":
-        return tensors[0].chunk(tp_size, dim=1)[tp_rank]
-    if slot.weight.cut == "gate_up":
-        return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
-    if slot.weight.cut == "qkv":
-        num_groups, trailing = slot.shape.num_kv_heads, tensors[0].shape[1:]
-        grouped = torch.cat(
-            [tensor.reshape(num_groups, -1, *trailing) for tensor in tensors], dim=1
-        )
-        return grouped.chunk(tp_size)[tp_rank].reshape(-1, *trailing)
-    rows = trainer_vocab_size(slot.shape.vocab_size, tp_size)
-    return fill_rows(tensors[0], rows).chunk(tp_size)[tp_rank]
-
-
-def unshard(slot: Slot, shards: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of `shard`: the full Hugging Face tensors from the slices of all tensor-parallel
-    ranks.
-    """
-    if slot.weight.cut == "replicated":
-        return [shards[0]]
-    if slot.weight.cut == "row":
-        return [torch.cat(list(shards), dim=1)]
-    if slot.weight.cut == "gate_up":
-        halves = [piece.chunk(2) for piece in shards]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    if slot.weight.cut == "qkv":
-        return split_groups(torch.cat(list(shards)), slot.shape.head_dim, slot.shape.num_kv_heads)
-    return [torch.cat(list(shards))[: slot.shape.vocab_size]]
-
-
-def split_groups(fused: Tensor, head_dim: int, num_groups: int) -> list[Tensor]:
-    """[q, k, v of every key-value group] -> q, k, v, each with its heads one after the other."""
-    trailing = fused.shape[1:]
-    grouped = fused.reshape(num_groups, -1, *trailing)
-    sizes = (grouped.shape[1] - 2 * head_dim, head_dim, head_dim)
-    return [piece.reshape(-1, *trailing) for piece in grouped.split(sizes, dim=1)]
-
-
-def fill_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` padded with zero rows to `rows`, itself if it has them."""
-    missing = rows - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor

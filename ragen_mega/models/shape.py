@@ -1,33 +1,17 @@
-"""The sizes of a model, from its config.json and its family. No torch: integers and two floats."""
+"""The sizes of a model, from its config.json and its family. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
-from ragen_mega.models.llama import LLAMA, MISTRAL
-from ragen_mega.models.qwen import QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3)}
-PLANNED = FAMILIES | {family.model_type: family for family in (LLAMA, MISTRAL)}
-"""Families whose sizes are known: those that can be trained, and further ones for plans."""
-_VOCAB_MULTIPLE = 64
-
-
-def find_family(model_type: object) -> Family:
-    """The family of this name. Raises ValueError if it is unknown."""
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type must be one of {', '.join(FAMILIES)}, not {model_type!r}; pick another"
-            " --load"
-        )
-    return FAMILIES[model_type]
 
 
 def check_config(hf: PretrainedConfig) -> None:
@@ -42,31 +26,9 @@ def check_config(hf: PretrainedConfig) -> None:
         )
 
 
-def engine_vocab_size(vocab_size: int, size: int) -> int:
-    """Rows of SGLang's embedding over all `size` ranks: a multiple of 64, and of 64 * `size` where
-    `size` does not divide that.
-
-    Source: layers/vocab_parallel_embedding.py of SGLang 0.5.17.
-    """
-    padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    if padded % size == 0:
-        return padded
-    multiple = _VOCAB_MULTIPLE * size  # on a CPU; SGLang's GPU build refuses such a size
-    return -(-vocab_size // multiple) * multiple
-
-
-def trainer_vocab_size(vocab_size: int, size: int) -> int:
-    """Rows of the trainer's embedding over all `size` ranks: as SGLang's, so that the shards are
-    equal; one rank needs no padding.
-
-    Qwen's own sizes are multiples of 128 and stay as they are.
-    """
-    return vocab_size if size == 1 else engine_vocab_size(vocab_size, size)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides how large a dense model is, and the numbers of its norms and positions."""
+    """The sizes of a model, and the numbers of its norms and positions."""
 
     model_type: str
     num_layers: int
@@ -79,21 +41,18 @@ class ModelShape:
     is_tied: bool
     rms_norm_eps: float
     rope_theta: float
+    further: tuple[tuple[str, int], ...] = ()
+    """Name and value of each further size of the family."""
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """From the entries of a config.json, whether or not the model can be trained. Raises
-        ValueError if one is missing or the model is of a kind whose sizes are not known.
+        """From the entries of a config.json, whether or not the trainer supports them all. Raises
+        ValueError if one is missing or the family is unknown.
         """
-        if values.get("model_type") not in PLANNED:
-            others = ", ".join(name for name in PLANNED if name not in FAMILIES)
-            raise ValueError(
-                f"model_type must be one of {', '.join(FAMILIES)} (or, to plan only, {others}), not"
-                f" {values.get('model_type')!r}; pick another --load"
-            )
+        family = find_family(values.get("model_type"))
         try:
             return cls(
-                model_type=values["model_type"],
+                model_type=family.model_type,
                 num_layers=values["num_hidden_layers"],
                 hidden_size=values["hidden_size"],
                 num_heads=values["num_attention_heads"],
@@ -106,6 +65,7 @@ class ModelShape:
                 rms_norm_eps=values.get("rms_norm_eps", 1e-6),
                 # transformers 5 has moved it into a dictionary
                 rope_theta=(values.get("rope_parameters") or values).get("rope_theta", 1e4),
+                further=tuple((name, values[entry]) for name, entry in family.sizes.items()),
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks {error}; use the model's own file") from None
@@ -117,7 +77,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return PLANNED[self.model_type]
+        return FAMILIES[self.model_type]
 
     @property
     def q_size(self) -> int:
@@ -129,27 +89,43 @@ class ModelShape:
         """Channels of all keys, or of all values."""
         return self.num_kv_heads * self.head_dim
 
+    def experts(self, weight: Weight) -> Sequence[int | None]:
+        """The experts that have this parameter of their own; None alone if no experts have it."""
+        return range(dict(self.further)["num_moe_experts"]) if "{e}" in weight.key else (None,)
+
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors of a weight."""
+        """Shapes of the Hugging Face tensors of one parameter."""
+        further = dict(self.further)
         return [
-            tuple(getattr(self, size) if isinstance(size, str) else size for size in shape)
+            tuple(
+                size if isinstance(size, int) else further.get(size) or getattr(self, size)
+                for size in shape
+            )
             for shape in weight.tensors.values()
         ]
 
+    def whole(self, weight: Weight) -> tuple[int, ...]:
+        """Shape in Megatron's layout on one rank: the tensors row by row in some order."""
+        shapes = self.shapes(weight)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
     def num_elements(self, weight: Weight, tp: int = 1) -> int:
-        """Elements of a weight on a tensor-parallel rank, without padding rows."""
-        total = sum(map(math.prod, self.shapes(weight)))
-        return total if weight.cut == "replicated" else total // tp
+        """Elements of one parameter on a tensor-parallel rank, rows of padding among them."""
+        total = math.prod(weight.cut.padded(self.whole(weight), tp))
+        return total if weight.cut.axis is None else total // tp
 
     def layer_sizes(self, tp: int = 1) -> list[int]:
         """Elements of the parameters of a layer on a tensor-parallel rank, in the order of
         megatron-core's local layer.
         """
-        return [self.num_elements(weight, tp) for weight in self.family.layer]
+        return self._parameter_sizes(self.family.layer, tp)
 
     def linear_sizes(self, tp: int = 1) -> list[int]:
         """Elements of those parameters that are matrices of linear layers."""
-        return [self.num_elements(weight, tp) for weight in self.family.layer if weight.is_matrix]
+        return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp)
+
+    def _parameter_sizes(self, weights: Sequence[Weight], tp: int) -> list[int]:
+        return [self.num_elements(w, tp) for w in weights for _ in self.experts(w)]
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
         """Bytes of the policy's weights on a rank of an engine; with `fp8` the layers' matrices

@@ -15,7 +15,7 @@ from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
 from ragen_mega.config.sections.section import flag_of
-from ragen_mega.models.shape import FAMILIES, ModelShape, cut_error
+from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
 from ragen_mega.planning.layouts import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
@@ -243,9 +243,10 @@ def priced(
 def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Plan the run that the flags of `ragen-mega plan` describe: values for --json, and text."""
     machine = find_machine(arguments.hardware)
-    shape = ModelShape.of(model_config(arguments.model)) if arguments.model else None
-    run = read_run(arguments, machine, shape)
-    shape = shape or ModelShape.of(model_config(run.config.model.load or ""))
+    hf = model_config(arguments.model) if arguments.model else None
+    run = read_run(arguments, machine, hf and ModelShape.of(hf))
+    hf = hf or model_config(run.config.model.load or "")
+    shape = ModelShape.of(hf)
     num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
     capacity = arguments.gpu_memory_gb or machine.hardware.gpu_gib
     play = default_play(
@@ -255,11 +256,10 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         sharing=arguments.sharing,
     )
     lines = [cost.workload_text(cost.workload(run.config, play))]
-    if shape.model_type not in FAMILIES:
-        lines.append(
-            f"a plan only: the trainer does not know models of type {shape.model_type}, but"
-            f" {' and '.join(FAMILIES)}"
-        )
+    try:
+        check_config(hf)
+    except ValueError as error:
+        lines.append(f"a plan only, the trainer refuses the model: {error}")
     result: dict[str, Any] = {"fits": True}
     chosen: StarPOConfig | None = run.config
     if arguments.search:

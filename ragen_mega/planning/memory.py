@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ragen_mega.config import ParallelConfig, StarPOConfig
-from ragen_mega.models.shape import ModelShape, trainer_vocab_size
+from ragen_mega.models.shape import ModelShape
 
 GIB = 2**30
 FP32 = 4
@@ -117,7 +117,7 @@ def state_of(
     layout = setting.parallel
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     is_last, is_tied = stage == pp - 1, shape.is_tied and not is_critic
-    vocab = trainer_vocab_size(shape.vocab_size, tp) // tp * shape.hidden_size
+    vocab = shape.num_elements(shape.family.outer[0], tp)
     embedding = [vocab] if stage == 0 else []
     body = shape.layer_sizes(tp) * (shape.num_layers // pp)
     body += [shape.hidden_size] if is_last else []
@@ -203,7 +203,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
-    if shape.family.has("self_attention.q_layernorm.weight"):
+    if "qk_layernorm" in shape.family.overrides:
         parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
             shape.num_heads + shape.num_kv_heads
         ) // tp * FP32
@@ -250,11 +250,11 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
     if is_critic or stage != pp - 1:
         return layer
-    vocab, hidden = trainer_vocab_size(shape.vocab_size, tp) // tp, shape.hidden_size
+    head, hidden = shape.num_elements(shape.family.outer[-1], tp), shape.hidden_size
     logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
     # float32 and as it is returned
-    return max(layer, logits + 3 * tokens * hidden * item + vocab * hidden * (FP32 + item))
+    return max(layer, logits + 3 * tokens * hidden * item + head * (FP32 + item))
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:

@@ -27,9 +27,10 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
-from ragen_mega.models.server_cut import check_cpu_cut, head_rows
+from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import Setting, check_fits
 from ragen_mega.report.console import Console
@@ -399,7 +400,7 @@ def check_loaded(
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
     tp = config.rollout.rollout_tensor_parallel_size
-    head_rows(hf, 0, tp)
+    head_rows(ModelShape.of(hf), 0, tp)
     capability = precision.Machine.here().capability
     if config.rollout.rollout_engine == "sglang" and capability is None:
         check_cpu_cut(hf, tp)

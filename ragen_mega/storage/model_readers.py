@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
-from ragen_mega.models.layout import Slot, expected_tensors, model_slots, unshard
+from ragen_mega.models.layout import Slot, expected_tensors, model_slots
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.storage.integrity import check_files, read_manifest
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
@@ -230,8 +230,8 @@ class MegatronReader:
             known.add(key := ROLE + slot.key)
             if (found := self._pieces.global_shapes.get(key)) is None:
                 continue
-            expected = _stacked(slot)
-            is_padded = slot.weight.cut == "vocab" and found[0] >= expected[0]
+            expected = slot.stack + slot.whole
+            is_padded = slot.weight.cut.is_padded and found[0] >= expected[0]
             if found != expected and not (is_padded and found[1:] == expected[1:]):
                 raise ValueError(
                     f"{slot.key} has shape {list(found)} in {directory} and config.json asks"
@@ -267,7 +267,7 @@ class MegatronReader:
         if self._last is None or self._last[0] != slot:
             self._last = None  # before the next one is read
             whole = self._read(slot)
-            self._last = (slot, unshard(slot, [whole]) if len(slot.names) > 1 else [whole])
+            self._last = (slot, slot.unshard([whole]) if len(slot.names) > 1 else [whole])
         return self._last[1][index]
 
     def release(self) -> None:
@@ -279,7 +279,7 @@ class MegatronReader:
         count as memory.
         """
         key, shape = ROLE + slot.key, slot.whole
-        lead = () if slot.layer is None else (slot.layer,)
+        lead = slot.index
         whole = torch.empty(shape, dtype=self._pieces.dtype(key))
         rows = max(1, _BYTES_AT_ONCE * shape[0] // whole.nbytes)
         for start in range(0, shape[0], rows):
@@ -289,8 +289,8 @@ class MegatronReader:
                 (*lead, start, *(0 for _ in shape[1:])),
                 (*(1 for _ in lead), count, *shape[1:]),
                 dtype=whole.dtype,
-                global_shape=_stacked(slot),
-                allow_padding=slot.weight.cut == "vocab",
+                global_shape=slot.stack + shape,
+                allow_padding=slot.weight.cut.is_padded,
             )
             whole[start : start + count] = box.reshape(count, *shape[1:])
             self._pieces.release()
@@ -299,11 +299,6 @@ class MegatronReader:
 
 ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
 """Their common interface is in the docstring of this module."""
-
-
-def _stacked(slot: Slot) -> tuple[int, ...]:
-    """Shape of the tensor stored under the key, without padding."""
-    return slot.whole if slot.layer is None else (slot.shape.num_layers, *slot.whole)
 
 
 def _verify_manifest(directory: Path) -> None:

@@ -33,6 +33,8 @@ class Arm:
     name: str
     flags: tuple[str, ...]
     """Flags of the arm, appended to those of the study, which they override."""
+    ranks: int | None = None
+    """Ranks of each of its runs, in place of those that the command names."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Study:
     def read(cls, path: Path, preset: str | None = None) -> "Study":
         """Read the study in a file, under the first preset that it has unless one is named:
         `title`, `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also
-        `confounds`), `[[arms]]` with `name`, `flags` and, where the paper's differ, `paper_flags`;
-        optional `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
+        `confounds`), `[[arms]]` with `name`, `flags`, for models of several sizes `ranks`, and
+        `paper_flags` where the paper's differ; optional `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
 
         Raises ValueError, in one line, for anything else.
         """
@@ -129,9 +131,9 @@ def find(name: str, preset: str | None) -> Study:
 def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
     arms = []
     for arm in data["arms"]:
-        _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags",))
+        _check_keys(path, "an arm", arm, ("name", "flags"), ("paper_flags", "ranks"))
         words = arm.get("paper_flags", arm["flags"]) if preset == "paper" else arm["flags"]
-        arms.append(Arm(arm["name"], _words(path, words)))
+        arms.append(Arm(arm["name"], _words(path, words), arm.get("ranks")))
     return arms
 
 
@@ -151,6 +153,7 @@ _KINDS: dict[str, _Kind] = {
     "claims": (partial(_are, dict), "tables, as [[claims]]"),
     "metrics": (lambda value: _are(str, value) and bool(value), "at least one string in a list"),
     "confounds": (partial(_are, str), "strings in a list"),
+    "ranks": (lambda value: type(value) is int and value > 0, "a positive integer"),
 }
 """Key of a study file -> (whether a value is right, what is); all others are strings."""
 

@@ -53,21 +53,22 @@ def write(
 
     for arm in study.arms:
         config = parse(flags_of(study, arm, match))
-        seconds, peak = predicted(machine, config, ranks)
-        hours = num_seeds * ranks * run_seconds(config, seconds) / 3600
+        num_ranks = arm.ranks or ranks
+        seconds, peak = predicted(machine, config, num_ranks)
+        hours = num_seeds * num_ranks * run_seconds(config, seconds) / 3600
         total += hours
         spent = (sum(seconds.values()), hours, price * hours)
         known = (f"{value:.3g}" for value in (peak, *seconds.values()))
-        rows.append((arm.name, *known, *map(within, spent)))
-    heads = ("arm", "peak GiB", *(f"{timer} s" for timer in seconds), "step s", "GPU-hours", "$")
-    rows.append(("in all", *[""] * (len(seconds) + 2), *map(within, (total, price * total))))
+        rows.append((arm.name, str(num_ranks), *known, *map(within, spent)))
+    heads = ("arm", "ranks", "peak GiB", *(f"{timer} s" for timer in seconds), "step s", "GPU-hours", "$")
+    rows.append(("in all", *[""] * (len(seconds) + 3), *map(within, (total, price * total))))
     parts = (
         f"# {study.title}, predicted",
         f"Written by `ragen-mega study {study.name} --preset {study.preset} --hardware"
         f" {machine.hardware.name} --predict`. **Nothing here was measured.** The intervals are"
         f" from {low:.2g} to {high:.2g} times the prediction: {basis}.",
-        f"Hours and money are those of {num_seeds} runs of an arm on {ranks} rank(s) each, with"
-        f" their evaluations, at {price:.2f} $ a GPU-hour.",
+        f"Hours and money are those of {num_seeds} runs of an arm, with their evaluations,"
+        f" at {price:.2f} $ a GPU-hour.",
         table(heads, rows),
         study.notes.strip(),
     )

@@ -47,7 +47,7 @@ def check_ranks(study: Study, match: str, ranks: int) -> None:
     """Raise ValueError, with the arm's name, for a layout that does not fit an arm's ranks."""
     for arm in study.arms:
         try:
-            parse(flags_of(study, arm, match)).parallel.num_trainers(ranks)
+            parse(flags_of(study, arm, match)).parallel.num_trainers(arm.ranks or ranks)
         except ValueError as error:
             raise ValueError(f"arm {arm.name}: {error}; or give --ranks") from None
 
@@ -178,7 +178,7 @@ def found_seeds(study: Study, folder: Path) -> list[int]:
 def training(study: Study, arm: Arm, seed: int, folder: Path, match: str, ranks: int) -> list[str]:
     """Write the command that begins or goes on with one run."""
     name = ("--output", folder, "--name", f"{arm.name}-seed{seed}", "--seed", seed, "--resume")
-    return ranks_command(ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
+    return ranks_command(arm.ranks or ranks, PROGRAM, "train", *flags_of(study, arm, match), *name)
 
 
 @dataclass(frozen=True, slots=True)

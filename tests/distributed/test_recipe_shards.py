@@ -26,8 +26,8 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
 from ragen_mega.megatron.resharding import ReshardPlan
 from ragen_mega.megatron.weights import slots
-from ragen_mega.models.layout import Slot, unshard
-from ragen_mega.models.server_cut import cut_stream, engine_name, from_trainer
+from ragen_mega.models.layout import Slot, model_slots
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.answer import planned_gpus
 from ragen_mega.planning.memory import Setting, engine_bytes, state_of
@@ -103,7 +103,7 @@ def whole(recipe: Recipe, plan: ReshardPlan) -> Iterator[tuple[str, Tensor]]:
             for rank in (0, recipe.tp - 1)
         )
         pieces = [first.detach()] * (recipe.tp - 1) + [last.detach()]
-        yield from zip(entry.slot.names, unshard(entry.slot, pieces), strict=True)
+        yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
 
 
 @pytest.mark.parametrize("recipe", NAMES, indirect=True)
@@ -147,7 +147,7 @@ def check_engines(recipe: Recipe, plan: ReshardPlan, stream: list[tuple[str, Ten
     as the memory plan has; by the aligned path the same.
     """
     size = recipe.config.rollout.rollout_tensor_parallel_size
-    names = {engine_name(name) for name, _ in stream}
+    names = {slot.server for slot in model_slots(recipe.shape)}
     copied = sum(t.nbytes for _, t in stream if t.dim() == 1)  # norms and biases at most
     planned = engine_bytes(recipe.shape, recipe.setting)[0]
     for rank in sorted({0, size - 1}):
@@ -157,9 +157,8 @@ def check_engines(recipe: Recipe, plan: ReshardPlan, stream: list[tuple[str, Ten
         assert 0 <= sum(t.nbytes for t in shards.values()) - planned <= copied
         if size == recipe.tp:  # sent by the aligned path
             local = {
-                engine_name(slot.names[0]): from_trainer(slot, tensor.detach(), size).shape
+                slot.server: slot.shard_to_server(tensor.detach(), size).shape
                 for stage in range(recipe.pp)
                 for slot, tensor in recipe.held[stage, rank]
-                if slot.names != ("lm_head.weight",) or not recipe.shape.is_tied
             }
             assert local == {name: t.shape for name, t in shards.items()}

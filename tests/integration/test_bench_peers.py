@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import bench_peers
+from tools.benchmarks import bench_peers
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("RAGEN_TRL_PYTHON")
@@ -39,7 +39,7 @@ def test_a_side_that_ends_early_is_heard(
 @pytest.mark.skipif(PYTHON is None, reason="RAGEN_TRL_PYTHON names no Python that has TRL")
 def test_both_train_and_agree_on_loss_and_gradient(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), *FLAGS.split()]
+    command = [sys.executable, str(ROOT / "tools/benchmarks" / "bench_peers.py"), *FLAGS.split()]
     command += ["--trl-python", PYTHON, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_mega.report.metrics import read_metrics
 from ragen_mega.storage.rollouts import RolloutStore
-from tools import bench_step
-from tools.random_models import model_config, write_checkpoint
+from tools.benchmarks import bench_step
+from tools.benchmarks.random_models import model_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -34,7 +34,7 @@ def write_shape(directory: Path, **changes: object) -> Path:
 
 
 def bench(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), *map(str, flags)]
+    command = [sys.executable, str(ROOT / "tools/benchmarks" / "bench_step.py"), *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
@@ -42,8 +42,9 @@ def test_a_quarter_of_fixed_trajectories_is_timed(tmp_path: Path) -> None:
     shape = write_shape(tmp_path / "tiny")
     done = bench(
         "--model", shape, "--num-groups", "4", "--group-size", "2", "--response-length", RESPONSE,
-        "--keep", "0.25", "--rollout-engine", "embedded", "--json", tmp_path / "out.json",
-        "--output", tmp_path / "runs", "--", "--max-context-length", "1000",
+        "--keep", "0.25", "--steps", "4", "--rollout-engine", "embedded",
+        "--json", tmp_path / "out.json", "--output", tmp_path / "runs",
+        "--", "--max-context-length", "1000",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "out.json").read_text())

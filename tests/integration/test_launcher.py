@@ -126,7 +126,7 @@ MISTAKES = [
     ("--boards none.jsonl", "none.jsonl & check the path"),
     ("--load ./none", "./none does not exist; give the directory of a model"),
     ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
-    ("--load llama", "llama & one of qwen2, qwen3, not 'llama'"),
+    ("--load mixtral", "mixtral & one of qwen2, qwen3, llama, mistral, not 'mixtral'"),
     ("--warm-start-from runs/none", "runs/none lacks base, warm_start"),
     ("--warm-start-from runs/none --load Qwen/Qwen3-8B", "warm_start_from and load & drop one"),
     (
@@ -148,7 +148,7 @@ MISTAKES = [
     ("--name taken", "already holds an unfinished run; add --overwrite & --resume & --name"),
     ("--name thesis --overwrite", "holds files that are no run & choose another --name"),
     ("--name a/b", "name must be that of one directory, not 'a/b'; set --output"),
-    ("--output llama/config.json", "llama/config.json is a file; choose another"),
+    ("--output mixtral/config.json", "mixtral/config.json is a file; choose another"),
 ]
 """Flags of a person in a hurry, and parts of what is said."""
 
@@ -275,8 +275,8 @@ class TestCheck:
             shutil.copytree(model, tmp_path / "start" / part)
             (tmp_path / "start" / part / "model.safetensors").touch()
         (tmp_path / "start" / "config.json").write_text(json.dumps(StarPOConfig().to_dict()))
-        (tmp_path / "llama").mkdir()
-        (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "mixtral").mkdir()
+        (tmp_path / "mixtral" / "config.json").write_text('{"model_type": "mixtral"}')
         for name, files in (("taken", ("config.json", "metrics.jsonl")), ("thesis", ("a.tex",))):
             for file in files:
                 path = tmp_path / "runs" / name / file

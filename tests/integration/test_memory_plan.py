@@ -4,7 +4,6 @@ after a forward pass.
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,9 +109,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     and its positions.
     """
     groups = initialize(parallel)
-    # as on a GPU: what is compiled for a CPU keeps less
-    config = replace(transformer_config(hf, parallel), use_te_activation_func=False)
-    model = build_policy_model(hf, config, groups)
+    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # so long that each is a call of attention by itself, as all are on a GPU
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]

@@ -36,7 +36,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
 def report(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("compile")
     files = "--json", str(out / "report.json"), "--markdown", str(out / "report.md")
-    process = run_python("tools/bench_kernels.py", "--compile-only", *files)
+    process = run_python("tools/benchmarks/bench_kernels.py", "--compile-only", *files)
     assert process.returncode == 0, process.stdout + process.stderr
     return json.loads((out / "report.json").read_text()) | {
         "markdown": (out / "report.md").read_text()

@@ -25,20 +25,6 @@ def test_signatures_agree(name, kernel_device):
     assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(dispatch, name))
 
 
-COMPILED = {
-    "row_statistics": "compiled_rows",
-    "logits_gradient": "compiled_rows",
-    "token_losses": "compiled_token",
-    "policy_rows_": "compiled_rows",
-}
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_signatures_of_what_is_compiled_agree(name):
-    module = import_module(f"ragen_kernels.{COMPILED[name]}")
-    assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(dispatch, name))
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_device_decides(name, kernel_device, monkeypatch):
     """Without a GPU, on a tensor that only claims to be on one: the Triton function of the same

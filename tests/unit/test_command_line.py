@@ -15,7 +15,7 @@ from ragen_mega.commands.command_line import JSON, command, flag, parse
 from ragen_mega.data.launcher import run_ranks
 from ragen_mega.report import hardware
 from ragen_mega.report.provenance import read_settings
-from tools import bench_kernels, benchmark
+from tools.benchmarks import bench_kernels, harness
 
 FLAGS = (
     flag("--count", "a number", 3),
@@ -124,7 +124,7 @@ def test_jobs_take_turns() -> None:
         order.append(name)
         return len(order)
 
-    readings = benchmark.interleave({"a": lambda: job("a"), "b": lambda: job("b")}, 2, warmups=1)
+    readings = harness.interleave({"a": lambda: job("a"), "b": lambda: job("b")}, 2, warmups=1)
     assert order == ["a", "b"] * 3 and readings == {"a": [3, 5], "b": [4, 6]}
 
 
@@ -132,7 +132,7 @@ def test_jobs_take_turns() -> None:
 def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
     """It would be published as a result without readings."""
     with pytest.raises(ValueError, match=f"at least 1 repetition that counts, not {repetitions}"):
-        benchmark.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
+        harness.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
 
 
 def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
@@ -160,10 +160,10 @@ def test_a_report_is_printed_and_written(
     arguments = argparse.Namespace(
         json=paths["json"], markdown=paths["markdown"], plot=paths["svg"]
     )
-    report = benchmark.provenance() | {"spread": benchmark.spread([3.0, 1.0, 2.0])}
-    text = benchmark.table(("job", "s"), [("a", 2.0)])
+    report = harness.provenance() | {"spread": harness.spread([3.0, 1.0, 2.0])}
+    text = harness.table(("job", "s"), [("a", 2.0)])
     panels = {"seconds": {"a": [3.0, 1.0, 2.0], "b": [1.0]}}
-    benchmark.publish(arguments, report, text, panels)
+    harness.publish(arguments, report, text, panels)
     assert capsys.readouterr().out == text + "\n" == paths["markdown"].read_text()
     assert text.splitlines() == ["| job | s |", "| --- | --- |", "| a | 2.0 |"]
     written = json.loads(paths["json"].read_text())

@@ -193,7 +193,7 @@ def add_a_tensor(directory: Path) -> None:
 
 DAMAGE = {
     "architecture": (
-        lambda path: edit_config(path, model_type="llama"),
+        lambda path: edit_config(path, model_type="mixtral"),
         "model_type must be one of qwen2, qwen3",
     ),
     "unknown architecture": (

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from ragen_kernels.compiled import BLOCK
 from transformers import (
     PreTrainedModel,
     Qwen2Config,
@@ -25,6 +24,7 @@ from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import slots
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from tests.support.rounding import exact_logprobs
 
@@ -242,7 +242,7 @@ def test_shared_prefixes_change_nothing(
     model: PreTrainedModel, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = random.Random(4)
-    task = random_tokens(generator, 40)
+    task = random_tokens(generator, BLOCK)
     prompts = [task + random_tokens(generator, 20) for _ in range(3)] + [
         random_tokens(generator, 70)
     ]
@@ -266,7 +266,7 @@ def test_shared_prefixes_change_nothing(
     monkeypatch.setattr(KVCache, "share", recording_share)
     with_others = run(together())
     # Between tasks, and between copies but for the last token, whose logits are needed.
-    assert Counter(shared) == {40: 2, 59: 9}
+    assert Counter(shared) == {BLOCK: 2, BLOCK + 19: 9}
     shared.clear()
     for session, (tokens, answers) in enumerate(with_others):
         plain_tokens, plain = run(one(session))

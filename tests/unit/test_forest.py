@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragen_kernels.trained import forest_attention
 
 from ragen_mega.data.balance import TOKENS, Cost
 from ragen_mega.data.forest import Forest, PrefixOrder
@@ -16,6 +15,7 @@ from ragen_mega.data.packing import Part, costs_of, microbatch, pack, parts_of, 
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import attention
 from ragen_mega.megatron.attention import attend, schedule_of
+from ragen_mega.megatron.cpu.attention import forest_attention
 from ragen_mega.megatron.layers import PackedForest
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def by_trajectory(q, k, v, batch: TokenBatch) -> torch.Tensor:
 
 
 def packed_of(forest: Forest) -> PackedForest:
-    return PackedForest.of(forest, CPU, torch.arange(forest.num_nodes))
+    return PackedForest.of(forest, CPU)
 
 
 def by_chain(q, k, v, forest: Forest) -> torch.Tensor:
@@ -156,10 +156,8 @@ def by_chain(q, k, v, forest: Forest) -> torch.Tensor:
 
 
 def compiled(q, k, v, forest: Forest) -> torch.Tensor:
-    """[N, heads * dim] without rotation."""
-    ones = q.detach().new_ones(forest.num_nodes, q.shape[-1] // 2)
-    paths = packed_of(forest).paths
-    return forest_attention(q, k, v, ones, ones - 1, paths, q.shape[-1] ** -0.5)
+    """[N, heads * dim] as a CPU computes it."""
+    return forest_attention(q, k, v, forest, q.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize("way", ["runs", "repeated keys", "chains", "compiled"])

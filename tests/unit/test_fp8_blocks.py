@@ -65,11 +65,11 @@ def test_cutting_and_quantizing_commute() -> None:
     torch.manual_seed(0)
     weights = dict(Qwen2ForCausalLM(CONFIG).state_dict())
     check_blocks(CONFIG, 2)
-    whole = dict(quantize_stream(cut_stream(weights.items(), CONFIG, 0, 1)))
+    whole = dict(quantize_stream(cut_stream(weights.items(), CONFIG, 0, 1), CONFIG))
     names = {name for name in whole if name.endswith(SCALES)}
     assert len(names) == 4
     for rank in range(2):
-        part = dict(quantize_stream(cut_stream(weights.items(), CONFIG, rank, 2)))
+        part = dict(quantize_stream(cut_stream(weights.items(), CONFIG, rank, 2), CONFIG))
         assert part.keys() == whole.keys()
         for dim, layer in ((1, "self_attn.o_proj"), (1, "mlp.down_proj")):
             for suffix in (".weight", ".weight" + SCALES):

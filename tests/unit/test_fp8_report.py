@@ -18,8 +18,8 @@ from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.models.huggingface import random_weights
-from tools import fp8_report
-from tools.fp8_report import (
+from tools.benchmarks import fp8_report
+from tools.benchmarks.fp8_report import (
     BF16,
     break_even_size,
     break_even_tokens,
@@ -251,7 +251,7 @@ def test_every_variant_is_a_valid_configuration() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_and_exit_code_2() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/fp8_report.py")],
+        [sys.executable, str(ROOT / "tools/benchmarks/fp8_report.py")],
         capture_output=True,
         text=True,
         timeout=280,

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from ragen_kernels.compiled import BLOCK
 from transformers import Qwen2Config
 
+from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.shape import ModelShape
 
@@ -43,11 +43,12 @@ def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
             cache.reserve(np.array([slot]), np.array([len(rows[slot])]))
             blocks, inside = (x[start:] for x in places(cache, slot, len(rows[slot])))
             for number, layer in enumerate(cache.layers):
-                keys = layer[:, :, 0].reshape(len(layer), 1, 2, BLOCK)
-                keys[blocks, :, :, inside] = np.array(rows[slot][start:])[:, None, None] + number
-                values = layer[:, :, 1].reshape(len(layer), 1, BLOCK, 2)
-                values[blocks, :, inside] = -np.array(rows[slot][start:])[:, None, None] - number
-                assert np.shares_memory(keys, layer) and np.shares_memory(values, layer)
+                layer[blocks, :, 0, :, inside] = (
+                    np.array(rows[slot][start:])[:, None, None] + number
+                )
+                layer[blocks, :, 1, :, inside] = (
+                    -np.array(rows[slot][start:])[:, None, None] - number
+                )
         elif action == "cut":
             length = generator.randint(0, len(rows[slot]))
             cache.cut(slot, length)
@@ -63,8 +64,8 @@ def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
         for other, expected in enumerate(rows):
             blocks, inside = places(cache, other, len(expected))
             for number, layer in enumerate(cache.layers):
-                keys = layer[:, :, 0].reshape(len(layer), 2, BLOCK)[blocks, :, inside]
-                values = layer[:, :, 1].reshape(len(layer), BLOCK, 2)[blocks, inside]
+                keys = layer[blocks, 0, 0, :, inside]
+                values = layer[blocks, 0, 1, :, inside]
                 assert (keys == np.array(expected)[:, None] + number).all()
                 assert (values == -np.array(expected)[:, None] - number).all()
     for slot in range(SLOTS):

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from ragen_kernels.compiled import VOCABULARY_BLOCK as BLOCK
 from torch import Tensor
 
+from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK as BLOCK
 from ragen_mega.engines.embedded.sampling import sample
 
 # One token, one block, two, a last block of one token, and that of Qwen2.5.

@@ -269,7 +269,7 @@ def test_linear_weights_in_fp8(
     transfer = kind(CONFIG, WHOLE, torch.bfloat16, fp8=True, bucket_bytes=BUCKET)
     expected = {
         name: tensor if tensor.dtype.itemsize == 1 or "scale" in name else tensor.bfloat16()
-        for name, tensor in quantize_stream(weights.items())
+        for name, tensor in quantize_stream(weights.items(), CONFIG)
     }
     model = Holder({})
     model.held = {

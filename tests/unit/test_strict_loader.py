@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -31,13 +33,21 @@ from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
-from ragen_mega.models.shape import FAMILIES, ModelShape
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 
-CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CLASSES = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+}
+OWN = {"qwen3": {"head_dim": 12}, "mistral": {"sliding_window": None}}
+"""Entries in which a family's model differs from the others."""
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -62,8 +72,7 @@ def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
 
 
 def model_config(family: str, **changes) -> PretrainedConfig:
-    extra = {"head_dim": 12} if family == "qwen3" else {}
-    return CLASSES[family](**SIZES | extra | changes)
+    return CLASSES[family](**SIZES | OWN.get(family, {}) | changes)
 
 
 def write_model(directory: Path, family: str = "qwen2", **changes) -> Path:
@@ -157,13 +166,27 @@ REFUSED: dict[str, tuple] = {
     ),
     "heads": (edit_config(num_attention_heads=3, head_dim=8), r"must be a multiple of num_key"),
     "zero": (edit_config(rms_norm_eps=0.0), "rms_norm_eps in config.json must be above 0, not 0.0"),
-    "other family": (edit_config(model_type="llama"), "model_type must be one of qwen2, qwen3"),
+    "other family": (edit_config(model_type="mixtral"), "model_type must be one of qwen2, qwen3"),
     "quantisation": (
         edit_config(quantization_config={"quant_method": "awq", "bits": 4}),
         "quantization_config in config.json must be absent or FP8",
     ),
     "biases in Qwen3": (
         edit_config(attention_bias=True), "attention_bias .* must be false", "qwen3",
+    ),
+    "window of Mistral": (
+        edit_config(sliding_window=4), "sliding_window .* must be null, not 4", "mistral",
+    ),
+    "biases in Llama": (edit_config(mlp_bias=True), "mlp_bias .* must be false", "llama"),
+    "scaled positions of Llama 3.1": (
+        edit_config(
+            rope_scaling={
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            }
+        ),
+        "rope_parameters .* must be of rope_type 'default' .*'llama3'.*: load a Llama without",
+        "llama",
     ),
     "rows in the vocabulary": (
         edit_config(vocab_size=80), r"embed_tokens.weight has shape \[67, 32\] .* \[80, 32\]",
@@ -216,7 +239,7 @@ def test_refused_by_training_and_conversion_in_the_same_words(case: str, tmp_pat
     write = write_fp8 if on == ["fp8"] else write_model
     start = write(
         tmp_path / "start",
-        "qwen3" if on == ["qwen3"] else "qwen2",
+        on[0] if on and on[0] in CLASSES else "qwen2",
         tie_word_embeddings=on == ["tied"],
     )
     convert(start, tmp_path / "good")
@@ -254,14 +277,14 @@ OTHER_VALUES = {
     "use_cache": False, "output_hidden_states": True, "return_dict": True,
     "chunk_size_feed_forward": 1, "id2label": {"0": "a"}, "label2id": {"a": 0},
     "problem_type": "regression", "pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3,
-    "sliding_window": 2, "max_window_layers": 0,
+    "sliding_window": 2, "max_window_layers": 0, "pretraining_tp": 2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_every_field_of_the_config_class_is_listed_once(family: str) -> None:
     ours = FAMILIES[family]
-    assert FAMILIES.keys() == CLASSES.keys() and ours.neutral == OTHER_VALUES.keys()
+    assert FAMILIES.keys() == CLASSES.keys() and ours.neutral <= OTHER_VALUES.keys()
     listed = [*ours.computed, *ours.limits, *ours.neutral]
     assert len(listed) == len(set(listed))
     fields = {field.name for field in dataclasses.fields(CLASSES[family])}
@@ -334,10 +357,11 @@ def test_what_is_accepted_is_computed_as_transformers_does(
         engine.load_weights((name, read(name)) for name in read.names())
 
 
-def test_neutral_entries_change_nothing(tmp_path: Path) -> None:
-    start = write_model(tmp_path / "start")
+@pytest.mark.parametrize("family", CLASSES)
+def test_neutral_entries_change_nothing(family: str, tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start", family)
     expected = transformers_logits(start)
-    edit_config(**OTHER_VALUES)(start)
+    edit_config(**{name: OTHER_VALUES[name] for name in FAMILIES[family].neutral})(start)
     assert torch.equal(transformers_logits(start), expected)
     assert_close(our_logits(start), expected)
 

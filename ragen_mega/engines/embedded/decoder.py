@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ragen_kernels import compiled
-from ragen_kernels.compiled import Integers, Reals, in_parts
 from torch import Tensor
 
+from ragen_mega.data.jit import Integers, Reals, in_parts
+from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
@@ -149,7 +149,7 @@ class Decoder:
             self._normalize(work, layer.input_norm)
             torch.mm(work.normalized, layer.qkv, out=work.qkv)
             qkv = work.qkv_array
-            compiled.rotate_and_store(
+            kernels.rotate_and_store(
                 qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, self._epsilon, self._cosines,
                 self._sines, rows, positions, cache.table, blocks,
             )  # fmt: skip
@@ -158,13 +158,13 @@ class Decoder:
                 work = self.workspace(len(wanted))
                 work.hidden.copy_(hidden)
             in_parts(
-                compiled.attend, len(queries), qkv, queries, rows, positions, cache.table, blocks,
+                kernels.attend, len(queries), qkv, queries, rows, positions, cache.table, blocks,
                 work.attended_array,
             )  # fmt: skip
             work.hidden.addmm_(work.attended, layer.output)
             self._normalize(work, layer.mlp_norm)
             torch.mm(work.normalized, layer.gate_up, out=work.gate_up)
-            compiled.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
+            kernels.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
             work.hidden.addmm_(work.gated, layer.down)
         self._normalize(work, self._norm)
         return work.normalized
@@ -175,7 +175,7 @@ class Decoder:
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
         hidden, out = work.hidden_array, work.normalized_array
-        compiled.normalize(0, len(hidden), hidden, weight, self._epsilon, out)
+        kernels.normalize(0, len(hidden), hidden, weight, self._epsilon, out)
 
 
 def _receive(

@@ -8,8 +8,8 @@ that (cf. Hydragen, arXiv:2402.05099, section 3).
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ragen_kernels.compiled import BLOCK
 
+from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.models.shape import ModelShape
 
 
@@ -25,11 +25,10 @@ class KVCache:
     ) -> None:
         per_slot = -(-max_context // BLOCK)
         num_blocks = num_slots * per_slot
-        size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim * BLOCK)
+        size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim, BLOCK)
         real = np.float64 if dtype == torch.float64 else np.float32
-        # Per layer [blocks, kv_heads, keys or values, d * BLOCK]; the keys of a block are [d,
-        # BLOCK], its values [BLOCK, d], so that scores and sums are both taken along a line. Pages
-        # that are never written take no memory.
+        # Per layer [blocks, kv_heads, keys or values, d, BLOCK], so that scores and sums are both
+        # taken along lines of positions. Pages that are never written take no memory.
         self.layers = [np.zeros(size, dtype=real) for _ in range(shape.num_layers)]
         self.table = np.zeros((num_slots, per_slot), dtype=np.int64)
         self._num_held = np.zeros(num_slots, dtype=np.int64)  # blocks of each slot

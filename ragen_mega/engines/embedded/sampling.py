@@ -9,8 +9,10 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from ragen_kernels import compiled
-from ragen_kernels.compiled import VOCABULARY_BLOCK, Integers, Reals, in_parts
+
+from ragen_mega.data.jit import Integers, Reals, in_parts
+from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
@@ -35,7 +37,7 @@ def sample(
     num_rows, vocab = logits.shape
     tokens = np.empty(num_rows, dtype=np.int64)
     masses = np.empty((num_rows, -(-vocab // VOCABULARY_BLOCK)))
-    in_parts(compiled.exponentiate, num_rows, logits, inverse_temperature, masses)
+    in_parts(kernels.exponentiate, num_rows, logits, inverse_temperature, masses)
     total = masses.sum(axis=-1)
     if not math.isfinite(total.sum()):
         raise FloatingPointError(
@@ -46,7 +48,7 @@ def sample(
         drawn_from = _nucleus(logits, total, top_p)
         starts = np.arange(0, vocab, VOCABULARY_BLOCK)
         masses = np.add.reduceat(drawn_from, starts, axis=-1, dtype=np.float64)
-    compiled.draw(drawn_from, masses, uniform, greedy, tokens)
+    kernels.draw(drawn_from, masses, uniform, greedy, tokens)
     weights = logits[np.arange(num_rows), tokens]
     return tokens, np.log(weights / total).astype(logits.dtype)
 

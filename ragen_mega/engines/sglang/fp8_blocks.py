@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.models.server_cut import head_rows, is_linear
+from ragen_mega.models.cuts import head_rows
+from ragen_mega.models.server_cut import linear_names
+from ragen_mega.models.shape import ModelShape
 
 BLOCK = 128
 SCALES = "_scale_inv"
@@ -42,12 +44,15 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.float8_e4m3fn), scales
 
 
-def quantize_stream(shards: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def quantize_stream(
+    shards: Iterable[tuple[str, Tensor]], hf: PretrainedConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Stream of (SGLang's name, shard) with each linear weight of a layer as e4m3 values, and after
     it its scales.
     """
+    linear = linear_names(hf)
     for name, tensor in shards:
-        if is_linear(name):
+        if name in linear:
             values, scales = quantize(tensor)
             yield name, values
             yield name + SCALES, scales
@@ -59,7 +64,7 @@ def check_blocks(hf: PretrainedConfig, size: int) -> None:
     """Raise ValueError if a block of a weight that is cut over `size` ranks would span two ranks,
     or two of q, k, v.
     """
-    query, key = head_rows(hf, 0, size)
+    query, key = head_rows(ModelShape.of(hf), 0, size)
     lengths = {
         "the query heads of a rank": query.stop - query.start,
         "its key-value heads": key.stop - key.start,

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ class WeightTransfer(ABC):
         self._shard = shard
         self._group = group
         self._sent: list[list[Message]] = []  # the last complete stream
-        self._prepare = quantize_stream if fp8 else iter
+        self._prepare = partial(quantize_stream, hf=model_config) if fp8 else iter
         with torch.device("meta"):  # without memory
             full = AutoModelForCausalLM.from_config(model_config, dtype=dtype).state_dict()
             cut = cut_stream(full.items(), model_config, *shard)

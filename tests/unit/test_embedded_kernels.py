@@ -1,19 +1,20 @@
-"""Compiled kernels of the embedded engine against brute force in float64; what one item gives does
-not depend on the others, nor on the number of threads.
+"""Compiled kernels of the embedded engine against brute force in float64. The result for one item
+does not depend on the others, nor on the number of threads.
 """
 
 import numpy as np
 import pytest
-import torch
 from numba.core import caching
 from numpy.typing import NDArray
-from ragen_kernels import compiled, compiled_rows, reference
-from ragen_kernels.compiled import BLOCK, TILE, VOCABULARY_BLOCK, in_parts
-from ragen_kernels.vocab import RowStatistics, VocabShard
+
+from ragen_mega.data import jit
+from ragen_mega.data.jit import in_parts
+from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK
 
 Reals = NDArray[np.float64]
 REALS = (np.float32, np.float64)
-THETA, EPSILON, CONTEXT = 1e4, 1e-6, 200
+THETA, EPSILON, CONTEXT = 1e4, 1e-6, 4 * BLOCK
 SLOTS = 7
 # (kv_heads, queries of each, d): widths of one vector, of several, and of what is left over
 HEADS = [(2, 2, 24), (1, 1, 2), (3, 3, 14), (1, 7, 64), (2, 4, 38), (2, 8, 128)]
@@ -29,12 +30,12 @@ def test_norm_and_gate(real: type) -> None:
     generator = np.random.default_rng(0)
     x, weight = generator.normal(size=(5, 37)).astype(real), generator.normal(size=37).astype(real)
     out = np.empty_like(x)
-    compiled.normalize(0, len(x), x, weight, real(EPSILON), out)
+    kernels.normalize(0, len(x), x, weight, real(EPSILON), out)
     exact = x.astype(np.float64)
     assert close(out, exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * weight)
     gate_up, out = (30 * generator.normal(size=(5, 2, 37))).astype(real), np.empty((5, 37), real)
     gate_up[0, 0, :4] = -1000.0, 1000.0, 0.0, -88.0
-    compiled.gate(0, len(out), gate_up, out)
+    kernels.gate(0, len(out), gate_up, out)
     gate, up = gate_up.astype(np.float64).swapaxes(0, 1)
     assert close(out, gate * np.exp(-np.logaddexp(0.0, -gate)) * up)
 
@@ -46,13 +47,13 @@ class Batch:
         self.kv_heads, self.group, self.d = heads
         self.real = real
         generator = np.random.default_rng(1)
-        counts, starts = np.array([1, TILE + 5, 9]), np.array([BLOCK, 0, 3 * BLOCK - 5])
+        counts, starts = np.array([1, 21, 9]), np.array([BLOCK, 0, 3 * BLOCK - 5])
         self.rows = np.repeat([4, 2, 0], counts)
         self.positions = np.concatenate([*map(np.arange, starts, starts + counts)])
         self.last = counts.cumsum() - 1
         per_slot = 4
         self.table = generator.permutation(SLOTS * per_slot).reshape(SLOTS, per_slot)
-        size = (SLOTS * per_slot, self.kv_heads, 2, self.d * BLOCK)
+        size = (SLOTS * per_slot, self.kv_heads, 2, self.d, BLOCK)
         self.blocks = generator.normal(size=size).astype(real)
         num_heads, half = self.kv_heads * (self.group + 2), (2, self.d // 2)
 
@@ -82,7 +83,7 @@ class Batch:
         return x.reshape(*x.shape[:2], self.d)
 
     def store(self) -> None:
-        compiled.rotate_and_store(
+        kernels.rotate_and_store(
             self.qkv, self.bias, self.q_norm, self.k_norm, self.real(EPSILON), self.cosines,
             self.sines, self.rows, self.positions, self.table, self.blocks,
         )  # fmt: skip
@@ -90,7 +91,7 @@ class Batch:
     def attend(self, queries: NDArray[np.int64]) -> NDArray:
         out = np.empty((len(queries), self.kv_heads * self.group, self.d), self.real)
         in_parts(
-            compiled.attend, len(queries), self.qkv, queries, self.rows, self.positions,
+            kernels.attend, len(queries), self.qkv, queries, self.rows, self.positions,
             self.table, self.blocks, out,
         )  # fmt: skip
         return out
@@ -98,11 +99,12 @@ class Batch:
     def cached(self, token: int) -> tuple[Reals, Reals]:
         """Keys and values [kv_heads, positions, d] that the token sees, read block by block."""
         blocks = self.blocks[self.table[self.rows[token]]].astype(np.float64)
-        keys = blocks[:, :, 0].reshape(len(blocks), self.kv_heads, self.d, BLOCK)
-        values = blocks[:, :, 1].reshape(len(blocks), self.kv_heads, BLOCK, self.d)
         end = self.positions[token] + 1
-        keys = np.concatenate(keys.swapaxes(2, 3), axis=1)[:, :end]
-        return keys, np.concatenate(values, axis=1)[:, :end]
+        keys, values = (
+            np.concatenate(x.swapaxes(2, 3), axis=1)[:, :end]
+            for x in (blocks[:, :, 0], blocks[:, :, 1])
+        )
+        return keys, values
 
 
 @pytest.mark.parametrize("real", REALS)
@@ -123,8 +125,7 @@ def test_attention(
         assert close(keys[:, -1].astype(real), exact[token, num_q : num_q + kv_heads])
         assert close(values[:, -1].astype(real), exact[token, num_q + kv_heads :])
         block, place = batch.table[row, position // BLOCK], position % BLOCK
-        written[block, :, 0].reshape(kv_heads, d, BLOCK)[..., place] = True
-        written[block, :, 1].reshape(kv_heads, BLOCK, d)[:, place] = True
+        written[block, ..., place] = True
     assert np.array_equal(batch.blocks[~written], before[~written])  # nothing else
 
     out = batch.attend(np.arange(len(batch.rows)))
@@ -151,7 +152,7 @@ def test_a_number_that_is_none_stays_one(real: type) -> None:
     assert np.isnan(out[3, 0]).all() and np.isfinite(out[3, 1:]).all()
     gate_up, out = np.zeros((1, 2, 20), real), np.empty((1, 20), real)
     gate_up[0, 0, 5] = np.nan
-    compiled.gate(0, len(out), gate_up, out)
+    kernels.gate(0, len(out), gate_up, out)
     assert np.isnan(out[0, 5]) and np.isfinite(np.delete(out[0], 5)).all()
 
 
@@ -162,7 +163,7 @@ def test_exponentials(real: type, threads: int) -> None:
     logits = np.stack([np.linspace(-90.0, 3.0, size), np.linspace(5.0, 4.999, size)]).astype(real)
     weights, masses = logits.copy(), np.empty((2, 3))
     inverse_temperature = np.array([1.0, 2.0], real)
-    in_parts(compiled.exponentiate, 2, weights, inverse_temperature, masses)
+    in_parts(kernels.exponentiate, 2, weights, inverse_temperature, masses)
     scaled = (logits * inverse_temperature[:, None]).astype(np.float64)
     distance = scaled - scaled.max(-1, keepdims=True)
     lost = distance < -87.0
@@ -176,33 +177,9 @@ def test_exponentials(real: type, threads: int) -> None:
     assert np.abs(masses / exact - 1).max() < 64 * np.finfo(real).eps
 
 
-@pytest.mark.parametrize("real", [torch.float32, torch.float64])
-def test_softmax_rows_are_those_of_the_definition(real: torch.dtype, threads: int) -> None:
-    """Of a shard, over several blocks of its vocabulary, in rows with a gap between them."""
-    size, start, temperature = 2 * VOCABULARY_BLOCK + 77, 100, 0.7
-    shard = VocabShard(start, size, start + size + 50, None)
-    generator = torch.Generator().manual_seed(0)
-    exact = 5 * torch.randn(9, size + 3, dtype=torch.float64, generator=generator)
-    logits = torch.zeros(9, size + 19, dtype=real)[:, : size + 3].copy_(exact)
-    labels = torch.tensor([start, start + size - 1, 0, start + size, 500, 501, 502, 503, 99])
-    found = compiled_rows.row_statistics(logits, labels, shard, temperature)
-    truth = reference.row_statistics(exact, labels, shard, temperature)
-    for ours, theirs in zip(found, truth, strict=True):
-        assert ours.dtype == real and close(ours.numpy(), theirs.numpy())
-    derivatives = torch.randn(2, 9, dtype=torch.float64, generator=generator)
-    for d_logprobs, d_entropy in (derivatives, (derivatives[0], None)):
-        theirs = reference.logits_gradient(
-            exact, torch.empty_like(exact), labels, truth, d_logprobs, d_entropy, shard, temperature
-        )
-        given = d_logprobs.to(real), None if d_entropy is None else d_entropy.to(real)
-        rows, out = RowStatistics(*(one.to(real) for one in truth)), logits.clone()
-        compiled_rows.logits_gradient(out, out, labels, rows, *given, shard, temperature)
-        assert close(out.numpy(), theirs.numpy()) and not out[:, size:].any()
-
-
 def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    double = compiled.jit(fastmath=())(lambda x: 2 * x)
+    double = jit.jit(fastmath=())(lambda x: 2 * x)
     assert double(21) == 42

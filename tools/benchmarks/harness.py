@@ -20,7 +20,7 @@ from ragen_mega.report.provenance import provenance as provenance
 from ragen_mega.run.timers import seconds_of
 
 sys.path.append(
-    str(Path(__file__).parents[1] / "kernels")
+    str(Path(__file__).parents[2] / "kernels")
 )  # for `benchmarks`, which is not installed
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Everything that megatron-core needs to run on a CPU over gloo; no other file knows of it.
+"""Everything that megatron-core needs to run on a CPU over gloo.
 
 megatron-core 0.16 creates some tensors on the literal device "cuda", asks for
 `torch.cuda.current_device()` and compares type names with "torch.cuda.FloatTensor". `install()`

@@ -1,8 +1,8 @@
 """What FP8 costs and brings here: drift of log-probabilities against bfloat16, and the shapes from
 which a recipe pays.
 
-    python tools/fp8_report.py --json fp8.json --markdown fp8.md
-    python tools/fp8_report.py --load Qwen/Qwen2.5-0.5B-Instruct --recipes tensorwise blockwise
+    python tools/benchmarks/fp8_report.py --json fp8.json --markdown fp8.md
+    python tools/benchmarks/fp8_report.py --load MODEL --recipes tensorwise blockwise
 
 Drift: log-probabilities of tokens that the bfloat16 policy itself samples, under every recipe that
 this GPU computes, beside what bfloat16 loses against float32 and what Transformer Engine's layers
@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from benchmark import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
+from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
 from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config

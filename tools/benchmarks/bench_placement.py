@@ -1,7 +1,7 @@
 """Time training steps with ranks that sample beside ranks that train, against ranks that do both in
 turns.
 
-    python tools/bench_placement.py --json placement.json
+    python tools/benchmarks/bench_placement.py --json placement.json
 
 Two ranks, a small model with random weights and an environment of which every step takes --latency
 seconds. Runs of the two placements alternate; `separate` has one rank that samples, one step ahead
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from bench_step import ended
-from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
+from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from random_models import write_checkpoint
 
 from ragen_mega.commands.command_line import command, flag
@@ -90,7 +90,8 @@ def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[s
     places = ("--environment-options", options, "--load", str(arguments.output / "checkpoint"))
     words = (*flags, *places, "--output", str(arguments.output), *PLACEMENTS[placement])
     here = Path(__file__).resolve().parent
-    paths = [str(here), str(here.parent), str(here.parent / "kernels")]
+    root = here.parents[1]
+    paths = [str(here), str(root), str(root / "kernels")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     stamps: list[float] = []
     with log.open("wb") as file:

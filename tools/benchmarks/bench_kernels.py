@@ -2,9 +2,10 @@
 """Roofline table of the fused kernels: time, share of the copy bandwidth or of the GEMM rate,
 memory and error; or, without a GPU, what their machine code uses on sm_90.
 
-    python tools/bench_kernels.py --json docs/benchmarks/kernels.json \\
+    python tools/benchmarks/bench_kernels.py --json docs/benchmarks/kernels.json \\
         --plot docs/benchmarks/kernels.svg
-    python tools/bench_kernels.py --compile-only --json docs/benchmarks/kernels_sm90_static.json \\
+    python tools/benchmarks/bench_kernels.py --compile-only \\
+        --json docs/benchmarks/kernels_sm90_static.json \\
         --markdown docs/benchmarks/kernels_sm90_static.md
 
 Implementations of one job take turns, inputs rotate over sets that together exceed L2, and what an
@@ -23,7 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from benchmark import (
+from benchmarks import peers
+from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
+from harness import (
     OUTPUTS,
     interleave,
     long_copy_bytes,
@@ -33,8 +36,6 @@ from benchmark import (
     seconds_of,
     table,
 )
-from benchmarks import peers
-from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
 from ragen_kernels.launch import accumulate_matmul
 
 from ragen_mega.commands.command_line import command, flag

@@ -1,7 +1,7 @@
 """A whole training step against TRL's GRPOTrainer: rollout, advantages, update; one turn, and five
 turns with an environment.
 
-    python tools/bench_peers.py --json out.json
+    python tools/benchmarks/bench_peers.py --json out.json
 
 Same model, tokenizer, prompts, number of sampled tokens, objective, optimizer and threads. The two
 are processes that take turns, a step each, so that other load affects both alike; CPU seconds are
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
+from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import Settings
 
 from ragen_mega.commands.command_line import command, flag
@@ -31,8 +31,8 @@ from ragen_mega.commands.launch import HUGE_PAGES
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.warm_start.small_model import write_small_model
 
-TOOLS = Path(__file__).parent
-ENVIRONMENT = TOOLS.parent / ".venv-trl"
+TOOLS = Path(__file__).parent  # which holds peers.py
+ENVIRONMENT = TOOLS.parents[1] / ".venv-trl"
 PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 FLAGS = (
     *OUTPUTS,

@@ -1,7 +1,7 @@
-"""One side of tools/bench_peers.py: trains, a step whenever it is told to, with ragen_mega or with
+"""One side of bench_peers.py: trains, a step whenever it is told to, with ragen_mega or with
 TRL's GRPOTrainer, each in its own process and environment.
 
-    python tools/peers.py ours|trl SETTINGS.json REPLY_FD
+    python tools/benchmarks/peers.py ours|trl SETTINGS.json REPLY_FD
 
 Both sample a fixed number of tokens in every turn: stop tokens are ignored and the environment is
 given an empty answer. Of ragen_mega TRL's side uses the environment, the prompts and the renderer.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # TRL's environment has no ragen_mega
+sys.path.insert(0, str(Path(__file__).parents[2]))  # TRL's environment has no ragen_mega
 
 from ragen_mega.algorithm.tables import REWARDS
 from ragen_mega.config import StarPOConfig, parse

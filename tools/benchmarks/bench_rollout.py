@@ -1,7 +1,7 @@
 """Sampled tokens per second of the embedded engine against `transformers` generate, called once per
 turn.
 
-    python tools/bench_rollout.py --json out.json
+    python tools/benchmarks/bench_rollout.py --json out.json
 
 Both play the same FrozenLake episodes with the same weights and sample the same number of tokens in
 every turn: stop tokens are ignored, and the environment is given an empty answer, so that every
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import OUTPUTS, interleave, provenance, publish, spread, table
+from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import DeafRenderer, play_turns
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

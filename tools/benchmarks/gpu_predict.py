@@ -1,6 +1,6 @@
 """What tools/gpu_check.sh will measure on one GPU, predicted from the plan and from rooflines:
 
-    python tools/gpu_predict.py > docs/benchmarks/gpu_day_predicted.md
+    python tools/benchmarks/gpu_predict.py > docs/benchmarks/gpu_day_predicted.md
 
 The report of tools/gpu_check.sh sets measured figures beside this table. A row names a figure, its
 place in report.json, and a prediction for each kind of GPU. Nothing here was fitted to a GPU of
@@ -42,14 +42,15 @@ WIDTHS = (896, 3584)
 MISMATCH = 0.5
 """Assumed: the largest difference of log-probabilities of two engines in bfloat16."""
 RESPONSE = 68
-"""Sampled tokens of a turn in tools/bench_step.py: a random model hardly ever ends early."""
+"""Sampled tokens of a turn in bench_step.py: a random model hardly ever ends early."""
 PROMPT = 119.0
 """Tokens before each turn there, counted on a CPU: 593 of Sokoban in five turns."""
 HEAD = """# The GPU day, predicted
 
-Written by `python tools/gpu_predict.py` before any GPU was there; nothing was measured. Seconds of
-a step are those of [the predictor](../predictor.md), whose interval is wide. Times of kernels are
-rooflines: {share:.0%} of the bandwidth of a copy, which is taken as {copy:.0%} of the data sheet's.
+Written by `python tools/benchmarks/gpu_predict.py` before any GPU was there; nothing was measured.
+Seconds of a step are those of [the predictor](../predictor.md), whose interval is wide. Times of
+kernels are rooflines: {share:.0%} of the bandwidth of a copy, which is taken as {copy:.0%} of the
+data sheet's.
 `tools/gpu_check.sh` prints what it measures beside these numbers.
 """
 
@@ -75,7 +76,7 @@ def kernels(machine: Machine) -> Figures:
 
 
 def steps(machine: Machine, keep: float) -> Figures:
-    """A StarPO step of tools/bench_step.py that keeps a share of the groups."""
+    """A StarPO step of tools/benchmarks/bench_step.py that keeps a share of the groups."""
     asked = SimpleNamespace(
         num_groups=8,
         group_size=16,

@@ -1,8 +1,8 @@
 """Time whole StarPO-S steps of a model of a real size: rollout, weight sync, advantages and
 updates, phase by phase.
 
-    python tools/bench_step.py --json step.json   # Qwen2.5-0.5B, on a GPU with SGLang's rollouts
-    python tools/bench_step.py --keep 0.25 -- --sglang-python PYTHON --offload turns
+    python tools/benchmarks/bench_step.py --json step.json   # Qwen2.5-0.5B on a GPU, with SGLang
+    python tools/benchmarks/bench_step.py --keep 0.25 -- --sglang-python PYTHON --offload turns
 
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
 32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 import torch
-from benchmark import OUTPUTS, provenance, publish, spread, table
+from harness import OUTPUTS, provenance, publish, spread, table
 from random_models import model_config, write_checkpoint
 
 from ragen_mega.commands.command_line import command, flag

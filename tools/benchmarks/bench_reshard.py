@@ -1,7 +1,7 @@
 """Time a weight sync, trainer shards -> rollout engine, at the shapes of Qwen2.5 0.5B to 72B,
 against the bound of its links.
 
-    python tools/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 \\
+    python tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2 --json reshard.json
 
 It starts TP x PP processes over gloo (over NCCL, one device each, where CUDA is available; that has
@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
+from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
 from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -53,7 +53,8 @@ from ragen_mega.megatron.resharding import (
     gather,
 )
 from ragen_mega.megatron.weights import slots
-from ragen_mega.models.server_cut import cut_stream, engine_name, head_rows
+from ragen_mega.models.cuts import head_rows
+from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.metrics import write_json
 
@@ -153,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     def stream(path: str) -> Iterator[tuple[str, Tensor]]:
         traffic[path] = Traffic()
         if path == "aligned":
-            return aligned(plan, tensors, rollout_tp, traffic[path])
+            return aligned(plan, tensors, traffic[path])
         return cut_stream(gather(plan, tensors, traffic[path]), hf, engine_rank, rollout_tp)
 
     paths = ["gather", "aligned"] if rollout_tp == groups.tp.size() else ["gather"]
@@ -163,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, tensor in stream(path):
             sums |= checksums([(name, tensor)])
             sizes.append(tensor.nbytes)
-        check_names(list(sums), {engine_name(name) for name in plan.names})
+        check_names(list(sums), {entry.slot.server for entry in plan.entries})
         check_checksums(found or sums, sums)
         found = sums
     engine_bytes = sum(sizes)
@@ -288,7 +289,7 @@ def main(arguments: argparse.Namespace) -> None:
     if has_cuda:
         budget = 0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks))
     hf = fitting_config(arguments, arguments.memory_gb * 1e9 if arguments.memory_gb else budget)
-    head_rows(hf, 0, arguments.rollout_tensor_parallel_size)
+    head_rows(ModelShape.of(hf), 0, arguments.rollout_tensor_parallel_size)
     size = ("--num-layers", hf.num_hidden_layers, "--vocab-size", hf.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

@@ -1,0 +1,33 @@
+"""Qwen3, dense (arXiv:2505.09388)."""
+
+from ragen_mega.models.cuts import REPLICATED
+from ragen_mega.models.families import dense
+from ragen_mega.models.families.qwen2 import NEUTRAL, limits
+from ragen_mega.models.family import Family, Limit, Weight
+
+_QK_NORMS = tuple(
+    Weight(
+        f"self_attention.{x}_layernorm.weight",
+        REPLICATED,
+        {f"self_attn.{x}_norm.weight": ("head_dim",)},
+    )
+    for x in "qk"
+)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    outer=dense.OUTER,
+    layer=(*dense.ATTENTION, *_QK_NORMS, *dense.MLP),
+    computed=dense.COMPUTED,
+    # It would give the output projection a bias too, which megatron-core has with biases of the
+    # feed-forward layers or not at all.
+    limits=limits("Qwen3ForCausalLM")
+    | {
+        "attention_bias": Limit(
+            lambda value: value is False, "false", "no released Qwen3 has it, load one of those"
+        )
+    },
+    neutral=NEUTRAL,
+    overrides={"qk_layernorm": True},
+)
