@@ -163,8 +163,8 @@ class Trajectory:
         rollout_logprobs   0  0  0  -1 -2   0  0  -1
         turns             [Turn(3, 5), Turn(7, 8)]
 
-    Tokens, mask and log-probabilities are lists while it is played; of a trajectory that another
-    rank has sent they are `Packed`, and of one that it holds `Elsewhere`.
+    Tokens, mask and log-probabilities are lists while the trajectory is played. They are `Packed`
+    when they come from another rank or from a file, and `Elsewhere` while another rank holds them.
 
     Where the policy sees only a window of its turns, the prompt of a turn need not continue the
     previous one. It then starts a new segment, in which earlier answers are context like any other.
@@ -219,8 +219,8 @@ class Trajectory:
 
     def without_tokens(self) -> Trajectory:
         """Return a copy as it was before its first token."""
-        sampled = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "turns": []}
-        return replace(self, **sampled, breaks=[], further_fields=_no_values())
+        empty = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "turns": [], "breaks": []}
+        return replace(self, **empty, further_fields=_no_values())
 
     def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +144,15 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
         "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
     }
-    for name, row in recorded_fields().items():  # [sum L, ...]
+    columns = {}  # [sum L, ...]
+    for name, row in recorded_fields().items():
         parts = (row.array(t.token_fields[name]) for t in trajectories)
-        tensors[name] = torch.from_numpy(np.concatenate([row.defaults(0), *parts]))
+        columns[name] = torch.from_numpy(np.concatenate([row.defaults(0), *parts]))
     facts = [
         [t.environment, [_to_json(dict(turn.info)) for turn in t.turns], t.breaks]
         for t in trajectories
     ]
-    return tensors, facts
+    return dict(**tensors, **columns), facts  # a field must not have the name of another tensor
 
 
 def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
@@ -159,14 +160,12 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
     values = {name: tensor.tolist() for name, tensor in tensors.items() if name not in rows}
     sizes = list(zip(values["group_ids"], values["group_sizes"], strict=True))
     group_ids = [group_id for group_id, size in sizes for _ in range(size)]
-    ends = np.cumsum(tensors["lengths"][:, 0].numpy())
-    columns = {
+    spans = list(pairwise(accumulate((length for length, _ in values["lengths"]), initial=0)))
+    columns = []
+    for name, row in rows.items():
         # a file from before a field was registered gives its defaults
-        name: np.split(tensors[name].numpy(), ends[:-1])
-        if name in tensors
-        else map(row.defaults, tensors["lengths"][:, 0].tolist())
-        for name, row in rows.items()
-    }
+        column = tensors[name].numpy() if name in tensors else row.defaults(spans[-1][1])
+        columns.append([Packed(column[start:end]) for start, end in spans])
     turns = zip(values["turns"], values["rewards"], strict=True)
     ranks = values.get("ranks", [0] * len(group_ids))  # rollouts of earlier versions have none
     trajectories = []
@@ -177,7 +176,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
         ranks,
         values["ends"],
         values["lengths"],
-        *columns.values(),
+        *columns,
         strict=True,
     ):
         environment, infos, *breaks = fact  # nor these
@@ -197,7 +196,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             truncated=truncated,
             rank=rank,
         )
-        trajectory.token_fields = dict(zip(columns, map(Packed, recorded), strict=True))
+        trajectory.token_fields = dict(zip(rows, recorded, strict=True))
         trajectories.append(trajectory)
     rest = iter(trajectories)
     return [TrajectoryGroup(group_id, list(islice(rest, size))) for group_id, size in sizes]
