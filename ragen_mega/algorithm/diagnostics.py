@@ -408,14 +408,9 @@ def probes(
 
 def _first_turn(trajectory: Trajectory) -> Trajectory:
     first, end = trajectory.turns[0], trajectory.turns[0].end
-    return replace(
-        trajectory,
-        tokens=trajectory.tokens[:end],
-        loss_mask=trajectory.loss_mask[:end],
-        rollout_logprobs=trajectory.rollout_logprobs[:end],
-        turns=[replace(first, info={})],
-        breaks=[],
-    )
+    cut = replace(trajectory, turns=[replace(first, info={})], breaks=[])
+    cut.token_fields = {name: values[:end] for name, values in trajectory.token_fields.items()}
+    return cut
 
 
 def diagnose(

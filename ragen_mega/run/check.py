@@ -9,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.config import ModelConfig, StarPOConfig, parse
+from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
-from ragen_mega.config.schema import flag_of, parse_shares
+from ragen_mega.config.sections.environment import parse_shares
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
+from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.registry import make
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
@@ -41,6 +45,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     is done. Checks that need torch, a GPU or the network come later.
     """
     config, _ = with_name(config)
+    check_environments(config.environment)
     trainers = config.parallel.num_trainers(num_ranks)
     for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
         config.rollout.num_engines(part, min(part, ranks_per_node))
@@ -71,6 +76,17 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
         overwrite=config.logging.overwrite,
     )
     check_finished(config)
+
+
+def check_environments(config: EnvironmentConfig) -> None:
+    """Raise ValueError, in one line, if an environment cannot be built under its options, those of
+    the curriculum included.
+    """
+    for step in (None, *config.curriculum_steps):
+        for name in config.evaluated:
+            options = config.options(name) if step is None else config.training_options(name, step)
+            with briefly(name, partial(make, name, **options), config.environment_timeout):
+                pass
 
 
 def _check_models(config: StarPOConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
-from ragen_mega.config.schema import json_object
+from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console

@@ -13,8 +13,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from ragen_mega.config import StarPOConfig
 from ragen_mega.config.flags import Flag, all_flags
-from ragen_mega.config.schema import StarPOConfig, flag_of
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.report.glossary import GLOSSARY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def flags_page() -> str:
     parts = [
         "# Flags of training",
         "What `ragen-mega train` and `examples/pretrain_starpo.sh` take, made from"
-        " `ragen_mega/config/schema.py`. A switch is turned off by `--no-...`; a later flag wins,"
+        " `ragen_mega/config/sections/`. A switch is turned off by `--no-...`; a later flag wins,"
         " and any flag over the recipe's. `--help` says the same.",
     ]
     sections = {name: field.default_factory for name, field in _fields(StarPOConfig).items()}
