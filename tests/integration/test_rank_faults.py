@@ -137,7 +137,7 @@ def test_an_estimator_that_fails_on_one_rank_ends_all_with_one_line(
     for process in processes:
         process.kill()
     assert codes == [2, 2]
-    assert "estimator failing failed: RuntimeError: out of memory" in capfd.readouterr().err
+    assert "failing failed: RuntimeError: out of memory" in capfd.readouterr().err
 
 
 def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:

@@ -262,7 +262,7 @@ def test_nothing_sampled():
 def test_errors():
     batch = make_batch(0)
     arguments = (batch.rewards, batch.values, batch.loss_mask)
-    with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\]"):
+    with pytest.raises(ValueError, match="gamma must be in"):
         starpo.gae(*arguments, batch.cu_seqlens, gamma=1.5, lam=1.0)
     with pytest.raises(ValueError, match="outside loss_mask"):
         starpo.gae(batch.rewards + 1.0, *arguments[1:], batch.cu_seqlens, gamma=1.0, lam=1.0)
