@@ -338,19 +338,3 @@ def test_a_rollout_that_cannot_be_written_is_one_line(
         and "error: cannot write" in said
         and "rollouts/step_00000000.safetensors" in said
     ), said
-
-
-def test_an_unwritable_directory_is_one_line(output: Path, capfd: pytest.CaptureFixture) -> None:
-    (output / "file").write_text("")
-    arguments = [
-        *FLAGS,
-        "--load",
-        str(start_of(output)),
-        "--output",
-        str(output / "file"),
-        "--name",
-        "run",
-    ]
-    assert in_a_process(lambda: main(arguments)) == 2
-    said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1 and str(output / "file") in said, said

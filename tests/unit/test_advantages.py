@@ -140,19 +140,6 @@ def test_bilevel_gae(seed, gamma, lam, turn_gamma, turn_lam, dtype, tolerance):
     check(estimate, returns, brute_force_bilevel(batch, **discounts), batch, tolerance)
 
 
-def test_undiscounted_gae_is_return_minus_value():
-    batch = make_batch(0)
-    estimate, _ = starpo.gae(
-        batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=1.0, lam=1.0
-    )
-    for positions in batch.trajectories():
-        for i, position in enumerate(positions):
-            to_go = sum(float(batch.rewards[t]) for t in positions[i:])
-            assert float(estimate[position]) == pytest.approx(
-                to_go - float(batch.values[position]), abs=1e-12
-            )
-
-
 def test_bilevel_equals_gae_in_one_turn_and_without_discount():
     batch = make_batch(1)
     arguments = (batch.rewards, batch.values, batch.loss_mask)

@@ -271,7 +271,6 @@ def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> No
     ("format", "flags", "message"),
     [
         ("megatron", {"tensor_model_parallel_size": 4}, r"key-value heads \(2\)"),
-        ("megatron", {"pipeline_model_parallel_size": 3}, r"layers \(4\)"),
         ("megatron", {"tensor_model_parallel_size": 0}, "must be at least 1"),
         ("megatron", {"max_shard_size": 5}, "--max-shard-size .* megatron"),
         ("huggingface", {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size"),
