@@ -615,7 +615,7 @@ def test_a_mistake_in_a_file_is_named(
     ("asked", "message"),
     [
         (None, "the entry .*None"),
-        (["a mug"], "request must be .*'a mug'"),
+        (["a mug"], "a request .*'a mug'"),
         ([{"instruction_options": "red"}], "instruction_options must be"),
         ([{"instruction_options": [1]}], "instruction_options must be"),
     ],
