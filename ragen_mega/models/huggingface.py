@@ -108,13 +108,14 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
         ) from None
 
 
-def random_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
-    """Hugging Face tensors of a freshly initialised model, the same for every caller with this
-    seed.
+def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> dict[str, Tensor]:
+    """Initialise a model and return its Hugging Face tensors, the same for every caller with this
+    seed on the same kind of device.
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return {

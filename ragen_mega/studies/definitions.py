@@ -77,7 +77,8 @@ class Study:
         """Read the study in a file, under the first preset that it has unless one is named:
         `title`, `source`, `[small]` and `[paper]` with `recipe` and `flags` (`[paper]` also
         `confounds`), `[[arms]]` with `name`, `flags`, for models of several sizes `ranks`, and
-        `paper_flags` where the paper's differ; optional `[[claims]]` with `says`, `better`, `worse`, `set`, and `metrics`, `notes`.
+        `paper_flags` where the paper's differ; optional `[[claims]]` with `says`, `better`,
+        `worse`, `set`, and `metrics`, `notes`.
 
         Raises ValueError, in one line, for anything else.
         """

@@ -60,7 +60,15 @@ def write(
         spent = (sum(seconds.values()), hours, price * hours)
         known = (f"{value:.3g}" for value in (peak, *seconds.values()))
         rows.append((arm.name, str(num_ranks), *known, *map(within, spent)))
-    heads = ("arm", "ranks", "peak GiB", *(f"{timer} s" for timer in seconds), "step s", "GPU-hours", "$")
+    heads = (
+        "arm",
+        "ranks",
+        "peak GiB",
+        *(f"{timer} s" for timer in seconds),
+        "step s",
+        "GPU-hours",
+        "$",
+    )
     rows.append(("in all", *[""] * (len(seconds) + 3), *map(within, (total, price * total))))
     parts = (
         f"# {study.title}, predicted",

@@ -44,10 +44,10 @@ def write_checkpoint(
         )
     tokens = {"eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id, "bos": None}
     hf.update({f"{name}_token_id": token for name, token in tokens.items()})
-    weights = random_weights(hf, seed)
+    weights = random_weights(hf, seed, "cuda" if torch.cuda.is_available() else "cpu")
     hf.dtype = str(dtype).removeprefix("torch.")  # initialisation has set float32
     never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
-    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    weights = {name: weight.to("cpu", dtype) for name, weight in weights.items()}
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
     return sum(weight.numel() for weight in weights.values())
 
