@@ -5,6 +5,7 @@ after a forward pass.
 import itertools
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import Part, microbatch, pack
 from ragen_mega.data.types import Trajectory
+from ragen_mega.megatron import layers
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
@@ -109,7 +111,9 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     and its positions.
     """
     groups = initialize(parallel)
-    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    # as on a GPU: attention that is compiled for a CPU keeps less
+    with patch.dict(layers.ATTENTION, compiled=layers.PackedAttention):
+        model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # so long that each is a call of attention by itself, as all are on a GPU
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]

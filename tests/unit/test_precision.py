@@ -411,4 +411,4 @@ def test_without_transformer_engine_layers_are_local(models) -> None:
     config = transformer_config(HF, ParallelConfig())
     if choose_implementation(ParallelConfig(), Machine.here()) == "local":
         assert config.transformer_impl == "local"
-    assert layer_spec(config, is_last=True).layer_norm.__module__ == "ragen_mega.megatron.layers"
+    assert layer_spec(config).layer_norm.__module__ == "ragen_mega.megatron.layers"

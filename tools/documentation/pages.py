@@ -156,8 +156,8 @@ def formulas() -> dict[str, str]:
         module = ROOT / "ragen_mega" / "algorithm" / f"{owner}.py"
         if name.startswith("ragen_kernels/"):
             found[name] = (ROOT / "kernels" / name).read_text().strip()
-        elif owner == "Run":
-            found[name] = _source(ROOT / "ragen_mega" / "run" / "run.py", "Run", member)
+        elif owner in ("Run", "Sampling"):
+            found[name] = _source(ROOT / "ragen_mega/run" / f"{owner.lower()}.py", owner, member)
         elif member and "/" not in name and module.exists():
             found[name] = _source(module, member)
     return found
