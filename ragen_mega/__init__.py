@@ -24,7 +24,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: flags and names are read long before torch is needed."""
+    """Import the requested name: flags and names are read long before torch is needed."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

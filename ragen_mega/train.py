@@ -28,8 +28,8 @@ from ragen_mega.storage.run_directory import Finished
 
 
 def starpo(run: Run) -> None:
-    """One step of StarPO (arXiv:2504.20073) after another, until `num_steps`."""
-    run.rollouts.request(run.step)  # where other ranks sample: the weights leave for them
+    """Run one step of StarPO (arXiv:2504.20073) after another, until `num_steps`."""
+    run.rollouts.request(run.step)  # the weights leave for ranks that sample
     for step in run.steps():
         log = run.log.begin(step)
         train_step(run, step, log)
@@ -46,7 +46,7 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
     rollouts, batches, placement, engine = run.rollouts, run.batches, run.placement, run.engine
 
     # Rollout: N trajectories of at most K turns from each of P initial states.
-    groups = rollouts.recall(step)  # what an earlier process has sampled under these weights
+    groups = rollouts.recall(step)  # an earlier process has sampled them under these weights
     if groups is None and rollouts.are_remote:
         groups = rollouts.receive(step, log)  # under the weights of `max_staleness` steps before
     elif groups is None:
@@ -81,8 +81,8 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
 
 
 def sample(sampler: Sampler) -> None:
-    """What ranks do that only sample: one rollout after another, each under the weights that the
-    trainers have sent for it, until these end.
+    """Sample one rollout after another, each under the weights that the trainers have sent for it,
+    until the trainers end.
     """
     with sampler.awake():
         for order in sampler.orders():
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
 
 
 def _report_thread(failure: threading.ExceptHookArgs) -> None:
-    """A full disk ends TensorBoard's thread, and its owner says so in one line."""
+    """Ignore an OSError of TensorBoard's thread on a full disk: its owner reports it."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 

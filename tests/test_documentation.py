@@ -20,7 +20,7 @@ from markdown_it.token import Token
 from ragen_mega.commands.program import COMMANDS
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.config.schema import flag_of
+from ragen_mega.config.sections.section import flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

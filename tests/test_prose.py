@@ -1,5 +1,6 @@
-"""The prose of README and docs/: no sentence above 35 words, none with a banned opening."""
+"""The prose of README, docs/ and the code: short sentences, none with a banned opening."""
 
+import ast
 import re
 
 import pytest
@@ -8,6 +9,8 @@ from tests.test_documentation import PAGES, ROOT, Path, name_of, tokens
 
 MAX_WORDS = 35
 BANNED = re.compile(r"(Of|In|With|From|For) (that|those|what)\b|(That|Those) of|What (is|stands)")
+OPENING = re.compile(r"\s*(Of|Those|That of|What|As|In|Where|How)\b")  # no docstring begins so
+ELSEWHERE = {"config", "data", "rollout", "planning", "studies"}  # folders still to be rewritten
 END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
 
 
@@ -27,3 +30,16 @@ def test_sentences_are_short_and_begin_with_a_subject(page: Path) -> None:
             text = "".join(pieces.get(part.type, part.content) for part in parts)
             wrong = [s for s in END.split(text) if len(s.split()) > MAX_WORDS or BANNED.match(s)]
             assert not wrong, f"{name_of(page)}: {wrong}"
+
+
+def test_docstrings_begin_with_a_subject_and_variables_with_a_noun() -> None:
+    code = [p for top in ("ragen_mega", "kernels", "tools") for p in (ROOT / top).rglob("*.py")]
+    wrong = []
+    for path in (p for p in code if not {*p.relative_to(ROOT).parts} & {*ELSEWHERE, "build"}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if OPENING.match(text):
+                    wrong.append(f"{name_of(path)}:{node.lineno}: {text[:40]}")
+                case ast.Name(id="one" | "of" | "told" as name, ctx=ast.Store()):
+                    wrong.append(f"{name_of(path)}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from ragen_mega.config.flags import all_flags
-from ragen_mega.config.schema import flag_of
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.report.glossary import GLOSSARY
 
 ROOT = Path(__file__).resolve().parents[1]

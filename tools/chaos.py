@@ -81,7 +81,7 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a run is spread over processes."""
+    """Distribution of a run over processes."""
 
     name: str
     flags: tuple[str, ...]
@@ -104,8 +104,8 @@ LAYOUTS = (
 
 
 def sglang_layouts(python: Path) -> tuple[Layout, ...]:
-    """Ranks that roll out with SGLang servers of another environment and keep every rollout on the
-    disk.
+    """Return the ranks that roll out with SGLang servers of another environment and keep every
+    rollout on the disk.
 
     One replaces a lost server from its copy of the weights; of two pipeline stages both have to
     send theirs again.
@@ -119,8 +119,8 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
-    """What tells a checkpoint from one written anew under the same name: renaming the directory
-    sets its change time.
+    """Return the identity of a checkpoint, which differs from that of one written anew under the
+    same name: renaming the directory sets its change time.
     """
     return checkpoint.name, checkpoint.stat().st_ctime_ns
 
@@ -154,11 +154,11 @@ class Victim:
             )
 
     def said(self) -> str:
-        """The output since the last start."""
+        """Return the output since the last start."""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def phase(self) -> str:
-        """What the run is doing, judged by its files."""
+        """Name the phase of the run, judged by its files."""
         said = self.said()
         if not (EVALUATED.search(said) or RESUMED.search(said)):
             return "setup"
@@ -171,7 +171,7 @@ class Victim:
         return "update" if sampled.exists() else "rollout"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Logged metrics, without what depends on the clock."""
+        """Return logged metrics, without what depends on the clock."""
         path = self.directory / METRICS_FILE
         rows = read_metrics(path) if path.exists() else []
         return [
@@ -179,8 +179,8 @@ class Victim:
         ]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the last checkpoint: weights and moments of both models, as the ranks
-        wrote them.
+        """Return every tensor of the last checkpoint: weights and moments of both models, as the
+        ranks wrote them.
         """
         last = self.directory / CHECKPOINTS / f"step_{NUM_STEPS:08d}"
         return {
@@ -189,18 +189,18 @@ class Victim:
             for key, value in load_file(path).items()
         }
 
-    def sound(self, tainted: set[tuple[str, int]]) -> list[Path]:
-        """Published checkpoints that nobody has damaged, newest first."""
+    def intact_checkpoints(self, tainted: set[tuple[str, int]]) -> list[Path]:
+        """Return published checkpoints that nobody has damaged, newest first."""
         published = sorted((self.directory / CHECKPOINTS).glob("step_*"), reverse=True)
         return [path for path in published if identity(path) not in tainted]
 
     def trained(self) -> list[list[TrajectoryGroup]]:
-        """The groups of every rollout that is on the disk, in the order of the steps."""
+        """Return the groups of every rollout that is on the disk, in the order of the steps."""
         store = RolloutStore(self.directory / ROLLOUTS)
         return [store.read(step).groups for step in store.steps()]
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this run: those that carry its mark, and its servers, whose
+        """Return every live process of this run: those that carry its mark, and its servers, whose
         environment is scrubbed.
         """
         seen = psutil.process_iter(["environ", "cmdline", "cwd", "status"])
@@ -215,11 +215,11 @@ class Victim:
         return Path(process.info["cwd"] or "/").is_relative_to(self.directory / "sglang")
 
     def servers(self) -> list[psutil.Process]:
-        """The processes of SGLang servers, with those that supervise them."""
+        """Return the processes of SGLang servers, with those that supervise them."""
         return [process for process in self.processes() if self._serves(process)]
 
     def ranks(self, launcher: int) -> list[psutil.Process]:
-        """The processes that train."""
+        """Return the processes that train."""
         return [
             process
             for process in self.processes()
@@ -229,7 +229,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was done to a run in one round, and how it coped."""
+    """Disturbances of a run in one round, and their outcome."""
 
     layout: str
     target: str | None  # phase in which a rank was to be killed, or `server`
@@ -272,7 +272,7 @@ def damage(directory: Path, generator: random.Random) -> str:
 
 
 def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_logged: int) -> bool:
-    """Until the run has logged so many steps and is in that phase; False if it ended first."""
+    """Wait until the run has logged so many steps in that phase; False if it ended first."""
     deadline = time.monotonic() + SECONDS_TO_START
     while run.phase() != phase or len(run.rows()) < num_logged:
         if launcher.poll() is not None or time.monotonic() > deadline:
@@ -282,7 +282,7 @@ def wait_for(run: Victim, launcher: subprocess.Popen[bytes], phase: str, num_log
 
 
 def kill(process: psutil.Process) -> bool:
-    """SIGKILL; whether the process was still there, which it need not be since it was seen."""
+    """Send SIGKILL, and return whether the process was still there."""
     try:
         process.kill()
     except psutil.NoSuchProcess:
@@ -290,7 +290,7 @@ def kill(process: psutil.Process) -> bool:
     return True
 
 
-def vanish(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
+def wait_for_processes(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
     """Wait until no process of the run is left. Returns the seconds, and a problem for those that
     had to be killed.
     """
@@ -355,7 +355,10 @@ def play_round(
     `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not
     among them.
     """
-    expected = max((int(path.name.removeprefix("step_")) for path in run.sound(tainted)), default=0)
+    expected = max(
+        (int(path.name.removeprefix("step_")) for path in run.intact_checkpoints(tainted)),
+        default=0,
+    )
     launcher = run.start()
     hit, server_kills = "end", 0
     if target == "server":
@@ -365,7 +368,7 @@ def play_round(
         hit = kill_rank(run, launcher, target, num_logged, generator)
     if hit == "end":
         launcher.wait(SECONDS_TO_END)
-    seconds, problems = vanish(run, launcher)
+    seconds, problems = wait_for_processes(run, launcher)
     if hit == "end" and launcher.returncode:
         problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
     resumed = RESUMED.search(run.said())
@@ -375,14 +378,14 @@ def play_round(
     if "Traceback" in run.said():
         problems.append("a traceback was printed")
     damaged = None
-    if damages and hit != "end" and (sound := run.sound(tainted)):
-        damaged = damage(sound[0], generator)
-        tainted.add(identity(sound[0]))
+    if damages and hit != "end" and (intact_checkpoints := run.intact_checkpoints(tainted)):
+        damaged = damage(intact_checkpoints[0], generator)
+        tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)
 
 
 def compare(run: Victim, undisturbed: Victim) -> list[str]:
-    """How a finished run differs from one of the same flags that was left alone."""
+    """List the differences of a finished run from an undisturbed one of the same flags."""
     steps = [row["step"] for row in run.rows()]
     if steps != list(range(NUM_STEPS)):
         return [f"logged steps {steps}"]
@@ -390,7 +393,7 @@ def compare(run: Victim, undisturbed: Victim) -> list[str]:
 
 
 def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
-    """How metrics and the tensors of the last checkpoint differ."""
+    """Yield the differences in metrics and in the tensors of the last checkpoint."""
     for row, expected in zip(run.rows(), undisturbed.rows(), strict=True):
         if keys := [key for key in expected if row.get(key) != expected[key]]:
             yield f"step {row['step']} differs from the undisturbed run's in {', '.join(keys[:3])}"
@@ -405,15 +408,15 @@ def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
 
 
 def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
-    """How the tasks that were trained on differ - group, initial state and outcomes of the
-    trajectories - or the logged metrics from those of the rollouts on the disk.
+    """Yield the differences in the tasks that were trained on - group, initial state and outcomes
+    of the trajectories - or in the logged metrics from those of the rollouts on the disk.
     """
     for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         ours, theirs = (
             Counter(
-                (group.group_id, one.seed, one.outcome_seed)
+                (group.group_id, member.seed, member.outcome_seed)
                 for group in groups
-                for one in group.trajectories
+                for member in group.trajectories
             )
             for groups in trained
         )
@@ -424,10 +427,14 @@ def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
             yield f"step {row['step']} has metrics that are not those of its rollout on the disk"
 
 
-def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int) -> dict[str, Any]:
+def run_rounds(
+    output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int
+) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
-    undisturbed = {one.name: Victim(output, f"undisturbed_{one.name}", one) for one in layouts}
+    undisturbed = {
+        layout.name: Victim(output, f"undisturbed_{layout.name}", layout) for layout in layouts
+    }
     for run in undisturbed.values():
         if run.start().wait(SECONDS_TO_END):
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
@@ -469,7 +476,7 @@ def torment(output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int)
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if anything was lost."""
+    """Return the exit code: 1 if anything was lost."""
     if arguments.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, not {arguments.rounds}")
     layouts = LAYOUTS
@@ -478,7 +485,7 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        report = torment(work, layouts, arguments.rounds, arguments.seed)
+        report = run_rounds(work, layouts, arguments.rounds, arguments.seed)
     if arguments.json:
         write_json(arguments.json, report)
     said = {key: value for key, value in report.items() if key not in ("played", "seed")}

@@ -64,7 +64,7 @@ PARTS = (
     Part("engines", 40),
     Part("sglang", 280),
 )
-"""In the order of their worth."""
+"""Parts in the order of their worth."""
 
 
 class Clock:
@@ -74,7 +74,7 @@ class Clock:
         self.end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds, 0 or less when the time is over."""
+        """Return the seconds, 0 or less when the time is over."""
         return self.end - time.monotonic()
 
     def stop(self, *signal_and_frame: Any) -> None:
@@ -83,7 +83,7 @@ class Clock:
 
 
 def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
-    """The named parts in their order, by default all; `limits` replace single limits. Raises
+    """Return the named parts in their order, by default all; `limits` replace single limits. Raises
     ValueError for a name that no part has.
     """
     known = {part.name: part for part in PARTS}
@@ -94,8 +94,8 @@ def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
 
 
 def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) -> list[str]:
-    """Names of the parts to repeat: first those that failed, then those that were not reached
-    unless `was_started`.
+    """Return the names of the parts to repeat: first those that failed, then those that were not
+    reached unless `was_started`.
     """
     names = [row["part"] for row in rows if row["result"] not in ("passed", "no time left")]
     rest = [row["part"] for row in rows if row["result"] == "no time left"]
@@ -103,7 +103,7 @@ def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) 
 
 
 def blocks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts that run at the same time, in order."""
+    """Return the parts that run at the same time, in order."""
     keys = {id(part): "together" if part.together else part.name for part in parts}
     return [[*group] for _, group in groupby(parts, key=lambda part: keys[id(part)])]
 
@@ -136,8 +136,8 @@ def run_block(parts: Sequence[Part], output: Path, clock: Clock) -> list[dict[st
 
 
 def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
-    """The part under the supervisor, which ends all that the part started, sessions of their own
-    included, when it is asked to end and when the part has ended.
+    """Run the part under the supervisor, which ends all that the part started, sessions of their
+    own included, when it is asked to end and when the part has ended.
     """
     command = [sys.executable, "-I", str(SUPERVISOR), str(output / ".none"), "bash", "-c"]
     with open(output / f"{part.name}.log", "wb") as log:
@@ -152,7 +152,7 @@ def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
 
 
 def is_cautious(part: Part) -> bool:
-    """Whether the part failed in an earlier call, so that suspected settings are left out."""
+    """Check if the part failed in an earlier call, so that suspected settings are left out."""
     return part.name in os.environ.get("AGAIN", "").split()
 
 
@@ -170,13 +170,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def row_of(part: Part, result: str, seconds: float, last: str) -> dict[str, Any]:
-    """A row of the report."""
+    """Return a row of the report."""
     about = {"part": part.name, "result": result, "seconds": round(seconds), "limit": part.limit}
     return about | {"last_line": last}
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty, fit for a table."""
+    """Return the last line of a log that is not empty, fit for a table."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
@@ -188,7 +188,7 @@ def last_line(log: Path) -> str:
 
 
 def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> dict[str, Any]:
-    """The report: rows, versions and the JSON files that were written since `started`."""
+    """Return the report: rows, versions and the JSON files that were written since `started`."""
     log = output / "versions.log"
     report: dict[str, Any] = {
         "date": time.strftime("%F", time.gmtime()),
@@ -207,8 +207,8 @@ def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> 
 
 
 def find(report: Any, path: str) -> float | None:
-    """The number at a path such as `step/runs/0/seconds`: keys and indices; `key=value&key=value`
-    chooses a row of a list, by its own values or those of its `shape`.
+    """Return the number at a path such as `step/runs/0/seconds`: keys and indices;
+    `key=value&key=value` chooses a row of a list, by its own values or those of its `shape`.
     """
 
     def is_meant(row: Mapping[str, Any], wanted: str) -> bool:
@@ -230,13 +230,15 @@ def find(report: Any, path: str) -> float | None:
 
 
 def predictions(text: str) -> list[list[str]]:
-    """Figure, path in report.json, and a prediction for each kind of GPU: the rows of the table."""
+    """Parse figure, path in report.json, and a prediction for each kind of GPU: the rows of the
+    table.
+    """
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip().strip("`") for cell in row] for row in rows]
 
 
 def compare(report: Mapping[str, Any], text: str) -> list[str]:
-    """Lines of a table of measured figures beside those that `text` predicts."""
+    """Return lines of a table of measured figures beside those that `text` predicts."""
     lines = []
     for figure, path, *predicted in predictions(text):
         value = find(report, path)
@@ -246,7 +248,7 @@ def compare(report: Mapping[str, Any], text: str) -> list[str]:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The report in at most PAGE_LINES lines."""
+    """Return the report in at most PAGE_LINES lines."""
     lines = ["# GPU check", "", f"{report['date']}, commit {report['commit']}", ""]
     lines += ["| part | result | seconds | last line |", "|---|---|---|---|"]
     lines += [
@@ -284,7 +286,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def pack(output: Path, archive: Path) -> None:
-    """Reports, numbers and logs, no weights; the smallest files first, as far as they fit."""
+    """Pack reports, numbers and logs, no weights; the smallest files first, as far as they fit."""
     part, total = archive.with_name(archive.name + ".part"), 0
     files = [path for path in output.rglob("*") if path.suffix in PACKED_SUFFIXES]
     files = [path for path in files if path.is_file() and "checkpoints" not in path.parts]
@@ -299,7 +301,7 @@ def pack(output: Path, archive: Path) -> None:
 
 
 def read_earlier(path: Path) -> dict[str, Any]:
-    """The report of an earlier call; without parts if there is none or it was cut short."""
+    """Return the report of an earlier call; without parts if there is none or it was cut short."""
     with suppress(OSError, ValueError, KeyError):
         report: dict[str, Any] = json.loads(path.read_text())
         return report | {"parts": list(report["parts"])}

@@ -54,7 +54,7 @@ LOSS = LossConfig(
     min_entropy=4.1,
 )
 ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
-"""What the loss of a token depends on besides its logits and its label."""
+"""Inputs of a token's loss besides its logits and its label."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ LAYOUTS = {
 
 
 def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A small model whose every parameter, biases and norms too, is random; `changes` are entries
-    of its configuration.
+    """Return a small model whose every parameter, biases and norms too, is random; `changes` are
+    entries of its configuration.
     """
     config = AutoConfig.for_model(
         architecture,
@@ -136,7 +136,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
 
 
 def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -> list[Trajectory]:
-    """Ragged multi-turn trajectories of random tokens."""
+    """Return ragged multi-turn trajectories of random tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -156,8 +156,8 @@ def random_trajectories(vocab_size: int, num_trajectories: int, seed: int = 0) -
 
 
 def branches(trajectories: Sequence[Trajectory], seed: int = 0) -> list[Trajectory]:
-    """For each trajectory one that begins like it: a copy, its first turn alone, or one that leaves
-    it at a random token, which may be a sampled one.
+    """Branch off each trajectory: a copy, its first turn alone, or a trajectory that leaves it at a
+    random token, which may be a sampled one.
     """
     generator, grown = torch.Generator().manual_seed(seed), []
     for index, stem in enumerate(trajectories):
@@ -192,7 +192,7 @@ def transformers_logprobs(
 
 
 def make_batch(model: PreTrainedModel, seed: int = 0) -> TokenBatch:
-    """A batch in which every term of the objective is active: ratios around 1, both signs of
+    """Return a batch in which every term of the objective is active: ratios around 1, both signs of
     advantage, a reference. Its second half begins as the first does.
     """
     trajectories = random_trajectories(model.config.vocab_size, 6, seed)
@@ -234,7 +234,7 @@ COLUMNS = {
 
 
 def run_layout(layout: Layout, directory: Path) -> None:
-    """Body of one rank: compute everything under `layout`; rank 0 writes it to
+    """Run the body of one rank: compute everything under `layout`; rank 0 writes it to
     `directory`/<layout>.pt as Key -> tensor. The distributed optimizer leaves no gradients.
     """
     from ragen_mega.megatron.critic import MegatronCritic
@@ -284,14 +284,14 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
 
 def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:
-    """What `layout` computes, on ranks of its own."""
+    """Compute `layout` on ranks of its own, and return the result."""
     flags = ("--worker", layout.name, "--directory", directory)
     run_ranks(layout.num_processes, Path(__file__), *flags)
     return read_result(layout, directory)
 
 
 def read_result(layout: Layout, directory: Path) -> dict[Key, Tensor]:
-    """What `run_layout` has written."""
+    """Read the result that `run_layout` has written."""
     return {Key(*key): value for key, value in torch.load(directory / layout.name).items()}
 
 
@@ -301,8 +301,8 @@ def compare(
     baseline: Mapping[Key, Tensor],
     unfused: Mapping[Key, Tensor],
 ) -> dict[str, float | str]:
-    """Largest differences of a layout from the single process and from `unfused`, NaN where one of
-    them computed that. Raises ValueError if it computed other tensors.
+    """Return the largest differences of a layout from the single process and from `unfused`, NaN
+    where one of them computed that. Raises ValueError if it computed other tensors.
     """
     has_gradients = not layout.parallel.use_distributed_optimizer
     expected = {key for key in baseline if has_gradients or key.kind != "gradient"}
@@ -325,13 +325,13 @@ def compare(
 
 
 def largest(*differences: float) -> float:
-    """The largest difference, NaN if any is: Python's own `max` would leave that out."""
+    """Return the largest difference, NaN if any is: Python's own `max` would leave that out."""
     return float(torch.tensor(differences, dtype=torch.float64).max())
 
 
 def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
-    """Those asked for, else all; on GPUs each process needs its own, since NCCL does not allow two
-    on one. Raises ValueError if one that was asked for needs more.
+    """Select the requested layouts, else all; on GPUs each process needs its own, since NCCL does
+    not allow two on one. Raises ValueError if a requested layout needs more.
     """
     too_large = [name for name in asked or LAYOUTS if 0 < num_gpus < LAYOUTS[name].num_processes]
     if asked and too_large:
@@ -379,7 +379,7 @@ def measure(names: list[str]) -> dict:
 
 
 def is_within_tolerance(report: dict) -> bool:
-    """Whether every layout in the report of `measure` agrees as well as TOLERANCES demand."""
+    """Check that every layout in the report of `measure` agrees as well as TOLERANCES demand."""
     return report["transformers"]["max_diff_logprobs"] <= TRANSFORMERS_TOLERANCE and all(
         row[key] <= tolerance for row in report["layouts"] for key, tolerance in TOLERANCES.items()
     )
@@ -388,8 +388,8 @@ def is_within_tolerance(report: dict) -> bool:
 def unfused_gradients(
     model: PreTrainedModel, batch: TokenBatch, loss: LossConfig, temperature: float
 ) -> dict[str, Tensor]:
-    """Gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and an
-    importance cap.
+    """Return the gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and
+    an importance cap.
     """
     exact = type(model)(model.config).double().eval()
     exact.load_state_dict(model.state_dict())
@@ -404,7 +404,7 @@ def unfused_gradients(
 
 
 def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) -> Tensor:
-    """Loss [T] of tokens with logits [T, V], as the papers write it (formulas:
+    """Return the loss [T] of tokens with logits [T, V], as the papers write it (formulas:
     `ragen_kernels.objective`).
     """
     all_logprobs = logits.log_softmax(-1)
@@ -429,7 +429,7 @@ def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) ->
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled to at most `max_norm`, and the norm that they had."""
+    """Return the gradients scaled to at most `max_norm`, and the norm that they had."""
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     scale = min(1.0, max_norm / norm)
     return {name: gradient * scale for name, gradient in gradients.items()}, norm

@@ -4,8 +4,8 @@ IPC or files, able to sleep.
     python tools/sglang_probe.py --python PYTHON --json probe.json
 
 A small model is served as in training, twice: weights sent, two turns sampled and compared with
-transformers, asleep. What fails is tried again with less, and every attempt is reported with its
-reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the
+transformers, asleep. A failed setting is tried again with less, and every attempt is reported with
+its reason and the end of the server's log. Standard output is two lines for tools/gpu_check.sh, the
 weight transfer and the server flags to add; exit code 1 if nothing works.
 """
 
@@ -65,7 +65,8 @@ class NotStarted(Failed):
 def first_that_works(
     attempt: Callable[[str, str], dict[str, Any]], report: Callable[[dict[str, Any]], None]
 ) -> tuple[str, str] | None:
-    """The first (way of the weights, key of OPTIONS) for which `attempt` does not raise Failed.
+    """Return the first (way of the weights, key of OPTIONS) for which `attempt` does not raise
+    Failed.
 
     Options under which the server has not started are not tried again with another way of the
     weights.
@@ -84,7 +85,7 @@ def first_that_works(
 
 
 def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
-    """Two rollouts, and their cost. Raises Failed, with the end of the server's log."""
+    """Return two rollouts, and their cost. Raises Failed, with the end of the server's log."""
     engine = SGLangEngine(CONFIG, settings, transfer=transfer, bucket_bytes=256 * 1024)
     rollouts, is_started = [], False
     try:
@@ -114,26 +115,26 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
         if engine.server.num_starts > 1:
             raise RuntimeError("the server was lost and replaced")
     except (RuntimeError, ArithmeticError) as error:
-        told = (
+        message = (
             error
             if isinstance(error, ServerFailed)
             else engine.server.failure(f"{type(error).__name__}: {error}")
         )
-        raise (Failed if is_started else NotStarted)(str(told)) from error
+        raise (Failed if is_started else NotStarted)(str(message)) from error
     finally:
         engine.shutdown()
     return {"rollouts": rollouts}
 
 
 def build_model(seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """In float32, with weights that `dtype` holds exactly."""
+    """Build a float32 model with weights that `dtype` holds exactly."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(CONFIG).to(dtype).float().eval()
 
 
 async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float:
-    """Between the log-probabilities of the engine and of `model`, over eight conversations of two
-    turns.
+    """Measure the mean difference between the log-probabilities of the engine and of `model`, over
+    eight conversations of two turns.
     """
 
     async def converse(session: int) -> list[torch.Tensor]:
@@ -157,7 +158,7 @@ async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float
 
 
 def free_gib() -> float:
-    """Of the whole device; 0 without one."""
+    """Return the free memory of the whole device, in GiB; 0 without one."""
     return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from .static_analysis import KernelReport, analyse
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 232448  # of one program on sm_90
+MAX_SHARED_BYTES = 232448  # limit of one program on sm_90
 ALIGNED = frozenset(
     {"stride", "dx_stride", "num_valid", "num_columns", "num_entries", "vocab_start"}
 )
@@ -31,8 +31,8 @@ TYPES = {
 
 
 def argument_type(name: str) -> str:
-    """Type of an argument, by the kernels' naming: pointers in capitals, float32 unless listed;
-    counts and strides int32.
+    """Return the type of an argument, by the kernels' naming: pointers in capitals, float32 unless
+    listed; counts and strides int32.
     """
     scalar = "i32" if name in ALIGNED | {"num_rows", "size"} else "fp32"
     return TYPES.get(name, "*fp32" if name.isupper() else scalar)
@@ -52,7 +52,7 @@ class Budget:
     is_wide: bool = True  # rows are read by 16-byte loads, without exchange between lanes
 
     def violations(self, report: KernelReport) -> list[str]:
-        """What a kernel exceeds, in words; empty when it is within the budget."""
+        """List the limits that a kernel exceeds, in words; empty when it is within the budget."""
         shuffles = sum(loop.shuffles for loop in report.streams)
         checks = {
             "registers": (report.registers, self.registers),
@@ -94,7 +94,7 @@ class KernelConfig:
     aligned: frozenset[str] = ALIGNED
 
     def compile(self, max_registers: int | None = None) -> Any:
-        """Triton's compiled kernel for sm_90 with all stages in `asm`, as for a launch whose
+        """Return Triton's compiled kernel for sm_90 with all stages in `asm`, as for a launch whose
         pointers, and whose integers in `aligned`, are divisible by 16.
         """
         names = self.kernel.arg_names
@@ -102,8 +102,8 @@ class KernelConfig:
         types |= dict.fromkeys(self.constants, "constexpr")
         divisible = {
             (index,): [["tt.divisibility", 16]]
-            for index, (name, of) in enumerate(types.items())
-            if of != "constexpr" and (of.startswith("*") or name in self.aligned)
+            for index, (name, kind) in enumerate(types.items())
+            if kind != "constexpr" and (kind.startswith("*") or name in self.aligned)
             if not self.kernel.params[index].do_not_specialize_on_alignment
         }
         constants = {(names.index(name),): value for name, value in self.constants.items()}
@@ -128,7 +128,7 @@ FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
 def row_configs() -> list[KernelConfig]:
-    """The kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
+    """Return the kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
     return [*_statistics_and_gradients(), *_policy_rows()]
 
 
@@ -225,7 +225,7 @@ def _policy_rows() -> list[KernelConfig]:
 
 
 def token_configs() -> list[KernelConfig]:
-    """The kernels over tokens, trajectories and gradients."""
+    """Return the kernels over tokens, trajectories and gradients."""
     tokens = KernelConfig(
         "policy_tokens",
         triton_token.token_kernel,
@@ -264,5 +264,5 @@ def token_configs() -> list[KernelConfig]:
 
 
 def all_configs() -> list[KernelConfig]:
-    """Every kernel in every configuration."""
+    """Return every kernel in every configuration."""
     return [*row_configs(), *token_configs()]

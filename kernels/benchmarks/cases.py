@@ -87,13 +87,15 @@ class LossInputs:
         return self.old_logprobs, self.advantages, self.weights
 
     def fresh_logits(self) -> Tensor:
-        """A leaf that an in-place implementation may destroy."""
+        """Return a leaf that an in-place implementation may destroy."""
         self.scratch.copy_(self.logits)
         return self.scratch.detach().requires_grad_()
 
 
 def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int) -> LossInputs:
-    """Labels and per-token constants of `num_rows` tokens; a share `active` has a weight."""
+    """Return the labels and per-token constants of `num_rows` tokens; a share `active` has a
+    weight.
+    """
     random = torch.Generator(device).manual_seed(seed)
     labels = torch.randint(0, vocab, (num_rows,), generator=random, device=device)
     old_logprobs = -torch.log(torch.tensor(float(vocab), device=device)) + 0.3 * torch.randn(
@@ -107,7 +109,7 @@ def loss_inputs(num_rows: int, vocab: int, active: float, device: str, seed: int
 def torch_logprob_entropy(
     logits: Tensor, labels: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """As a torch user writes it; in float64, the ground truth."""
+    """Compute both as a torch user writes them; in float64, the ground truth."""
     all_logprobs = torch.log_softmax(logits.to(dtype), dim=1)
     logprobs = all_logprobs.gather(1, labels[:, None]).squeeze(1)
     return logprobs, -(all_logprobs.exp() * all_logprobs).sum(dim=1)
@@ -116,7 +118,7 @@ def torch_logprob_entropy(
 def surrogate_loss(
     logprobs: Tensor, entropy: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor
 ) -> Tensor:
-    """The clipped surrogate with entropy bonus."""
+    """Return the clipped surrogate with entropy bonus."""
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - OBJECTIVE.clip_ratio_low, 1 + OBJECTIVE.clip_ratio_high)
     surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -126,23 +128,23 @@ def surrogate_loss(
 def torch_policy_loss(
     logits: Tensor, labels: Tensor, *constants: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The policy loss as a torch user writes it; in float64, the ground truth."""
+    """Return the policy loss as a torch user writes it; in float64, the ground truth."""
     return surrogate_loss(*torch_logprob_entropy(logits, labels, dtype), *constants)
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the error over that of the truth."""
+    """Return the Frobenius norm of the error over that of the truth."""
     return float((actual.double() - truth).norm() / truth.norm())
 
 
 def sampled_rows(inputs: LossInputs) -> Tensor:
-    """Evenly spaced active rows on which errors are measured."""
+    """Return evenly spaced active rows on which errors are measured."""
     rows = inputs.weights.nonzero().squeeze(1)
     return rows[:: max(1, len(rows) // SAMPLED_ROWS)][:SAMPLED_ROWS]
 
 
 def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
-    """Gradient of the loss in the given rows, by float64 autograd."""
+    """Return the gradient of the loss in the given rows, by float64 autograd."""
     logits = logits.double().requires_grad_()
     constants = (x[rows].double() for x in inputs.constants)
     loss = torch_policy_loss(logits, inputs.labels[rows], *constants, dtype=torch.float64)
@@ -150,7 +152,7 @@ def true_d_logits(inputs: LossInputs, rows: Tensor, logits: Tensor) -> Tensor:
 
 
 def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
-    """Larger error of log-probabilities and entropies on the sampled rows."""
+    """Return the larger error of log-probabilities and entropies on the sampled rows."""
     rows = sampled_rows(inputs)
     truth = torch_logprob_entropy(inputs.logits[rows], inputs.labels[rows], torch.float64)
     return max(
@@ -159,13 +161,13 @@ def forward_error(inputs: LossInputs, output: tuple[Tensor, Tensor]) -> float:
 
 
 def logits_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
-    """Error of d_logits on the sampled rows."""
+    """Return the error of d_logits on the sampled rows."""
     rows = sampled_rows(inputs)
     return relative_error(output[0][rows], true_d_logits(inputs, rows, inputs.logits[rows]))
 
 
 def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> float:
-    """Error of d_hidden on the sampled rows."""
+    """Return the error of d_hidden on the sampled rows."""
     rows = sampled_rows(inputs)
     weight = inputs.weight.double()
     truth = true_d_logits(inputs, rows, inputs.hidden[rows].double() @ weight.T) @ weight
@@ -173,7 +175,7 @@ def hidden_gradient_error(inputs: LossInputs, output: tuple[Tensor, ...]) -> flo
 
 
 def make_logits(num_rows: int, vocab: int, device: str) -> Callable[[int], LossInputs]:
-    """Maker of input sets that share one buffer for what an in-place operation destroys."""
+    """Return a maker of input sets that share one buffer for data that an operation destroys."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     scratch = torch.empty(num_rows, vocab, dtype=dtype, device=device)
 
@@ -188,7 +190,7 @@ def make_logits(num_rows: int, vocab: int, device: str) -> Callable[[int], LossI
 def make_hidden(
     num_rows: int, vocab: int, width: int, active: float, device: str, seed: int
 ) -> LossInputs:
-    """An input set of hidden states and an LM head."""
+    """Return an input set of hidden states and an LM head."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = loss_inputs(num_rows, vocab, active, device, seed)
     hidden = torch.randn(num_rows, width, device=device).to(dtype)
@@ -197,7 +199,7 @@ def make_hidden(
 
 
 def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> dict[str, Tensor]:
-    """An input set of packed trajectories, half of their tokens sampled."""
+    """Return an input set of packed trajectories, half of their tokens sampled."""
     total = num_trajectories * length
     random = torch.Generator(device).manual_seed(seed)
     values, old_values, rewards = torch.randn(3, total, generator=random, device=device)
@@ -216,13 +218,13 @@ def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> 
 def with_torch(
     run: Callable[[Function], Function], function: Function, compiled: Function | None
 ) -> dict[str, Function]:
-    """A torch user's function, eager and compiled; `run` makes a job of it."""
+    """Return a torch user's function, eager and compiled; `run` makes a job of it."""
     named = {"torch": function} | ({"torch.compile": compiled(function)} if compiled else {})
     return {name: run(function) for name, function in named.items()}
 
 
 def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Log-probability and entropy, logits in."""
+    """Return the log-probability and entropy, logits in."""
 
     def run(function: Function) -> Function:
         return torch.no_grad()(lambda inputs: function(inputs.logits, inputs.labels))
@@ -232,7 +234,7 @@ def forward_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def backward_providers() -> tuple[Provider, ...]:
-    """Backward alone: the graph is built outside the timed region."""
+    """Time the backward pass alone: the graph is built outside the timed region."""
 
     def prepare(function: Function, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         logits = inputs.fresh_logits()
@@ -247,7 +249,7 @@ def backward_providers() -> tuple[Provider, ...]:
 
 
 def fused_rows(state: tuple[Tensor, LossInputs]) -> tuple[Tensor]:
-    """The gradient of the policy loss, written over the logits."""
+    """Return the gradient of the policy loss, written over the logits."""
     logits, inputs = state
     terms = TokenTerms(*inputs.constants, None, None)
     shard = vocab_shard(logits.shape[1], 0, None, None)
@@ -257,7 +259,9 @@ def fused_rows(state: tuple[Tensor, LossInputs]) -> tuple[Tensor]:
 
 @contextmanager
 def half_of_the_programs() -> Iterator[None]:
-    """Inside, half as many rows are in flight: if that is faster, L2 does not hold all of them."""
+    """Halve the number of rows in flight for the block: if that is faster, L2 does not hold all of
+    them.
+    """
     from ragen_kernels import triton_policy
 
     half = triton_policy.num_persistent_programs(torch.device("cuda")) // 2
@@ -266,7 +270,7 @@ def half_of_the_programs() -> Iterator[None]:
 
 
 def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Policy loss and its gradient, logits in."""
+    """Return the policy loss and its gradient, logits in."""
 
     def run(function: Function) -> Function:
         return lambda state: torch.autograd.grad(
@@ -283,7 +287,9 @@ def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def logits_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
-    """Logits in: statistics forward, their backward, and the policy loss with its gradient."""
+    """Yield the cases that take logits: statistics, their backward pass, and the policy loss with
+    its gradient.
+    """
     itemsize = 2 if device == "cuda" else 4
     for num_rows, vocab in LOGITS_SHAPES[sizes]:
         shape, one_pass = {"N": num_rows, "V": vocab}, float(itemsize * num_rows * vocab)
@@ -297,13 +303,13 @@ def logits_cases(device: str, sizes: str, compiled: Function | None) -> Iterator
 
 
 def linear_gradients(function: Function, inputs: LossInputs) -> tuple[Tensor, ...]:
-    """Gradients of function(hidden, weight) in both."""
+    """Return the gradients of function(hidden, weight) in both."""
     leaves = [x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight)]
     return torch.autograd.grad(function(*leaves), leaves)
 
 
 def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
-    """Policy loss and its gradients, hidden states in."""
+    """Return the policy loss and its gradients, hidden states in."""
 
     def fused(inputs: LossInputs) -> tuple[Tensor, ...]:
         constants = (inputs.labels, *inputs.constants, OBJECTIVE)
@@ -319,7 +325,7 @@ def hidden_providers(compiled: Function | None) -> tuple[Provider, ...]:
 
 
 def hidden_cases(device: str, sizes: str, compiled: Function | None) -> Iterator[Case]:
-    """Hidden states in: loss and both gradients of the LM head."""
+    """Yield the cases that take hidden states: loss and both gradients of the LM head."""
     for num_rows, vocab, width in HIDDEN_SHAPES[sizes]:
         for active in (1.0, 0.3):
             num_active = int(active * num_rows)

@@ -28,7 +28,7 @@ LIGER_LENGTH = 1024
 
 
 def liger_grpo() -> Provider:
-    """Liger's Triton GRPO loss: logits in, in place; one advantage per sequence."""
+    """Return Liger's Triton GRPO loss: logits in, in place; one advantage per sequence."""
     function = resolve_name("liger_kernel.ops.grpo_loss:GrpoLossFunction.apply")
 
     def prepare(inputs: LossInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -74,7 +74,7 @@ def liger_grpo() -> Provider:
 
 
 def linear_cross_entropy(name: str, place: str, remark: str) -> Provider:
-    """The fused LM head with cross entropy at `place`; rows of weight 0 are ignored labels."""
+    """Return the fused LM head with cross entropy at `place`; it ignores labels of weight 0."""
     function = resolve_name(place)
 
     def run(inputs: LossInputs) -> tuple[Tensor, ...]:
@@ -134,8 +134,8 @@ PEERS: dict[str, dict[str, Callable[[], Provider]]] = {
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """The exceptions of a peer that cannot run: it is absent, its interface changed, or the device,
-    the shape or the memory does not suit it.
+    """Return the exceptions of a peer that cannot run: it is absent, its interface changed, or the
+    device, the shape or the memory does not suit it.
     """
     triton = (resolve_name("triton.errors:TritonError"),) if find_spec("triton") else ()
     return (
@@ -144,7 +144,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def add_peers(case: Case) -> tuple[Case, dict[str, str]]:
-    """The case with every peer that can run it once, and why the others do not."""
+    """Return the case with every peer that can run it once, and why the others do not."""
     providers, refused, inputs = list(case.providers), {}, case.make_inputs(0)
     for name, build in PEERS.get(case.name, {}).items():
         try:

@@ -75,19 +75,19 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
 
 
 def run_tool(name: str, *arguments: str) -> str:
-    """Standard output of a CUDA binary utility that Triton ships."""
+    """Return the standard output of a CUDA binary utility that Triton ships."""
     return subprocess.run(
         [TOOLS / name, *arguments], capture_output=True, text=True, check=True
     ).stdout
 
 
 def ptxas_version() -> str:
-    """Version of the assembler that Triton ships, such as 12.8.93."""
+    """Return the version of the assembler that Triton ships, such as 12.8.93."""
     return re.search(r"V([\d.]+)", run_tool("ptxas", "--version")).group(1)
 
 
 def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
-    """Backward branches that enclose no other, in program order."""
+    """Return the backward branches that enclose no other, in program order."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in assembly.splitlines():

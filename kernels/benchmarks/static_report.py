@@ -1,4 +1,4 @@
-"""What the machine code of every kernel uses on sm_90, as a report and its page. Needs no GPU."""
+"""Resources of the machine code of every kernel on sm_90: a report and its page. Needs no GPU."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ asserts a budget for each line.
 
 
 def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
-    """One kernel in one configuration: counts, and `violations` of its budget in words."""
+    """Return one kernel in one configuration: counts, and `violations` of its budget in words."""
     report = config.analyse(compiled)
     return {
         "name": config.name,
@@ -50,21 +50,21 @@ def static_row(config: KernelConfig, compiled: Any) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Every kernel in every configuration; one is disassembled while the next is compiled."""
+    """Report every kernel in every configuration; one is disassembled while the next compiles."""
     with ThreadPoolExecutor() as pool:
-        under_way = [pool.submit(static_row, one, one.compile()) for one in all_configs()]
+        under_way = [pool.submit(static_row, config, config.compile()) for config in all_configs()]
     kernels = [row.result() for row in under_way]
     return {"target": "sm_90", "ptxas": ptxas_version(), "kernels": kernels}
 
 
 def preamble(report: Mapping[str, Any]) -> str:
-    """What stands above the table; `report` has date and versions too."""
+    """Write the text above the table; `report` has date and versions too."""
     versions = {"triton": report["versions"]["triton"], "ptxas": report["ptxas"]}
     return PREAMBLE.format(date=report["date"][:10], **versions)
 
 
 def rows(report: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """The table's rows, under COLUMNS."""
+    """Yield the table's rows, under COLUMNS."""
     for row in report["kernels"]:
         kernel, _, configuration = row["name"].partition(" ")
         per_element = [row[f"{name}_per_element"] for name in ("instructions", "exponentials")]

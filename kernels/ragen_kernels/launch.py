@@ -23,8 +23,8 @@ INTERPRETER_PROGRAMS = 3
 
 
 def num_persistent_programs(device: torch.device) -> int:
-    """One program per multiprocessor: the rows in flight then fit into L2, where the second pass
-    finds them.
+    """Return one program per multiprocessor: the rows in flight then fit into L2, where the second
+    pass finds them.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,8 +24,8 @@ IMPORTANCE_MODES: tuple[str, ...] = get_args(ImportanceMode)
 Level = Literal["token", "sequence"]
 LEVELS: tuple[str, ...] = get_args(Level)
 NUM_OUTPUTS = 10
-"""What an evaluation of the objective writes per token: the weighted loss, then the fields of
-`PolicyStats` in their order.
+"""Number of outputs of the objective per token: the weighted loss, then the fields of `PolicyStats`
+in their order.
 """
 
 MAX_LOG_RATIO = 20.0
@@ -36,7 +36,7 @@ zero.
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """What one sampled token contributes to the loss, before its weight.
+    """Contribution of one sampled token to the loss, before its weight.
 
     token_loss = importance * surrogate + kl_coef * KL(ref) - entropy_coef * H
 
@@ -161,8 +161,8 @@ class PolicyObjective:
         return self.surrogate == "gspo" or self.importance_level == "sequence"
 
     def arguments(self) -> dict[str, float | bool | int]:
-        """Those of a kernel, in order: first numbers, at run time, so that only which terms there
-        are is compiled in.
+        """Return the kernel arguments in order: coefficients (run time), then one switch per term
+        (compile time).
         """
         return {
             "lower": 1.0 - self.clip_ratio_low,
@@ -188,7 +188,7 @@ class PolicyObjective:
         rollout_logprobs: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raise ValueError when a term of the objective lacks what it needs."""
+        """Raise ValueError when a term of the objective lacks its inputs."""
         _raise_unless(
             (
                 not self.is_over_sequences or cu_seqlens is not None,
@@ -231,7 +231,7 @@ class TokenTerms(NamedTuple):
     rollout_logprobs: Tensor | None
 
     def at(self, index: Tensor | slice) -> TokenTerms:
-        """The terms of some tokens."""
+        """Return the terms of some tokens."""
         return TokenTerms(*(None if term is None else term[index] for term in self))
 
 

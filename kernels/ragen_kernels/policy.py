@@ -69,7 +69,7 @@ def logprob_entropy(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of each row, differentiable in `logits`.
+    """Return the log-probability of each label and entropy of each row, differentiable in `logits`.
 
     Args:
         logits: [T, V/tp], this rank's vocabulary shard.
@@ -104,8 +104,8 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
 
 
 def chunk_rows(num_rows: int, row_bytes: int, budget: int, chunk_tokens: int | None) -> list[slice]:
-    """Slices of `chunk_tokens` rows, or equal chunks of whole GEMM tiles within `budget` bytes; one
-    empty slice for no rows, so that every rank takes part in the collectives.
+    """Return the slices of `chunk_tokens` rows, or equal chunks of whole GEMM tiles within `budget`
+    bytes; one empty slice for no rows, so that every rank takes part in the collectives.
     """
     if chunk_tokens is None:
         most = max(TILE_ROWS, budget // row_bytes // TILE_ROWS * TILE_ROWS)
@@ -124,8 +124,8 @@ def _active_rows(
     vocabulary: tuple[int, int | None, ProcessGroup | None],
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor, VocabShard, list[slice]]:
-    """Hidden states and labels of the active rows (None: all), the shard, and the chunks of them.
-    Raises ValueError as `linear_policy_loss` says.
+    """Return the hidden states and labels of the active rows (None: all), the shard, and the chunks
+    of them. Raises ValueError as `linear_policy_loss` says.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -164,7 +164,8 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of labels straight from hidden states, without gradient.
+    """Return log-probabilities and entropies of labels straight from hidden states, without
+    gradient.
 
     Args:
         hidden: [T, H].
@@ -208,7 +209,7 @@ def _logprobs_of_rows(
     temperature: float,
     chunks: list[slice],
 ) -> Tensor:
-    """Log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
+    """Return log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
     result = hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden))
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:
@@ -258,7 +259,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         # One pass, without a float32 product of the size of the weight.
         scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
         torch.mul(d_weight, d_loss, out=scaled)
-        # In bfloat16 torch would round the factor before multiplying.
+        # torch would round a bfloat16 factor before multiplying.
         d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
         return d_hidden, scaled, *[None] * 7
 
@@ -277,17 +278,19 @@ def _repeated_rows_(
     """
     row_of = _sharing(repeats, logits.device)
 
-    def lose(
+    def shared_losses(
         logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
     ) -> tuple[Tensor | None, ...]:
         outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
         summed = (
-            None if one is None else torch.zeros_like(logprobs).index_add_(0, row_of, one)
-            for one in derivatives
+            None
+            if derivative is None
+            else torch.zeros_like(logprobs).index_add_(0, row_of, derivative)
+            for derivative in derivatives
         )
         return outputs, *summed
 
-    return in_pieces(row_statistics, lose, logits_gradient)(
+    return in_pieces(row_statistics, shared_losses, logits_gradient)(
         logits, labels, terms, objective, shard, temperature
     )
 

@@ -23,7 +23,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def row_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float
 ) -> RowStatistics:
-    """Softmax statistics of one vocabulary shard, without its padding.
+    """Return the softmax statistics of one vocabulary shard, without its padding.
 
     Args:
         logits: [T, V/tp], not yet divided by the temperature.
@@ -53,8 +53,8 @@ def _scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
 
 
 def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each label in this shard (0 where it has none) and whether it has one: [T] int64
-    and bool.
+    """Return the column of each label in this shard (0 where it has none) and whether it has one:
+    [T] int64 and bool.
     """
     column = labels - shard.start
     is_local = (column >= 0) & (column < shard.num_valid)
@@ -102,7 +102,7 @@ def logits_gradient(
 def token_losses(
     logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The token objective with its statistics and derivatives.
+    """Return the token objective with its statistics and derivatives.
 
     Args:
         logprobs, entropy: [T], of the current weights.
@@ -167,7 +167,7 @@ def token_losses(
 
 
 def bounded_importance(importance: Tensor, objective: PolicyObjective) -> Tensor:
-    """The importance within the objective's bounds: truncated at the cap, or 0 outside them."""
+    """Bound the importance by the objective's limits: truncated at the cap, or 0 outside them."""
     cap, floor = objective.importance_cap, objective.importance_floor or 0.0
     if objective.importance_mode == "truncate":
         return importance.clamp(max=cap)
@@ -175,8 +175,8 @@ def bounded_importance(importance: Tensor, objective: PolicyObjective) -> Tensor
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy, log-ratio clamped to
-    +-20.
+    """Return the per-token estimate of KL(policy || reference) from tokens of the policy, log-ratio
+    clamped to +-20.
     """
     log_ratio = torch.clamp(ref_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
@@ -203,8 +203,8 @@ def in_pieces(
         shard: VocabShard,
         temperature: float,
     ) -> Tensor:
-        """Outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the gradient of the
-        summed loss replaces.
+        """Return the outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the
+        gradient of the summed loss replaces.
         """
         rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
         outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
@@ -250,7 +250,7 @@ def gae(
     turn_gamma: float = 1.0,
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over packed trajectories, token-level or bi-level.
+    """Compute generalised advantage estimation over packed trajectories, token-level or bi-level.
 
     Token level: A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1} over the sampled tokens i of a
     trajectory, with V = A = 0 behind the last. Bi-level, with `turn_ends`: the last token e_k of

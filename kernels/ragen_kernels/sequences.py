@@ -23,7 +23,7 @@ def over_sequences(
     cu_seqlens: Tensor,
     objective: PolicyObjective,
 ) -> TokenTerms:
-    """Terms of M tokens under which the token objective is the one over sequences.
+    """Return the terms of M tokens under which the token objective is the one over sequences.
 
     Args:
         terms: [M] each.

@@ -25,7 +25,7 @@ from ragen_kernels.triton_rows import (
     row_statistics,
     write_gradient,
 )
-from ragen_kernels.triton_token import lose_tokens, token_losses
+from ragen_kernels.triton_token import token_loss_rows, token_losses
 from ragen_kernels.vocab import VocabShard, is_split
 
 # One program per multiprocessor has to keep enough bytes in flight on its own: wider than the
@@ -63,7 +63,7 @@ def policy_row_kernel(
         column, is_local, target = load_target(x_row, label, 0, num_valid, num_entries)
         logprob = target * inverse_temperature - lse2 * LN2
         entropy = (lse2 - mean2) * LN2
-        weight, d_logprob = lose_tokens(
+        weight, d_logprob = token_loss_rows(
             OUT, num_rows, row, True, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
             lower, upper, dual_clip, importance_cap, importance_floor,
             kl_coef, entropy_coef, min_entropy,

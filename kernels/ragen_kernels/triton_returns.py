@@ -19,7 +19,7 @@ SCAN_WARPS = 8
 
 @triton.jit
 def compose(a1, b1, a2, b2):
-    """Affine map 2 after affine map 1."""
+    """Compose affine map 2 after affine map 1."""
     return a1 * a2, b2 + a2 * b1
 
 
@@ -52,9 +52,9 @@ def gae_kernel(
     BI_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per trajectory. The carries come from the block to the right: the advantage at
-    its first token, and the value after it, since the lane on the left has read the first token's
-    own.
+    """Estimate advantages with one program per trajectory. The carries come from the block to the
+    right: the advantage at its first token, and the value after it, since the lane on the left has
+    read the first token's own.
     """
     trajectory = tl.program_id(0)
     begin = tl.load(OFFSETS + trajectory).to(tl.int64)
@@ -151,5 +151,5 @@ def gae(
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """A bool mask as int8, without a copy."""
+    """Return a bool mask as int8, without a copy."""
     return mask.contiguous().view(torch.int8)

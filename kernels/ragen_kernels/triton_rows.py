@@ -40,7 +40,7 @@ def accumulate(x, peak, total, moment, scale, IS_TAIL: tl.constexpr):
 def reduce_row(
     X, num_valid, scale, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVICTION: tl.constexpr
 ):
-    """Base-2 log-sum-exp and mean of x * scale over one row of logits."""
+    """Compute base-2 log-sum-exp and mean of x * scale over one row of logits."""
     NUM_GROUPS: tl.constexpr = BLOCK // GROUP
     peak = tl.full((NUM_GROUPS,), LOWEST, tl.float32)
     total = tl.zeros((NUM_GROUPS,), tl.float32)
@@ -144,7 +144,9 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program per row: log-sum-exp, mean and label of logits / temperature, natural units."""
+    """Compute, with one program per row, log-sum-exp, mean and label of logits / temperature,
+    natural units.
+    """
     row = tl.program_id(0).to(tl.int64)
     X += row * stride
     lse2, mean2 = reduce_row(X, num_valid, scale, BLOCK, GROUP, "evict_first")
@@ -173,8 +175,8 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
 ):
-    """One program per row: d loss / d logits from the global statistics and the gradients of
-    (logprob, entropy).
+    """Compute, with one program per row, d loss / d logits from the global statistics and the
+    gradients of (logprob, entropy).
     """
     row = tl.program_id(0).to(tl.int64)
     X += row * stride
@@ -208,7 +210,7 @@ def gradient_kernel(
 
 
 def group_size(dtype: torch.dtype) -> int:
-    """Elements of a 16-byte load."""
+    """Return the elements of a 16-byte load."""
     return 16 // dtype.itemsize
 
 

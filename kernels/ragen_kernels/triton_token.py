@@ -102,13 +102,14 @@ def token_objective(
 
 # fmt: off
 @triton.jit
-def lose_tokens(
+def token_loss_rows(
     OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
     lower, upper, dual_clip, importance_cap, importance_floor, kl_coef, entropy_coef, min_entropy,
     CISPO: tl.constexpr, DUAL_CLIP: tl.constexpr, KL: tl.constexpr, IMPORTANCE: tl.constexpr,
     MIN_ENTROPY: tl.constexpr,
 ):
-    """Weights of one token or many, and the unweighted derivatives of their loss in logprob.
+    """Compute the weights of one token or many, and the unweighted derivatives of their loss in
+    logprob.
 
     Stores their part of the [10, size] outputs where `mask`: the weighted loss, then the fields of
     PolicyStats in their order.
@@ -140,12 +141,12 @@ def token_kernel(
     MIN_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
+    """Compute weighted loss, statistics and gradients in (logprob, entropy) of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = token < size
     logprob = tl.load(LOGPROBS + token, mask=mask)
     entropy = tl.load(ENTROPY + token, mask=mask)
-    weight, d_logprob = lose_tokens(
+    weight, d_logprob = token_loss_rows(
         OUT, size, token, mask, logprob, entropy, OLD, ADVANTAGES, WEIGHTS, REF, ROLLOUT,
         lower, upper, dual_clip, importance_cap, importance_floor,
         kl_coef, entropy_coef, min_entropy,

@@ -40,7 +40,7 @@ def combine_shards(lse: Tensor, mean: Tensor, target: Tensor) -> RowStatistics:
 
 
 def is_split(group: dist.ProcessGroup | None) -> bool:
-    """Whether the statistics of a row have to cross ranks."""
+    """Return whether the statistics of a row have to cross ranks."""
     return group is not None and dist.get_world_size(group) > 1
 
 

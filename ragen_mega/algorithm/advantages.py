@@ -37,7 +37,7 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over sampled tokens (arXiv:1506.02438 Eq. 16).
+    """Compute generalised advantage estimation over sampled tokens (arXiv:1506.02438 Eq. 16).
 
     A_i = delta_i + gamma lam A_{i+1},  delta_i = r_i + gamma V_{i+1} - V_i,  V = A = 0 after the
     last sampled token.
@@ -109,7 +109,7 @@ def bilevel_gae(
 def group_relative(
     scores: Tensor, group_ids: Tensor, *, normalize_std: bool, leave_one_out: bool = False
 ) -> Tensor:
-    """Advantage of each trajectory relative to its group.
+    """Return the advantage of each trajectory relative to its group.
 
     GRPO (`normalize_std`): (R - mean) / std, unbiased std, 0 in a constant group. Dr.GRPO: R -
     mean. RLOO (`leave_one_out`): R - mean of the others = N / (N - 1) (R - mean).
@@ -228,8 +228,8 @@ def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
-    """Per-token estimate of KL(policy || reference) at tokens of the policy, to subtract from the
-    reward. [T].
+    """Return the per-token estimate of KL(policy || reference) at tokens of the policy, to subtract
+    from the reward. [T].
 
     With d = log ref - log policy, clamped to +-20: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (k1,
     k3 unbiased; k2, k3 never negative). http://joschu.net/blog/kl-approx.html
@@ -240,8 +240,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
 
 
 def _sampled_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For the M sampled tokens in order: [M] positions, trajectories, and whether each is the last
-    of its trajectory.
+    """List the M sampled tokens in order: [M] positions, trajectories, and whether each token is
+    the last of its trajectory.
     """
     _check_padding(loss_mask, cu_seqlens)
     positions = loss_mask.nonzero().squeeze(1)

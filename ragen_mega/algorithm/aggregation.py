@@ -1,4 +1,4 @@
-"""How much each sampled token weighs in the loss, for any split of a minibatch into ranks and
+"""Weights of the sampled tokens in the loss, for any split of a minibatch into ranks and
 microbatches.
 
 Aggregation: token-mean, DAPO arXiv:2503.14476 Eq. 8; seq-mean-token-mean, GRPO arXiv:2402.03300 Eq.
@@ -24,8 +24,8 @@ def aggregation_weights(
     num_tokens: int,
     num_trajectories: int,
 ) -> Tensor:
-    """Weights w such that the loss of the minibatch is the sum of w * token_loss over all its
-    tokens.
+    """Return the weights w such that the loss of the minibatch is the sum of w * token_loss over
+    all its tokens.
 
         token-mean            w = 1 / num_tokens
         seq-mean-token-mean   w = 1 / (num_trajectories * sampled tokens of the trajectory)

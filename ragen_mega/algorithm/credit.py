@@ -20,7 +20,7 @@ from ragen_mega.data.types import TokenBatch, Trajectory, move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditInputs:
-    """What an advantage estimator sees: S trajectories in T positions (see `TokenBatch`).
+    """Inputs of an advantage estimator: S trajectories in T positions (see `TokenBatch`).
 
     Attributes:
         batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a
@@ -44,7 +44,7 @@ class CreditInputs:
 
 
 def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over sampled tokens: `advantages.gae`."""
+    """Compute generalised advantage estimation over sampled tokens: `advantages.gae`."""
     batch = inputs.batch
     return starpo.gae(
         inputs.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=gamma, lam=lam
@@ -59,7 +59,7 @@ def bilevel_gae(
     turn_gamma: float = 0.95,
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Turn-level, then token-level estimation: `advantages.bilevel_gae`."""
+    """Estimate at the turn level, then at the token level: `advantages.bilevel_gae`."""
     batch = inputs.batch
     return starpo.bilevel_gae(
         inputs.rewards,
@@ -86,7 +86,7 @@ rloo = partial(_relative, normalize_std=False, leave_one_out=True)
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, None]:
-    """Returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
+    """Return returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
     batch = inputs.batch
     return starpo.reinforce_plus_plus(
         inputs.rewards, batch.loss_mask, batch.cu_seqlens, gamma=gamma
@@ -139,8 +139,8 @@ def estimate_advantages(
 def _checked(
     name: str, answer: object, batch: TokenBatch, *, uses_critic: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages and, with a critic, returns: checked for shape and finite values, and set to 0
-    where nothing was sampled.
+    """Return advantages and, with a critic, returns: checked for shape and finite values, and set
+    to 0 where nothing was sampled.
     """
     mask = batch.loss_mask
     pair = answer if isinstance(answer, tuple) else (answer,)
@@ -180,8 +180,8 @@ def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.dev
     rewards = [trajectory.total_reward for trajectory in trajectories]
     scores = move(torch.tensor(rewards, dtype=torch.float64), device)
     keys = {
-        "group": [one.group_id for one in trajectories],
-        "environment": [one.environment for one in trajectories],
+        "group": [trajectory.group_id for trajectory in trajectories],
+        "environment": [trajectory.environment for trajectory in trajectories],
         "batch": [0 for _ in trajectories],
     }[settings.reward_normalization_scope]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}

@@ -20,7 +20,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup
 
 SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
-"""What `EchoTrapMonitor.observe` understands: in-group reward std, token-mean policy entropy in
+"""Signals that `EchoTrapMonitor.observe` accepts: in-group reward std, token-mean policy entropy in
 nats, gradient norm before clipping, success rate in [0, 1].
 """
 
@@ -45,19 +45,22 @@ _REMEDIES = {
 
 
 def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
-    """Share of distinct ones among the first responses of all groups, in (0, 1]; a metric."""
-    responses = [tuple(one) for group in groups for one in _first_responses(group)]
+    """Return the share of distinct ones among the first responses of all groups, in (0, 1]; a
+    metric.
+    """
+    responses = [tuple(response) for group in groups for response in _first_responses(group)]
     return len(set(responses)) / max(1, len(responses))
 
 
 def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
-    """The tokens of the first turns; none of a trajectory that could not be played."""
-    firsts = [(one.tokens, one.turns[0]) for one in group.trajectories if one.turns]
+    """Return the tokens of the first turns; none of a trajectory that could not be played."""
+    firsts = [(member.tokens, member.turns[0]) for member in group.trajectories if member.turns]
     return [tokens[turn.start : turn.end] for tokens, turn in firsts if turn.end > turn.start]
 
 
 def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """How alike the first responses to different prompts are, judged by one trajectory of each.
+    """Measure the similarity of the first responses to different prompts, by one trajectory of each
+    prompt.
 
     distinct_openings: share of distinct ones among their first 16 tokens. ngram_overlap:
     probability that a 4-gram of one prompt's response is in that of another prompt too. Both are
@@ -80,15 +83,16 @@ def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, fl
 
 
 def entropy_by_prompt(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Entropy of what was sampled, estimated for each prompt by the mean of -log p of its tokens.
+    """Return the entropy of the sampled tokens, estimated for each prompt by the mean of -log p of
+    its tokens.
 
     entropy: its mean over prompts, nats a token. entropy_variance: its variance over prompts; near
     0, the policy is as sure or unsure whatever it is asked. Nothing if no token was sampled.
     """
     surprises = [
-        -sum(map(sum, (one.rollout_logprobs for one in group.trajectories))) / num_sampled
+        -sum(map(sum, (member.rollout_logprobs for member in group.trajectories))) / num_sampled
         for group in groups
-        if (num_sampled := sum(one.num_sampled_tokens for one in group.trajectories))
+        if (num_sampled := sum(member.num_sampled_tokens for member in group.trajectories))
     ]
     if not surprises:
         return {}
@@ -187,7 +191,7 @@ class EchoTrapMonitor:
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to give the same warnings, as plain Python
+        """Return everything that a resumed run needs to give the same warnings, as plain Python
         objects.
         """
         return deepcopy(
@@ -256,8 +260,8 @@ class EchoTrapMonitor:
 
 
 COLLAPSE_SIGNALS = ("success_rate", "entropy", "reward_std", "grad_norm", "distinct_openings")
-"""What `CollapseDetector.observe` reads: success rate, entropy in nats, in-group reward std and
-distinct openings of everything that was sampled; the gradient norm before clipping.
+"""Signals that `CollapseDetector.observe` accepts: success rate, entropy in nats, in-group reward
+std and distinct openings of all sampled groups; the gradient norm before clipping.
 """
 
 
@@ -342,7 +346,7 @@ class CollapseDetector:
         self._recent = {name: [] for name in COLLAPSE_SIGNALS}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to decide alike, as plain Python objects."""
+        """Return everything that a resumed run needs to decide alike, as plain Python objects."""
         return deepcopy({"recent": self._recent, "best": self._best})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -382,16 +386,21 @@ class CollapseDetector:
 def probes(
     groups: Sequence[TrajectoryGroup], *, max_groups: int = 8, max_members: int = 4
 ) -> list[TrajectoryGroup]:
-    """What `diagnose` looks at: up to `max_members` trajectories, each cut behind its first
-    response, from each of up to `max_groups` evenly spaced groups. Those of probes are the same.
+    """Select the trajectories that `diagnose` reads: up to `max_members` of each of up to
+    `max_groups` evenly spaced groups, each cut behind its first response. Probes are their own
+    probes.
     """
     step = max(1, math.ceil(len(groups) / max_groups))
     members = [
-        [one for one in group.trajectories if one.turns and one.turns[0].end > one.turns[0].start]
+        [
+            member
+            for member in group.trajectories
+            if member.turns and member.turns[0].end > member.turns[0].start
+        ]
         for group in groups[::step]
     ]
     return [
-        TrajectoryGroup(group[0].group_id, [_first_turn(one) for one in group[:max_members]])
+        TrajectoryGroup(group[0].group_id, [_first_turn(member) for member in group[:max_members]])
         for group in members
         if group
     ]
@@ -399,14 +408,9 @@ def probes(
 
 def _first_turn(trajectory: Trajectory) -> Trajectory:
     first, end = trajectory.turns[0], trajectory.turns[0].end
-    return replace(
-        trajectory,
-        tokens=trajectory.tokens[:end],
-        loss_mask=trajectory.loss_mask[:end],
-        rollout_logprobs=trajectory.rollout_logprobs[:end],
-        turns=[replace(first, info={})],
-        breaks=[],
-    )
+    cut = replace(trajectory, turns=[replace(first, info={})], breaks=[])
+    cut.token_fields = {name: values[:end] for name, values in trajectory.token_fields.items()}
+    return cut
 
 
 def diagnose(
@@ -417,7 +421,7 @@ def diagnose(
     max_members: int = 4,
     reasoning_length: Callable[[Sequence[int]], int] = len,
 ) -> dict[str, float]:
-    """Whether reasoning still depends on its input: `mutual_information` of first responses.
+    """Return whether reasoning still depends on its input: `mutual_information` of first responses.
 
     X is the context before the first sampled token, Z the reasoning sampled there. The reasonings
     of the `probes` are scored after the X of each of their groups: at most max_groups^2 max_members
@@ -436,7 +440,9 @@ def diagnose(
         return {}
     members = [group.trajectories for group in chosen]
     inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
-    reasonings = [one.tokens[one.turns[0].start : one.turns[0].end] for one in sum(members, [])]
+    reasonings = [
+        member.tokens[member.turns[0].start : member.turns[0].end] for member in sum(members, [])
+    ]
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
     batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])
     owners = torch.repeat_interleave(torch.arange(batch.num_trajectories), batch.lengths.long())
@@ -500,7 +506,7 @@ def mutual_information(
 
 
 def moving_average(before: float | None, value: float, decay: float = 0.9) -> float:
-    """An exponential moving average after one more value; it begins with the first."""
+    """Return an exponential moving average after one more value; it begins with the first."""
     return value if before is None else decay * before + (1 - decay) * value
 
 

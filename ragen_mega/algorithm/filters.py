@@ -1,4 +1,5 @@
-"""Which initial states a StarPO step trains on: groups ranked by the spread of their returns.
+"""Selection of the initial states that a StarPO step trains on: groups ranked by the spread of
+their returns.
 
 StarPO-S, arXiv:2504.20073 Eq. 7 (uncertainty, top fraction); SNR-adaptive selection (top-p, min-p)
 and its controls (percentile range, within group): RAGEN-2, arXiv:2604.06268. Returns are those
@@ -38,8 +39,8 @@ bound.
 
 
 def has_return(trajectory: Trajectory, judges: Iterable[str] = ()) -> bool:
-    """Whether no failure of its environment ended the trajectory, and each of the judges gave a
-    verdict on it. Otherwise what it had earned so far says nothing about what it is worth.
+    """Return whether no failure of its environment ended the trajectory, and each of the judges
+    gave a verdict on it. Otherwise what it had earned so far says nothing about what it is worth.
     """
     info = trajectory.turns[-1].info if trajectory.turns else {}
     verdicts = info.get(VERDICTS, {})
@@ -49,12 +50,12 @@ def has_return(trajectory: Trajectory, judges: Iterable[str] = ()) -> bool:
 def with_returns(
     groups: Sequence[TrajectoryGroup], has: Callable[[Trajectory], bool] = has_return
 ) -> list[TrajectoryGroup]:
-    """The groups with the members that have a return. A group that is left with fewer than two is
-    left out: nothing can be compared in it.
+    """Return the groups with the members that have a return. A group that is left with fewer than
+    two is left out: nothing can be compared in it.
     """
     found = []
     for group in groups:
-        members = [one for one in group.trajectories if has(one)]
+        members = [member for member in group.trajectories if has(member)]
         if len(members) == len(group.trajectories):
             found.append(group)
         elif len(members) >= 2:
@@ -83,24 +84,26 @@ def group_uncertainty(returns: Returns) -> Tensor:
 
 
 def keep_all(returns: Returns, *, value: float | None, keep_zero: bool) -> list[int]:
-    """Every group, even constant ones; `value` and `keep_zero` are ignored."""
+    """Return every group, even constant ones; `value` and `keep_zero` are ignored."""
     return list(range(len(returns)))
 
 
 def top_fraction(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
-    """The floor(value P) groups of largest uncertainty, at least 1 (StarPO-S; value in (0, 1])."""
+    """Return the floor(value P) groups of largest uncertainty, at least 1 (StarPO-S; value in (0,
+    1]).
+    """
     ranked, _ = _rank(returns, keep_zero)
     return ranked[: max(1, math.floor(value * len(returns) + ROUNDING))]
 
 
 def top_k(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
-    """The `value` groups of largest uncertainty (an integer in 1..P)."""
+    """Return the `value` groups of largest uncertainty (an integer in 1..P)."""
     ranked, _ = _rank(returns, keep_zero)
     return ranked[: int(value)]
 
 
 def top_p_linear(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
-    """The smallest set of largest uncertainties that holds `value` of their sum (RAGEN-2; in
+    """Return the smallest set of largest uncertainties that holds `value` of their sum (RAGEN-2; in
     (0, 1]).
 
     RAGEN-2 stops 0.01 short of its target; that slack depends on the scale of the rewards and is
@@ -113,21 +116,25 @@ def top_p_linear(returns: Returns, *, value: float, keep_zero: bool) -> list[int
 
 
 def top_p_softmax(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
-    """The smallest set of largest uncertainties that holds `value` of their softmax (RAGEN-2)."""
+    """Return the smallest set of largest uncertainties that holds `value` of their softmax
+    (RAGEN-2).
+    """
     ranked, scores = _rank(returns, keep_zero)
     return ranked[: _nucleus_size(scores.softmax(0), value)]
 
 
 def min_p(returns: Returns, *, value: float, keep_zero: bool) -> list[int]:
-    """Groups whose uncertainty is at least `value` times the largest (RAGEN-2; value in (0, 1])."""
+    """Return groups whose uncertainty is at least `value` times the largest (RAGEN-2; value in (0,
+    1]).
+    """
     ranked, scores = _rank(returns, keep_zero)
     bound = value * scores.max() * (1 - ROUNDING) if ranked else 0.0
     return ranked[: int((scores >= bound).sum())]
 
 
 def percentile_range(returns: Returns, *, value: tuple[float, float], keep_zero: bool) -> list[int]:
-    """The groups from one share of the ranking to another, the largest uncertainty first: (0, 0.25)
-    is the top quarter, (0.75, 1) the bottom one (the quartiles of RAGEN-2).
+    """Return the groups from one share of the ranking to another, the largest uncertainty first:
+    (0, 0.25) is the top quarter, (0.75, 1) the bottom one (the quartiles of RAGEN-2).
 
     Constant groups count in the ranking, so that the ranges of one step do not overlap.
     """
@@ -137,16 +144,16 @@ def percentile_range(returns: Returns, *, value: tuple[float, float], keep_zero:
 
 
 def within_group(returns: Returns, *, value: float, keep_zero: bool) -> list[list[int]]:
-    """Of every group the max(2, floor(value N)) trajectories whose returns spread most: its lowest
-    and its highest (the control of RAGEN-2, which trains on as many trajectories as a filter of
-    groups, from all of them).
+    """Keep the max(2, floor(value N)) trajectories of every group whose returns spread most: its
+    lowest and its highest (the control of RAGEN-2, which trains on as many trajectories as a filter
+    of groups, from all groups).
     """
     return [_widest(group, max(2, math.floor(value * len(group) + ROUNDING))) for group in returns]
 
 
 def _widest(returns: Sequence[float], size: int) -> list[int]:
-    """Indices of the `size` values of largest variance. Some of the lowest with some of the highest
-    are always among the best choices, for the variance is convex in every value.
+    """Return the indices of the `size` values of largest variance. Some of the lowest with some of
+    the highest are always among the best choices, for the variance is convex in every value.
     """
     order = sorted(range(len(returns)), key=lambda index: (returns[index], index))
     choices = [order[:low] + order[len(order) - (size - low) :] for low in range(size, -1, -1)]
@@ -173,8 +180,8 @@ def filter_groups(
     keep_zero: bool,
     num_groups: int | None = None,
 ) -> list[TrajectoryGroup]:
-    """The groups that the filter `strategy` keeps by their returns, in the given order, without
-    members that have none; with a filter within groups, their trajectories that it keeps.
+    """Return the groups that the filter `strategy` keeps by their returns, in the given order,
+    without members that have none; with a filter within groups, their trajectories that it keeps.
 
     Rewards of different environments have different scales, so the filter ranks the groups of each
     environment by themselves; a number of groups is divided in proportion to theirs, and at least
@@ -221,8 +228,8 @@ def _kept_of_one(
     value: float | tuple[float, float] | None,
     keep_zero: bool,
 ) -> list[tuple[int, TrajectoryGroup]]:
-    """What a filter keeps of the groups of one environment, with their indices; constant ones may
-    be among them.
+    """Return the groups of one environment that a filter keeps, with their indices; constant groups
+    may be among them.
     """
     found = find_filter(strategy)
     returns = [group.total_rewards for group in groups]
@@ -253,7 +260,9 @@ def _apportioned(total: int, sizes: Sequence[int], turn: int) -> list[int]:
 
 
 def _indices(strategy: str, answer: object, size: int) -> list[int]:
-    """A filter's answer in order. Raises PlugInError unless it is distinct indices below `size`."""
+    """Return a filter's answer in order. Raises PlugInError unless it is distinct indices below
+    `size`.
+    """
     try:
         kept = sorted(operator.index(index) for index in answer)
     except TypeError:
@@ -267,7 +276,9 @@ def _indices(strategy: str, answer: object, size: int) -> list[int]:
 
 
 def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
-    """Candidate groups, largest uncertainty first and ties by index, with their uncertainties."""
+    """Return the candidate groups, largest uncertainty first and ties by index, with their
+    uncertainties.
+    """
     scores = group_uncertainty(returns)
     ranked = scores.argsort(descending=True, stable=True)
     if not keep_zero:
@@ -276,6 +287,6 @@ def _rank(returns: Returns, keep_zero: bool) -> tuple[list[int], Tensor]:
 
 
 def _nucleus_size(shares: Tensor, p: float) -> int:
-    """Length of the shortest prefix of descending shares that sums to `p`."""
+    """Return the length of the shortest prefix of descending shares that sums to `p`."""
     masses = enumerate(accumulate(shares.tolist()), start=1)
     return next((size for size, mass in masses if mass >= p - ROUNDING), len(shares))

@@ -1,4 +1,4 @@
-"""What a trajectory earns: a weighted sum of named rewards, the environment's own by default.
+"""Rewards of a trajectory: a weighted sum of named rewards, the environment's own by default.
 
 A reward is a pure function of a trajectory as it was played,
 
@@ -39,7 +39,7 @@ _ROUNDING = 1e-9
 
 
 def environment(trajectory: Trajectory) -> list[float]:
-    """What each turn earned in the environment, its format penalty included."""
+    """Return the environment's reward of each turn, its format penalty included."""
     return [turn.reward for turn in trajectory.turns]
 
 
@@ -55,7 +55,7 @@ def well_formed(trajectory: Trajectory) -> list[float]:
 
 
 def response_length(trajectory: Trajectory) -> list[float]:
-    """The number of tokens sampled in each turn; a penalty if its weight is negative."""
+    """Return the number of tokens sampled in each turn; a penalty if its weight is negative."""
     return [float(turn.end - turn.start) for turn in trajectory.turns]
 
 
@@ -98,14 +98,14 @@ def grounded_thought(trajectory: Trajectory) -> list[float]:
 
 
 def turn_discounted(trajectory: Trajectory) -> list[float]:
-    """What turn k earned in the environment times 0.95^k: an earlier success earns more."""
+    """Return the environment's reward of turn k times 0.95^k: an earlier success earns more."""
     return [TURN_DISCOUNT**k * turn.reward for k, turn in enumerate(trajectory.turns)]
 
 
 def group_relative(group: TrajectoryGroup) -> list[float]:
-    """The environment's return minus the mean of the other members; 0 for a group of one."""
+    """Return the environment's return minus the mean of the other members; 0 for a group of one."""
     returns, size = group.total_rewards, len(group.trajectories)
-    return [(one - fmean(returns)) * size / max(1, size - 1) for one in returns]
+    return [(value - fmean(returns)) * size / max(1, size - 1) for value in returns]
 
 
 def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Trajectory:
@@ -114,8 +114,8 @@ def shape_trajectory(trajectory: Trajectory, terms: Mapping[str, float]) -> Traj
 
 
 def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> TrajectoryGroup:
-    """A copy whose turns earn the weighted sum of `terms` (name -> weight); `info["rewards"]` of a
-    turn has the contribution of each term.
+    """Return a copy whose turns earn the weighted sum of `terms` (name -> weight);
+    `info["rewards"]` of a turn has the contribution of each term.
 
     Raises PlugInError, in one line, for a reward that fails or returns something else.
     """
@@ -134,7 +134,7 @@ def shape_group(group: TrajectoryGroup, terms: Mapping[str, float]) -> Trajector
 def shape_rewards(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
-    """The groups with the rewards of the terms, and metrics to log.
+    """Return the groups with the rewards of the terms, and metrics to log.
 
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
     and `total`, their sum. Unless all succeed or all fail, also `success_ranking` (see there), and
@@ -145,25 +145,30 @@ def shape_rewards(
     if dict(terms) == IDENTITY:
         return list(groups), {}
     shaped = [shape_group(group, terms) for group in groups]
-    trajectories = [one for group in shaped for one in group.trajectories]
+    trajectories = [member for group in shaped for member in group.trajectories]
     metrics = {
-        name: fmean(sum(turn.info["rewards"][name] for turn in one.turns) for one in trajectories)
+        name: fmean(
+            sum(turn.info["rewards"][name] for turn in trajectory.turns)
+            for trajectory in trajectories
+        )
         for name in terms
     }
     ranking = success_ranking(trajectories)
     if ranking is not None:
-        own = success_margins([one for group in groups for one in group.trajectories])
+        own = success_margins([member for group in groups for member in group.trajectories])
         now = success_margins(trajectories)
         inverted = sum(margin < -_ROUNDING <= own[name] for name, margin in now.items())
         metrics |= {"success_ranking": ranking, "inverted": float(inverted)}
-    return shaped, {"total": fmean(one.total_reward for one in trajectories)} | metrics
+    return shaped, {
+        "total": fmean(trajectory.total_reward for trajectory in trajectories)
+    } | metrics
 
 
 def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
-    """How often a solved trajectory earned more than an unsolved one of its environment, ties
-    counting half (the area under the ROC curve); None unless there are both. 1: every success
-    earned more than every failure; 0.5: the reward does not distinguish them; below: failures earn
-    more.
+    """Return the share of pairs in which a solved trajectory earned more than an unsolved one of
+    its environment, ties counting half (the area under the ROC curve); None without such a pair. 1:
+    every success earned more than every failure; 0.5: the reward does not distinguish them; below:
+    failures earn more.
     """
     pairs = [
         (good > bad) + (good == bad) / 2
@@ -175,8 +180,8 @@ def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
 
 
 def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Environment -> what solved trajectories earn in the mean more than unsolved ones, where there
-    are both.
+    """Return a map: environment -> what solved trajectories earn in the mean more than unsolved
+    ones, where there are both.
     """
     return {
         name: fmean(solved) - fmean(unsolved)
@@ -186,7 +191,7 @@ def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], list[float]]]:
-    """Environment -> returns of unsolved trajectories and of solved ones."""
+    """Return a map: environment -> returns of unsolved trajectories and of solved ones."""
     earned: dict[str, tuple[list[float], list[float]]] = {}
     for trajectory in trajectories:
         of_world = earned.setdefault(trajectory.environment, ([], []))
@@ -195,12 +200,12 @@ def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], 
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:
-    """The verdicts stored with the rollout. A missing one is replaced by the mean of the group; a
-    run has no such member in a group, unless the weight of the judge is 0.
+    """Return the verdicts stored with the rollout. A missing one is replaced by the mean of the
+    group; a run has no such member in a group, unless the weight of the judge is 0.
     """
     verdicts = [
-        one.turns[-1].info.get(VERDICTS, {}).get(url) if one.turns else None
-        for one in group.trajectories
+        member.turns[-1].info.get(VERDICTS, {}).get(url) if member.turns else None
+        for member in group.trajectories
     ]
     known = [verdict for verdict in verdicts if verdict is not None]
     neutral = fmean(known) if known else 0.0
@@ -208,21 +213,21 @@ def judge(url: str, group: TrajectoryGroup) -> list[float]:
 
 
 def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
-    """Rewards of the turns of each member."""
+    """Return the rewards of the turns of each member."""
     if is_judge(name):
         answers = judge(name, group)
     elif "group" in call(REWARDS, name, inspect.signature, reward := REWARDS.get(name)).parameters:
         answers = call(REWARDS, name, reward, group)
     else:
-        answers = [call(REWARDS, name, reward, one) for one in group.trajectories]
+        answers = [call(REWARDS, name, reward, member) for member in group.trajectories]
     if not hasattr(answers, "__len__") or len(answers) != len(group.trajectories):
         raise PlugInError(
             f"reward {name} must return an answer for each of the {len(group.trajectories)}"
             f" trajectories of a group, not {answers!r:.200}; mend it"
         )
     return [
-        _per_turn(name, answer, len(one.turns))
-        for answer, one in zip(answers, group.trajectories, strict=True)
+        _per_turn(name, answer, len(member.turns))
+        for answer, member in zip(answers, group.trajectories, strict=True)
     ]
 
 

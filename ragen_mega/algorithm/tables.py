@@ -1,4 +1,5 @@
-"""What users can extend: tables of named advantage estimators, group filters, rewards, metrics.
+"""Tables of the parts that users can extend: named advantage estimators, group filters, rewards,
+metrics.
 
 An entry is built in, an import path (`my_module:my_thing`, also of a file in the working
 directory), an entry point of the table's group, or added by `register`. Nothing here imports torch,
@@ -43,7 +44,7 @@ class PlugInError(ValueError):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator, and what the configuration must know of it.
+    """An advantage estimator, with the facts that the configuration needs.
 
     Attributes:
         function: `function(inputs: CreditInputs, *, option, ...) -> (advantages [T], returns [T] or
@@ -72,7 +73,7 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Filter:
-    """A group filter, and what the configuration must know of it.
+    """A group filter, with the facts that the configuration needs.
 
     Attributes:
         function: `function(returns, *, value, keep_zero) -> indices of the groups to keep`, or its
@@ -189,7 +190,8 @@ METRICS = Registry(
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name; a plain function gets the options that it has parameters for.
+    """Return the estimator of that name; a plain function gets the options that it has parameters
+    for.
 
     Raises ValueError if there is none.
     """
@@ -218,13 +220,13 @@ def check_metric(name: str) -> None:
 
 
 def find_filter(name: str) -> Filter:
-    """The group filter of that name. Raises ValueError if there is none."""
+    """Return the group filter of that name. Raises ValueError if there is none."""
     found = FILTERS.get(name)
     return found if isinstance(found, Filter) else Filter(found)
 
 
 def is_judge(name: str) -> bool:
-    """Whether a reward comes from a judge server: its name is the server's URL."""
+    """Return whether a reward comes from a judge server: its name is the server's URL."""
     return name.startswith(("http://", "https://"))
 
 

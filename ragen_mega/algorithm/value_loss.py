@@ -8,7 +8,8 @@ from torch import Tensor
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half squared error of the critic with the clipped branch of PPO, differentiable in `values`.
+    """Return half squared error of the critic with the clipped branch of PPO, differentiable in
+    `values`.
 
     loss = sum(weights * 0.5 * max((v - R)^2, (v_clipped - R)^2)) with v_clipped = old + clip(v -
     old, -clip, clip). At a tie the unclipped branch is taken.

@@ -1,1 +1,1 @@
-"""The program `ragen-mega`: one module for each command, and what they share."""
+"""The program `ragen-mega`: one module for each command, and their shared helpers."""

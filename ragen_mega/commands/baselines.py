@@ -78,7 +78,7 @@ def choose_prompts(
     path: Path | None,
     num_prompts: int | None,
 ) -> tuple[list[int] | list[Board], str]:
-    """The prompts and where they come from. Raises ValueError if there are too few."""
+    """Return the prompts and where they come from. Raises ValueError if there are too few."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
     if path is None and not has_packaged_boards(environment):
@@ -94,11 +94,11 @@ def choose_prompts(
 
 
 def text(result: Baselines, budget: Budget, source: str) -> str:
-    """The result as text."""
+    """Return the result as text."""
     found = (
         f"unknown: no actions, tools or random_answer to draw from, or over {MAX_SECONDS:.0f} s"
         if result.random is None
-        else f"{_how(result)}; of one trajectory per prompt, 95%:"
+        else f"{_method(result)}; of one trajectory per prompt, 95%:"
         f" {result.random_ci_low:.1%} to {result.random_ci_high:.1%}"
     )
     unsolved = "unknown: the environment has no solver" if result.optimum is None else ""
@@ -122,8 +122,8 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
     return "\n".join((head, *lines))
 
 
-def _how(result: Baselines) -> str:
-    """How the rate of the random player was found."""
+def _method(result: Baselines) -> str:
+    """Name the method that found the rate of the random player."""
     if result.is_exact:
         return "exact"
     is_played = result.optimum is None  # else a solver has sampled it

@@ -20,8 +20,8 @@ Flag = tuple[str, dict[str, Any]]
 
 
 def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
-    """One flag of `parse`. Its type is that of its default, which --help shows; False makes a
-    switch. `options` are those of argparse.
+    """Return one flag of `parse`. Its type is that of its default, which --help shows; False makes
+    a switch. `options` are those of argparse.
     """
     if default is False:
         options["action"] = "store_true"
@@ -32,7 +32,7 @@ def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
 
 
 def target(text: str) -> Path:
-    """A file that can be there; what takes minutes must not end with none."""
+    """Return a file that can be there; what takes minutes must not end with none."""
     if (path := Path(text)).is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
     return path
@@ -42,8 +42,8 @@ JSON = flag("--json", "write the result here", type=target, metavar="OUT")
 
 
 def report_folder(pages: str, beside: Path) -> Path:
-    """Where a report goes unless told: to these pages of the repository where that is the working
-    directory, anywhere else beside what it is about.
+    """Return the folder of a report: these pages of the repository if it is the working directory,
+    else the folder `beside` the subject of the report.
     """
     from ragen_mega.report.provenance import REPOSITORY
 
@@ -58,8 +58,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(
     manual: str | None, *flags: Flag, argv: Sequence[str] | None = None, takes_others: bool = False
 ) -> argparse.Namespace:
-    """The command line, itself as `argv`. Flags that are not among `flags` become `others` if
-    `takes_others`, else an error: one line and exit code 2, as for any bad flag.
+    """Return the command line, itself as `argv`. Flags that are not among `flags` become `others`
+    if `takes_others`, else an error: one line and exit code 2, as for any bad flag.
     """
     parser = _Parser(
         description=manual,
@@ -79,9 +79,9 @@ def parse(
 def command(
     manual: str | None, *flags: Flag, takes_others: bool = False
 ) -> Callable[[Callable[[argparse.Namespace], int | None]], Callable[..., None]]:
-    """Turns a function of the parsed command line, which may return an exit code, into the `main`
-    of a tool. Bad input (ValueError, OSError) or numbers that are not finite (FloatingPointError)
-    are one line and exit code 2.
+    """Turn a function of the parsed command line, which may return an exit code, into the `main` of
+    a tool. Bad input (ValueError, OSError) or numbers that are not finite (FloatingPointError) are
+    one line and exit code 2.
     """
 
     def decorate(work: Callable[[argparse.Namespace], int | None]) -> Callable[..., None]:

@@ -8,10 +8,10 @@ and without a GPU.
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
-a directory that this tool wrote in megatron format; the tool detects and reports which. Of a run
-it takes the actor, in the type of its parameters. Values are copied bit by
-bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
-and generation config are carried along.
+a directory that this tool wrote in megatron format; the tool detects and reports which. The tool
+takes the actor of a run, in the type of its parameters. Values are copied bit by bit unless --dtype
+asks for another type; config.json then names that type. Tokenizer, chat template and generation
+config are carried along.
 
 `huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
 with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
@@ -124,8 +124,8 @@ def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
 
 
 def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
-    """The directory with the model configuration and the tokenizer that the run of a checkpoint
-    started from.
+    """Return the directory with the model configuration and the tokenizer that the run of a
+    checkpoint started from.
     """
     run, load = checkpoint.directory.absolute().parents[1], checkpoint.config["model"]["load"]
     places = [
@@ -151,7 +151,7 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
 
 
 @contextmanager
-def appearing_whole(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when the block succeeds, and is deleted if
     it fails.
     """
@@ -179,7 +179,7 @@ def appearing_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def carry_along(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
+def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
     """Copy the files beside the weights, byte by byte.
 
     In config.json the type becomes that of the weights, a missing architecture is added, and a
@@ -213,7 +213,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
                 " it"
             )
     parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
-    with appearing_whole(arguments.target) as directory:
+    with atomic_directory(arguments.target) as directory:
         source = open_source(arguments.source, console.say)
         console.say(f"from {source.description}")
         check_model(source.hf, parallel)
@@ -224,7 +224,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
             for name, (dtype, shape) in described.items()
         }
         dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
-        carry_along(source.files, directory, set(dtypes.values()))
+        copy_other_files(source.files, directory, set(dtypes.values()))
         writer = (
             MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
             if is_megatron
@@ -249,7 +249,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of e.g. 500MB, 5GB or 2GiB."""
+    """Return the bytes of e.g. 500MB, 5GB or 2GiB."""
     match = re.fullmatch(r"(\d+)\s*([KMG]I?|)B?", text.upper())
     if not match or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 500MB or 5GB")

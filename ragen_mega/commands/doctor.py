@@ -1,5 +1,5 @@
-"""What is installed against what was tested, which fused parts are active, and what to install for
-a target.
+"""Compare the installed packages with the tested ones, list the active fused parts, and say which
+packages a target needs.
 
     ragen-mega doctor [--for cpu|h100] [--sglang-python PATH] [--json]
 
@@ -35,9 +35,9 @@ REQUIRED = (
     "gymnasium",
     "rich",
 )
-"""What training needs on every machine."""
+"""Packages that training needs on every machine."""
 ON_H100 = ("triton", "transformer-engine")
-"""What it needs there in addition."""
+"""Packages that training on an H100 needs in addition."""
 SGLANG = "0.5.17"
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = (
@@ -81,7 +81,7 @@ class Finding:
 
 
 def installed(name: str) -> str | None:
-    """Version of a distribution, None if there is none."""
+    """Return the version of a distribution, None if there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -109,14 +109,14 @@ def ask(python: str, statement: str, **environment: str) -> tuple[str, str]:
 
 
 def tested_versions(target: str) -> dict[str, str]:
-    """Distribution -> the version that was tested for `target`."""
+    """Return a map: distribution -> the version that was tested for `target`."""
     lines = [line.strip() for line in CONSTRAINTS[target].read_text().splitlines()]
     pins = {name.lower(): pin for name, _, pin in (line.partition("==") for line in lines) if pin}
     return {name: pins[name] for name in REQUIRED + (ON_H100 if target == "h100" else ())}
 
 
 def check_packages(target: str) -> list[Finding]:
-    """Every package that the target needs, against its tested version."""
+    """Return every package that the target needs, against its tested version."""
 
     def judge(name: str, tested: str, found: str | None) -> Finding:
         if found is not None and Version(found).public == tested:
@@ -128,7 +128,7 @@ def check_packages(target: str) -> list[Finding]:
 
 
 def check_gpu(target: str) -> list[Finding]:
-    """The devices that torch sees, and whether they are of the target's architecture."""
+    """Return the devices that torch sees, and whether they are of the target's architecture."""
     if find_spec("torch") is None:
         return []
     import torch
@@ -164,7 +164,7 @@ def apex_finding() -> Finding:
 
 
 def loaded(finding: Finding, statement: str) -> Finding:
-    """The finding, or `missing` if a fresh interpreter cannot execute `statement`.
+    """Return the finding, or `missing` if a fresh interpreter cannot execute `statement`.
 
     megatron-core imports Transformer Engine wherever it is installed; if a library of it does not
     load, nothing starts.
@@ -176,7 +176,7 @@ def loaded(finding: Finding, statement: str) -> Finding:
 
 
 def check_fused_parts(target: str) -> list[Finding]:
-    """Optional parts: their absence costs time, never correctness."""
+    """Check the optional parts: their absence costs time, never correctness."""
     on_gpu = any(finding.state == "ok" for finding in check_gpu(target))
 
     def judge(name: str, distribution: str, module: str, instead: str) -> Finding:
@@ -218,7 +218,7 @@ def check_sglang(target: str, python: str | None) -> list[Finding]:
 
 
 def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
-    """All findings, by heading."""
+    """Return all findings, by heading."""
     interpreter = Finding("Python", "ok", f"{sys.version_info.major}.{sys.version_info.minor}")
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         interpreter = replace(interpreter, state="missing", remedy="Python 3.11 to 3.13")

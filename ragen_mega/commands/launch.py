@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
 _SECONDS_TO_END = 10.0
-"""What ranks have after a second signal."""
+"""Time that ranks have to end after a second signal."""
 _SECONDS_OF_SILENCE = 1.0
-"""After which the launcher says that it waits for them."""
+"""Time after which the launcher says that it waits for the ranks."""
 _SECONDS_TO_CLEAN = 5.0
-"""What processes of killed ranks have to notice their end, and to remove their files."""
+"""Time that processes of killed ranks have to notice their end, and to remove their files."""
 _end: float | None = None
 """When ranks are killed, after a second signal."""
 _has_told = False
 """Whether the user knows of `_end`."""
 _family: set[psutil.Process] = set()
-"""The ranks, and what they have started, since the first signal."""
+"""The ranks, and the processes that they have started, since the first signal."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -55,7 +55,7 @@ large one; where the kernel has none, nothing changes.
 
 
 class _Stopped(BaseException):
-    """Not an Exception: torchrun would log it as a failure."""
+    """Stop of the launcher. It is no Exception, because torchrun would log that as a failure."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # as -P, which torchrun does not pass on
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    logging.disable(logging.ERROR)  # of this process; the ranks log for themselves
+    logging.disable(logging.ERROR)  # in this process; the ranks log for themselves
     args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
     for number in _FORWARDED:
         # Who starts a program by nohup wants it to outlive the terminal.
@@ -92,9 +92,9 @@ def main(argv: Sequence[str]) -> int:
             is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
             args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
             if not is_alone and is_static:
-                _check_meeting(args)
+                _check_rendezvous(args)
             if is_alone or is_static:
-                _meet_privately(args)
+                _use_private_rendezvous(args)
             run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _meet_privately(args: Namespace) -> None:
+def _use_private_rendezvous(args: Namespace) -> None:
     """Replace torchrun's rendezvous: its stores listen on every interface and ask nobody who they
     are. On one machine there is no store, since ranks meet in a file; that of several nodes listens
     on --master-addr alone.
@@ -169,15 +169,15 @@ def _meet_privately(args: Namespace) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listener on the address of `host` alone, unless this machine knows its own name as one of
-    the loopback's, as Debian does: others would not reach it there.
+    """Return a listener on the address of `host` alone, unless this machine knows its own name as
+    one of the loopback's, as Debian does: others would not reach it there.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_own_name = ip_address(address[0]).is_loopback
     return socket.create_server(("" if is_own_name else address[0], port), family=family)
 
 
-def _check_meeting(args: Namespace) -> None:
+def _check_rendezvous(args: Namespace) -> None:
     """Raise ValueError where this node cannot meet the others at --master-addr. That the first one
     does not listen yet is no reason: torchrun waits for it.
     """
@@ -211,15 +211,15 @@ def _check_meeting(args: Namespace) -> None:
 
 
 def can_bind(system: Path = Path("/sys")) -> bool:
-    """Whether torchrun can bind ranks to the CPUs near their GPUs, and some are nearer than others:
-    it ends the job where Linux does not say where a GPU is or numactl is missing.
+    """Return whether torchrun can bind ranks to the CPUs near their GPUs, and some are nearer than
+    others: it ends the job where Linux does not say where a GPU is or numactl is missing.
     """
     import torch
 
     devices = system / "bus" / "pci" / "devices"
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     addresses = [
-        f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in gpus
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
     ]
     num_nodes = len([*(system / "devices" / "system" / "node").glob("node[0-9]*")])
     is_known = all((devices / address / "numa_node").exists() for address in addresses)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.config.schema import json_object
+from ragen_mega.config.sections.environment import json_object
 from ragen_mega.environments.boards import has_packaged_boards, load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake

@@ -1,5 +1,5 @@
-"""What does it cost, and does it fit? The seconds, the money and the memory of a step, phase by
-phase, before anything is rented or built.
+"""Predict the seconds, the money and the memory of a training step, phase by phase, before anything
+is rented or built.
 
     ragen-mega plan --model Qwen2.5-14B --num-gpus 16 --hardware H100
     ragen-mega plan --recipe qwen2.5_7b --hardware H200

@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def manual() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     lines = ["usage: ragen-mega COMMAND [flags]"]
     for heading, commands in COMMANDS.items():
         lines += ["", f"{heading}:"]
@@ -44,14 +44,16 @@ def manual() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that `argv` names with the words that follow it."""
     name, *flags = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
-    known = {name: module for of in COMMANDS.values() for name, (module, _) in of.items()}
+    known = {
+        name: module for commands in COMMANDS.values() for name, (module, _) in commands.items()
+    }
     if name in ("-h", "--help", "help"):
         print(manual())
     elif name in ("-V", "--version"):
         print(importlib.import_module("ragen_mega").__version__)
     elif name in known:
         command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
-        sys.argv = [f"ragen-mega {name}", *flags]  # what --help calls it
+        sys.argv = [f"ragen-mega {name}", *flags]  # the name in --help
         if status := command.main(flags):
             raise SystemExit(status)
     else:

@@ -52,7 +52,7 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "use_distributed_optimizer",
 )
-EXCLUDED = ("rollout/random", "rollout/optimum")  # of the evaluation boards, not of the step
+EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
 class RecordedRollouts:
@@ -115,8 +115,8 @@ def check_rollouts(run: Run, last_step: int) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
-    """The configuration that the step was trained under, in the run's current directory, with the
-    layout of the run unless the flags change it; and how many ranks it takes.
+    """Return the configuration that the step was trained under, in the run's current directory,
+    with the layout of the run unless the flags change it; and how many ranks it takes.
     """
     settings, start = read_settings(arguments.run, arguments.step)
     if start:
@@ -138,7 +138,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
 
 
 def check_ranks(start: Mapping[str, Any]) -> int:
-    """The ranks of a start of a run. Raises ValueError if they cannot be started here."""
+    """Return the ranks of a start of a run. Raises ValueError if they cannot be started here."""
     num_ranks, num_gpus = start["world_size"], torch.cuda.device_count()
     remedy = "--num-ranks replays it on another layout, equal to rounding"
     if not is_rank() and num_ranks != start["ranks_per_node"]:
@@ -155,7 +155,7 @@ def check_ranks(start: Mapping[str, Any]) -> int:
 
 
 def read_row(path: Path, step: int) -> dict[str, Any]:
-    """What the run logged for the step."""
+    """Read the metrics that the run logged for the step."""
     rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
     if step not in rows:
         raise ValueError(
@@ -165,7 +165,7 @@ def read_row(path: Path, step: int) -> dict[str, Any]:
 
 
 def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
-    """Everything that the loop needs to repeat `step`, and where it starts from."""
+    """Return everything that the loop needs to repeat `step`, and where it starts from."""
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
     checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
@@ -206,7 +206,9 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
 
 
 def find_start(directory: Path, step: int) -> Checkpoint | None:
-    """The newest intact checkpoint at or before `step`; damaged ones are reported and skipped."""
+    """Return the newest intact checkpoint at or before `step`; damaged ones are reported and
+    skipped.
+    """
     for path in sorted(directory.glob("step_*"), reverse=True):
         if int(path.name.removeprefix("step_")) <= step:
             try:
@@ -219,8 +221,8 @@ def find_start(directory: Path, step: int) -> Checkpoint | None:
 def compare(
     logged: Mapping[str, float | None], replayed: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Key -> logged, replayed and their difference relative to max(1, |logged|); infinite where
-    only one is a number.
+    """Return a map: key -> logged, replayed and their difference relative to max(1, |logged|);
+    infinite where only one is a number.
     """
     keys = {}
     for key in sorted(logged.keys() | replayed.keys()):

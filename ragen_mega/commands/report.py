@@ -38,12 +38,12 @@ SIGNALS = {
 }
 """Stability signals that are plotted, with their labels."""
 STYLES = (":", "--", "-.")
-"""Of the players' lines."""
+"""Line styles of the players."""
 
 
 def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per evaluated set of a finished run (as `read_run` gives it); runs that are `alike`
-    differ only by their seed. Raises ValueError if it is not finished.
+    """Return one row per evaluated set of a finished run (as `read_run` gives it); runs that are
+    `alike` differ only by their seed. Raises ValueError if it is not finished.
     """
     if (summary := run["summary"]) is None:
         raise ValueError(f"{run['name']} has not finished: it has no {SUMMARY_FILE}; leave it out")
@@ -73,8 +73,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict[str, Any]]:
-    """Mean and standard deviation of a measure over the runs of each model, settings and set that
-    more than one run has.
+    """Return the mean and standard deviation of a measure over the runs of each model, settings and
+    set that more than one run has.
     """
     alike = defaultdict(list)
     for row in rows:
@@ -94,8 +94,8 @@ def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict
 def markdown(
     title: str, rows: Sequence[dict[str, Any]], players: Mapping[str, float] | None = None
 ) -> str:
-    """The report as text: where each run was made, a row of each, and the means; of returns as well
-    beside those of `players`, if there are such.
+    """Return the report as text: where each run was made, a row of each, and the means; of returns
+    as well beside those of `players`, if there are such.
     """
     places = defaultdict(dict)
     for row in rows:
@@ -120,9 +120,9 @@ def markdown(
         for row in rows
     ]
     said = [
-        f"Mean {of['mean']:.1%}, standard deviation over {len(of['runs'])} runs"
-        f" {of['standard_deviation']:.1%}: {of['set']}, {', '.join(of['runs'])}."
-        for of in means(rows)
+        f"Mean {mean['mean']:.1%}, standard deviation over {len(mean['runs'])} runs"
+        f" {mean['standard_deviation']:.1%}: {mean['set']}, {', '.join(mean['runs'])}."
+        for mean in means(rows)
     ]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
@@ -140,16 +140,16 @@ def markdown(
             for row in rows
         ]
         said = [
-            f"Mean return {of['mean']:.3f}, standard deviation over {len(of['runs'])} runs"
-            f" {of['standard_deviation']:.3f}: {of['set']}, {', '.join(of['runs'])}."
-            for of in means(rows, "return")
+            f"Mean return {mean['mean']:.3f}, standard deviation over {len(mean['runs'])} runs"
+            f" {mean['standard_deviation']:.3f}: {mean['set']}, {', '.join(mean['runs'])}."
+            for mean in means(rows, "return")
         ]
         parts += [table(head, cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
 
 
 def warnings(runs: Sequence[dict[str, Any]]) -> str:
-    """What the runs warned of, a line each; empty if nothing."""
+    """List the warnings of the runs, a line each; an empty text without a warning."""
     lines = [
         f"- {run['name']}, step {event['step']}: {event['text']}"
         for run in runs
@@ -164,8 +164,9 @@ def plot(
     path: Path,
     players: Mapping[str, float] | None = None,
 ) -> None:
-    """Success in training (per step) and on the held-out boards (marked), beside random and optimal
-    play where all runs have the same, or mean returns beside those of `players`; and SIGNALS.
+    """Plot success in training (per step) and on the held-out boards (marked), beside random and
+    optimal play where all runs have the same, or mean returns beside those of `players`; and
+    SIGNALS.
     """
     measure = "reward" if players else "success"
     lines = players or shared_players(rows)
@@ -176,7 +177,7 @@ def plot(
         (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
         before, after = (series(run, f"eval/{key}{measure}") for key in ("initial_", ""))
-        axes.plot(*(one + other for one, other in zip(before, after)), **marks)
+        axes.plot(*(start + later for start, later in zip(before, after)), **marks)
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
@@ -194,16 +195,22 @@ def plot(
 
 
 def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Random and optimal play on the first set, as far as known and equal for all runs on it."""
+    """Return random and optimal play on the first set, as far as known and equal for all runs on
+    it.
+    """
     values = {
         player: {row[player] for row in rows if row["set"] == rows[0]["set"]}
         for player in ("random", "optimum")
     }
-    return {player: min(of) for player, of in values.items() if len(of) == 1 and None not in of}
+    return {
+        player: min(rates)
+        for player, rates in values.items()
+        if len(rates) == 1 and None not in rates
+    }
 
 
 def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
-    """Steps at which `key` was logged, and its values."""
+    """Return the steps at which `key` was logged, and its values."""
     steps, values = run["metrics"]["steps"], run["metrics"]["values"].get(key, ())
     logged = [(step, value) for step, value in zip(steps, values) if value is not None]
     return [step for step, _ in logged], [value for _, value in logged]

@@ -30,6 +30,7 @@ from ragen_mega.commands.command_line import command, flag, report_folder
 from ragen_mega.config import parse
 from ragen_mega.data.extras import require
 from ragen_mega.planning.hardware import find_machine
+from ragen_mega.run.check import check_environments
 from ragen_mega.studies import price, tables
 from ragen_mega.studies.definitions import PRESETS, STUDIES, Study, find
 from ragen_mega.studies.runs import (
@@ -90,7 +91,8 @@ def main(arguments: argparse.Namespace) -> int | None:
     if only_reports:
         study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
     for arm in study.arms:
-        parse(flags_of(study, arm, match))  # a wrong flag is said before anything runs
+        # a wrong flag is said before anything runs
+        check_environments(parse(flags_of(study, arm, match)).environment)
     if arguments.predict:
         if not arguments.hardware:
             raise ValueError("--predict needs to know the GPU; add --hardware")

@@ -41,7 +41,7 @@ def run_rank(argv: Sequence[str]) -> None:
     """
     ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_flags(argv, *ranks)
-    sys.argv = ["ragen-mega", "train", *argv]  # how the run records its command
+    sys.argv = ["ragen-mega", "train", *argv]  # the run records this command
 
     from ragen_mega.train import main as train
 
@@ -49,8 +49,8 @@ def run_rank(argv: Sequence[str]) -> None:
 
 
 def default_ranks() -> int:
-    """Ranks for this machine: one for each GPU that CUDA_VISIBLE_DEVICES leaves; without a GPU two,
-    data-parallel, where there are two cores.
+    """Return the ranks for this machine: one for each GPU that CUDA_VISIBLE_DEVICES leaves; without
+    a GPU two, data-parallel, where there are two cores.
     """
     gpus = 0
     if program := shutil.which("nvidia-smi"):  # which lists all of them

@@ -18,14 +18,16 @@ from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_pag
 
 
 def trace_of(run: Path, step: int) -> str:
-    """The name of the trace of a step. Raises ValueError if the run kept none of it, since the page
-    would open at another one.
+    """Return the name of the trace of a step. Raises ValueError if the run kept none of it, since
+    the page would open at another one.
     """
-    kept = {one["step"]: one["id"] for one in read_run(run)["traces"] if one["kind"] == "step"}
+    kept = {
+        trace["step"]: trace["id"] for trace in read_run(run)["traces"] if trace["kind"] == "step"
+    }
     if not kept:
         raise ValueError(f"{run} kept no trajectories of any step; train with --trace-groups 4")
     if step not in kept:
-        nearest = min(kept, key=lambda one: abs(one - step))
+        nearest = min(kept, key=lambda kept_step: abs(kept_step - step))
         raise ValueError(
             f"{run} kept no trajectories of step {step}; give --step {nearest}, the nearest of"
             f" {len(kept)} that it kept"

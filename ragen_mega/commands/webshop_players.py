@@ -20,7 +20,7 @@ from ragen_mega.report.metrics import write_json
 if TYPE_CHECKING:
     from ragen_mega.environments.worlds.webshop.world import WebShop
 
-_SEED = 0  # of the random shopper
+_SEED = 0  # seed of the random shopper
 FLAGS = (
     flag("--num-goals", "the first N goals of the split", 256, metavar="N"),
     flag("--max-turns", "of an episode (default: the environment's)", type=int, metavar="N"),
@@ -32,8 +32,8 @@ FLAGS = (
 def measure(
     shopper: "WebShop", choose: Callable[["WebShop"], str], num_goals: int, num_turns: int
 ) -> dict[str, float]:
-    """Mean score of a player, its success with the 95% interval, and how often its purchase scored
-    above 0.
+    """Return the mean score of a player, its success with the 95% interval, and how often its
+    purchase scored above 0.
     """
     from ragen_mega.environments.worlds.webshop.players import play
 
@@ -69,16 +69,16 @@ def main(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--max-turns must be at least 1, not {num_turns}")
     draw = random.Random(_SEED)
     players: dict[str, Callable[[WebShop], str]] = {
-        "oracle": lambda one: optimal_actions(one, num_turns)[0],
-        "rule": lambda one: rule_actions(one, num_turns)[0],
-        "random": lambda one: one.random_answer(draw),
+        "oracle": lambda world: optimal_actions(world, num_turns)[0],
+        "rule": lambda world: rule_actions(world, num_turns)[0],
+        "random": lambda world: world.random_answer(draw),
     }
     result = {
         name: measure(shopper, choose, num_goals, num_turns) for name, choose in players.items()
     }
     print(f"{shopper.shop.label}: {num_goals} goals, {num_turns} turns, {options}")
-    for name, one in result.items():
-        print(f"  {name:8} score {one['score']:.3f}  success {one['success']:.1%}")
+    for name, rate in result.items():
+        print(f"  {name:8} score {rate['score']:.3f}  success {rate['success']:.1%}")
     if arguments.json:
         about = {"catalogue": shopper.shop.label, "max_turns": num_turns}
         write_json(arguments.json, about | {"options": options, "players": result})

@@ -1,23 +1,20 @@
 """Every setting of a run: validated dataclasses, the flags made of them, and recipes."""
 
 from ragen_mega.config.cli import parse, read_flags, with_recipe
-from ragen_mega.config.schema import (
-    AdvantageConfig,
-    CheckpointConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    FilterConfig,
-    GuardConfig,
-    LoggingConfig,
-    LossConfig,
-    ModelConfig,
-    OffloadMode,
-    ParallelConfig,
-    RolloutConfig,
-    StarPOConfig,
-    TrainConfig,
-    WarmStartConfig,
-)
+from ragen_mega.config.sections.advantage import AdvantageConfig
+from ragen_mega.config.sections.checkpoint import CheckpointConfig
+from ragen_mega.config.sections.environment import EnvironmentConfig
+from ragen_mega.config.sections.evaluation import EvaluationConfig
+from ragen_mega.config.sections.filter import FilterConfig
+from ragen_mega.config.sections.guard import GuardConfig
+from ragen_mega.config.sections.logging import LoggingConfig
+from ragen_mega.config.sections.loss import LossConfig
+from ragen_mega.config.sections.model import ModelConfig
+from ragen_mega.config.sections.parallel import OffloadMode, ParallelConfig
+from ragen_mega.config.sections.rollout import RolloutConfig
+from ragen_mega.config.sections.train import TrainConfig
+from ragen_mega.config.sections.warm_start import WarmStartConfig
+from ragen_mega.config.starpo import StarPOConfig
 
 __all__ = [
     "AdvantageConfig",

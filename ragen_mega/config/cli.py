@@ -14,13 +14,9 @@ from pathlib import Path
 
 from ragen_mega.config.flags import all_flags, help_text, read_settings
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.config.schema import (
-    EnvironmentConfig,
-    StarPOConfig,
-    flag_of,
-    json_object,
-    parse_shares,
-)
+from ragen_mega.config.sections.environment import EnvironmentConfig, json_object, parse_shares
+from ragen_mega.config.sections.section import flag_of
+from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.data.registry import did_you_mean
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.registry import make

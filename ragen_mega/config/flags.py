@@ -5,6 +5,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
@@ -13,8 +14,8 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from ragen_mega.config import schema
-from ragen_mega.config.schema import StarPOConfig, flag_of
+from ragen_mega.config.sections.section import flag_of
+from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.data.registry import did_you_mean
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -68,13 +69,12 @@ class Flag:
 @cache
 def all_flags() -> tuple[Flag, ...]:
     """Every setting, in order."""
-    abouts = _abouts()
     return tuple(
-        Flag(section.name, item.name, _kinds(hints[item.name]), item.default, abouts[key])
+        Flag(section.name, item.name, _kinds(hints[item.name]), item.default, abouts[item.name])
         for section in dataclasses.fields(StarPOConfig)
         for hints in [get_type_hints(section.default_factory)]
+        for abouts in [_abouts(section.default_factory)]
         for item in dataclasses.fields(section.default_factory)
-        for key in [(section.default_factory.__name__, item.name)]
     )
 
 
@@ -88,17 +88,14 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
     return tuple(kind for member in members for kind in _kinds(member)) or (annotation,)
 
 
-def _abouts() -> dict[tuple[str, str], str]:
-    """(Section class, field) -> the docstring below the field, on one line."""
-    abouts: dict[tuple[str, str], str] = {}
-    for part in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(part, ast.ClassDef):
-            for item, below in zip(part.body, [*part.body[1:], None], strict=True):
-                if isinstance(item, ast.AnnAssign):
-                    text = below.value if isinstance(below, ast.Expr) else None
-                    about = text.value if isinstance(text, ast.Constant) else ""
-                    abouts[part.name, item.target.id] = " ".join(about.split())
-    return abouts
+def _abouts(section: type) -> dict[str, str]:
+    """Return field -> the docstring below the field, on one line."""
+    [found] = ast.parse(inspect.getsource(section)).body
+    return {
+        item.target.id: " ".join(ast.literal_eval(below.value).split())
+        for item, below in itertools.pairwise(found.body)
+        if isinstance(item, ast.AnnAssign)
+    }
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,6 +6,8 @@ from typing import Any
 
 CONFIG_FILE = "config.json"
 _MOST_RUNS = 8
+_MOVED = {"max_response_length": ("rollout", "environment")}
+"""Name of a setting -> the section that older runs recorded it in, and its present one."""
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
@@ -16,7 +18,17 @@ def read_recorded(directory: Path) -> dict[str, Any]:
         what = f"holds no run (no {CONFIG_FILE})" if directory.is_dir() else "does not exist"
         raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
-    return read_object(directory / CONFIG_FILE, remedy)
+    recorded = read_object(directory / CONFIG_FILE, remedy)
+    for settings in (recorded, *recorded.get("provenance", ())):
+        _move(settings)
+    return recorded
+
+
+def _move(settings: dict[str, Any]) -> None:
+    """Put the settings of an older run into their present sections."""
+    for name, (old, new) in _MOVED.items():
+        if name in settings.get(old, {}):
+            settings[new][name] = settings[old].pop(name)
 
 
 def beside(directory: Path) -> str:

@@ -1,9 +1,9 @@
 """Trajectories as a few arrays, for their way from rank to rank: what follows from the turns is
-left out, a token takes the bytes that the largest one needs, and what a trajectory has in common
-with the one before it is not repeated.
+left out, bytes that all values of a field have in common travel once, and what a trajectory has in
+common with the one before it is not repeated.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,19 +11,73 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ragen_mega.data.fields import TokenField, recorded_fields
 from ragen_mega.data.forest import common_prefix
-from ragen_mega.data.types import Elsewhere, Packed, Trajectory, Turn
+from ragen_mega.data.types import Packed, Trajectory, Turn
 
 
-class Contents(NamedTuple):
-    """The tokens of S trajectories of L_s tokens, of which A were sampled, and how likely these
-    were. Their mask and the zeros among their log-probabilities follow from the turns (see
-    `Trajectory.append_action`).
+class Column(NamedTuple):
+    """The values of one recorded field in S trajectories: V values of B bytes are sent.
+
+    Of a field that only sampled tokens have, these tokens' values are sent, whatever trajectories
+    begin with.
     """
 
-    shared: NDArray[np.int32]  # [S] first tokens that are those of the one before, n_s
-    tokens: NDArray[np.uint8]  # [sum (L - n), bytes of a token], the lowest byte first
-    logprobs: NDArray[np.floating]  # [A]; float32 where that is what they were
+    shared: NDArray[np.int32]  # [S] first values that are those of the trajectory before
+    dtype: str  # type of the values, float32 instead of float64 where that loses nothing
+    first: NDArray[np.uint8]  # [1, B] the first value
+    varies: NDArray[np.bool_]  # [B] bytes in which any value differs from the first
+    differing: NDArray[np.uint8]  # [V, bytes that vary]
+
+    @classmethod
+    def of(cls, row: TokenField, name: str, trajectories: Sequence[Trajectory]) -> "Column":
+        """Return the column of a field of trajectories that this rank holds."""
+        texts = [row.array(one.token_fields[name]) for one in trajectories]
+        if row.is_sampled_only:
+            shared = [0] * len(texts)
+            turns = ((text, turn) for one, text in zip(trajectories, texts) for turn in one.turns)
+            parts = [text[turn.start : turn.end] for text, turn in turns]
+        else:
+            pairs = pairwise(map(_bytes, [row.defaults(0), *texts]))
+            shared = [common_prefix(*pair) for pair in pairs]
+            parts = [text[size:] for text, size in zip(texts, shared)]
+        values = np.concatenate([row.defaults(0), *parts])
+        if values.dtype == np.float64 and np.array_equal(values.astype(np.float32), values):
+            values = values.astype(np.float32)
+        rows = _bytes(values)
+        varies = (rows != rows[:1]).any(0)
+        return cls(
+            np.array(shared, np.int32), values.dtype.str, rows[:1].copy(), varies, rows[:, varies]
+        )
+
+    def values(self, row: TokenField, trajectories: Sequence[Trajectory]) -> Iterator[NDArray]:
+        """Yield the values [L, ...] of each of the trajectories, equal to the bit."""
+        rows = np.repeat(self.first, len(self.differing), 0)
+        rows[:, self.varies] = self.differing
+        sent = rows.view(self.dtype).reshape(-1, *row.shape).astype(row.recorded)
+        found, start = sent[:0], 0
+        for one, shared in zip(trajectories, self.shared.tolist(), strict=True):
+            if row.is_sampled_only:
+                found = row.defaults(len(one))
+                for turn in one.turns:
+                    end = start + turn.end - turn.start
+                    found[turn.start : turn.end] = sent[start:end]
+                    start = end
+            else:
+                own = sent[start : start + len(one) - shared]
+                found = np.concatenate([found[:shared], own]) if shared else own
+                start += len(own)
+            yield found
+
+
+def _bytes(values: NDArray) -> NDArray[np.uint8]:
+    """Return values [V, ...] as their bytes [V, B]."""
+    size = values.itemsize * int(np.prod(values.shape[1:]))
+    return np.frombuffer(values.tobytes(), np.uint8).reshape(len(values), size)
+
+
+Contents = dict[str, Column]
+"""Recorded field -> its values in S trajectories."""
 
 
 class CompactTrajectories(NamedTuple):
@@ -61,41 +115,15 @@ turns and of breaks.
 
 
 def contents_of(trajectories: Sequence[Trajectory]) -> Contents:
-    """The tokens of trajectories that this rank holds."""
-    texts = [np.asarray(one.tokens, np.int64) for one in trajectories]
-    shared = [common_prefix(one, other) for one, other in pairwise([np.empty(0), *texts])]
-    tokens = _joined((text[size:] for text, size in zip(texts, shared)), np.int64)
-    spans = ((one, turn) for one in trajectories for turn in one.turns)
-    logprobs = _joined(
-        (np.asarray(one.rollout_logprobs[turn.start : turn.end]) for one, turn in spans), np.float64
-    )
-    width = -(-int(tokens.max(initial=0)).bit_length() // 8)
-    narrow = logprobs.astype(np.float32)
-    return Contents(
-        np.array(shared, np.int32),
-        np.ascontiguousarray(tokens.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width]),
-        narrow if np.array_equal(narrow, logprobs) else logprobs,
-    )
+    """Return what was recorded for the tokens of trajectories that this rank holds."""
+    return {name: Column.of(row, name, trajectories) for name, row in recorded_fields().items()}
 
 
 def fill(trajectories: Sequence[Trajectory], contents: Contents) -> None:
-    """Give them, in the same order, tokens, masks and log-probabilities, equal to the bit."""
-    wide = np.zeros((len(contents.tokens), 8), np.uint8)
-    wide[:, : contents.tokens.shape[1]] = contents.tokens
-    ids = wide.view("<i8")[:, 0].astype(np.int32)
-    before, token, logprob = ids[:0], 0, 0
-    for one, shared in zip(trajectories, contents.shared.tolist(), strict=True):
-        length = len(one)
-        own = ids[token : token + length - shared]
-        before = np.concatenate([before[:shared], own]) if shared else own
-        token += len(own)
-        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length)
-        for turn in one.turns:
-            size = turn.end - turn.start
-            mask[turn.start : turn.end] = True
-            logprobs[turn.start : turn.end] = contents.logprobs[logprob : logprob + size]
-            logprob += size
-        one.tokens, one.loss_mask, one.rollout_logprobs = map(Packed, (before, mask, logprobs))
+    """Give trajectories, in the same order, the recorded values of their tokens."""
+    columns = [contents[name].values(row, trajectories) for name, row in recorded_fields().items()]
+    for one, *values in zip(trajectories, *columns, strict=True):
+        one.token_fields = dict(zip(recorded_fields(), map(Packed, values), strict=True))
 
 
 def compact(trajectories: Sequence[Trajectory]) -> CompactTrajectories:
@@ -147,17 +175,11 @@ def _outlined(
     *facts, environment, length, num_turns, num_breaks = row
     named = dict(zip(_FACTS, facts, strict=True))
     named |= {name: bool(named[name]) for name in ("terminated", "truncated")}
-    absent = Elsewhere(length)
-    return Trajectory(
+    found = Trajectory(
         **named,
         environment=environments[environment],
-        tokens=absent,
-        loss_mask=absent,
-        rollout_logprobs=absent,
         turns=[Turn(*at, reward) for _, (at, reward) in zip(range(num_turns), turns)],
         breaks=[place for _, place in zip(range(num_breaks), breaks)],
     )
-
-
-def _joined(parts: Iterable[NDArray], dtype: type[np.generic]) -> NDArray:
-    return np.concatenate([np.empty(0, dtype), *parts])
+    found.release(length)
+    return found

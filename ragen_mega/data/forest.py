@@ -104,11 +104,11 @@ class PrefixOrder:
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix of [L, ...] and [M, ...]."""
     shortest = min(len(first), len(second))
     if shortest == 0:
         return 0
-    differs = first[:shortest] != second[:shortest]
+    differs = (first[:shortest] != second[:shortest]).reshape(shortest, -1).any(1)
     place = int(differs.argmax())
     return place if differs[place] else shortest
 
@@ -175,3 +175,12 @@ class Forest:
         return torch.from_numpy(
             np.concatenate([np.arange(chain.shared, len(chain.path)) for chain in self.chains])
         )
+
+    def per_node(self, values: Tensor) -> Tensor:
+        """Return the values [N, ...] of nodes for values [T, ...] of positions: those of the first
+        position of each node, 0 of padding.
+        """
+        _, first = np.unique(self.sources, return_index=True)
+        result = values.new_zeros(self.num_nodes, *values.shape[1:])
+        result[: len(first)] = values[torch.from_numpy(first)]
+        return result

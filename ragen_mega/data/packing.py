@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ragen_mega.data.balance import TOKENS, Cost, balanced_split
+from ragen_mega.data.fields import TOKEN_FIELDS, filled_by_trajectories, recorded_fields
 from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.types import (
     Edges,
     Microbatch,
     TokenBatch,
     Trajectory,
+    arguments_of,
     counts_of,
     move,
     offsets_of,
@@ -30,7 +32,7 @@ from ragen_mega.data.types import (
 def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions (less with several segments
     each); position t predicts the next token. Tokens that another rank holds (`Elsewhere`), and
-    their log-probabilities, are 0.
+    what was recorded with them, have the defaults of their fields.
 
     Two turns (see `Trajectory`), one trajectory:
 
@@ -45,13 +47,17 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     spans = [end - start for one in trajectories for start, end in one.segments]
     whole = torch.tensor(spans)  # [G]
     cu_segments = offsets_of(whole - 1)
-    tokens = flatten(_held(trajectories, "tokens"), np.int64)  # [T + G]
+    recorded = {  # [T + G, ...]
+        name: _recorded(trajectories, name).to(TOKEN_FIELDS[name].dtype)
+        for name in filled_by_trajectories()
+        if name in recorded_fields()
+    }
+    tokens = recorded.pop("tokens")
     is_label = torch.ones_like(tokens, dtype=torch.bool)
     is_label[whole.cumsum(0) - whole] = False  # the first token of each segment
     is_input = torch.ones_like(is_label)
     is_input[whole.cumsum(0) - 1] = False  # and its last
     turn_ids, rewards = _of_turns(trajectories, cu_seqlens[:-1].long(), int(cu_seqlens[-1]))
-    logprobs = flatten(_held(trajectories, "rollout_logprobs"), np.float32)
     starts = cu_segments[:-1].long().repeat_interleave(whole - 1)
     return TokenBatch(
         tokens=tokens[is_input],
@@ -62,15 +68,21 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
         turn_ids=turn_ids,
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
-        rollout_logprobs=logprobs[is_label],
         cu_segments=cu_segments if len(spans) > len(trajectories) else None,
+        **arguments_of({name: values[is_label] for name, values in recorded.items()}),
     )
 
 
-def _held(trajectories: Iterable[Trajectory], name: str) -> Iterator[Sequence]:
-    """A field of each; zeros where another rank holds it."""
-    for one in trajectories:
-        yield getattr(one, name) if one.is_held else np.zeros(len(one))
+def _recorded(trajectories: Sequence[Trajectory], name: str) -> Tensor:
+    """Return the values [sum L, ...] of a recorded field; the defaults where another rank holds
+    them.
+    """
+    row = TOKEN_FIELDS[name]
+    parts = [
+        row.array(one.token_fields[name]) if one.is_held else row.defaults(len(one))
+        for one in trajectories
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _of_turns(
@@ -301,8 +313,6 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
     whole = batch.select(part.ids)
     forest = Forest.of(whole.lengths.tolist(), part.shared, multiple=multiple)
     nodes = torch.from_numpy(forest.sources)
-    input_ids, depths = torch.zeros(forest.num_nodes, dtype=torch.int64), forest.depths()
-    input_ids[nodes] = whole.tokens
     active = whole.loss_mask if whole.weights is None else whole.weights != 0
     rows, sources, edges = active.nonzero().squeeze(1), None, None
     if forest.is_shared:
@@ -318,10 +328,12 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
         )
         rows = rows[order]
     return Microbatch(
-        **{name: move(value, device) for name, value in whole.tensors() if name != "here"},
+        **arguments_of(
+            {name: move(value, device) for name, value in whole.tensors() if name != "here"}
+        ),
         forest=forest,
-        input_ids=move(input_ids, device),
-        depths=move(depths, device),
+        input_ids=move(forest.per_node(whole.tokens), device),
+        depths=move(forest.depths(), device),
         sources=sources,
         rows=move(rows, device),
         edges=edges,

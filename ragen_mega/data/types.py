@@ -9,9 +9,9 @@ arXiv:2504.20073, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragen_mega.data.fields import TOKEN_FIELDS, recorded_fields
 from ragen_mega.data.forest import Forest
 
 VERSION = "weight_version"
@@ -75,6 +76,10 @@ class Completion:
     tokens: list[int]  # [A]
     logprobs: list[float]  # [A] log mu(token) under the rollout policy, after temperature
     finish_reason: Literal["stop", "length", "abort"]
+    further_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a recorded field (`fields.TOKEN_FIELDS`) -> its values [A, ...]; without values the
+    tokens have its default.
+    """
 
 
 @dataclass(slots=True)
@@ -117,6 +122,11 @@ class Packed(Sequence[Any]):
     def __init__(self, array: NDArray) -> None:
         self.array = array
 
+    def extend(self, values: Any) -> None:
+        """Append values [n, ...]."""
+        more = np.asarray(values, self.array.dtype).reshape(-1, *self.array.shape[1:])
+        self.array = np.concatenate([self.array, more])
+
     def __len__(self) -> int:
         return len(self.array)
 
@@ -136,6 +146,12 @@ class Packed(Sequence[Any]):
         return repr(self[:])
 
 
+def _no_values() -> dict[str, Sequence[Any]]:
+    """Return the further fields of a trajectory without tokens."""
+    rows = recorded_fields().items()
+    return {name: Packed(row.defaults(0)) for name, row in rows if name not in Trajectory.__slots__}
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode as the token sequence that the policy saw and sampled. Append-only.
@@ -147,8 +163,8 @@ class Trajectory:
         rollout_logprobs   0  0  0  -1 -2   0  0  -1
         turns             [Turn(3, 5), Turn(7, 8)]
 
-    Tokens, mask and log-probabilities are lists while it is played; of a trajectory that another
-    rank has sent they are `Packed`, and of one that it holds `Elsewhere`.
+    Tokens, mask and log-probabilities are lists while the trajectory is played. They are `Packed`
+    when they come from another rank or from a file, and `Elsewhere` while another rank holds them.
 
     Where the policy sees only a window of its turns, the prompt of a turn need not continue the
     previous one. It then starts a new segment, in which earlier answers are context like any other.
@@ -171,15 +187,40 @@ class Trajectory:
     """Turns, actions or context ran out before the task ended."""
     rank: int = field(default=0, compare=False)
     """On which it was sampled."""
+    further_fields: dict[str, Sequence[Any]] = field(default_factory=_no_values)
+    """Name -> values [L, ...] of each recorded field (`fields.TOKEN_FIELDS`) that is no attribute.
+    """
+
+    @property
+    def token_fields(self) -> dict[str, Sequence[Any]]:
+        """Name -> values [L, ...] of every recorded field."""
+        further = self.further_fields
+        return {
+            name: further[name] if name in further else getattr(self, name)
+            for name in recorded_fields()
+        }
+
+    @token_fields.setter
+    def token_fields(self, values: Mapping[str, Sequence[Any]]) -> None:
+        further = {name for name in values if name not in self.__slots__}
+        for name in values.keys() - further:
+            setattr(self, name, values[name])
+        self.further_fields = {name: values[name] for name in further}
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank has the tokens, mask and log-probabilities."""
+        """Whether this rank has the tokens and what was recorded with them."""
         return not isinstance(self.tokens, Elsewhere)
 
-    def release(self) -> None:
-        """Hold tokens, mask and log-probabilities no longer."""
-        self.tokens = self.loss_mask = self.rollout_logprobs = Elsewhere(len(self))
+    def release(self, length: int | None = None) -> None:
+        """Drop what was recorded with the tokens, `length` of them (None: as many as are held)."""
+        absent = Elsewhere(len(self) if length is None else length)
+        self.token_fields = dict.fromkeys(recorded_fields(), absent)
+
+    def without_tokens(self) -> Trajectory:
+        """Return a copy as it was before its first token."""
+        empty = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "turns": [], "breaks": []}
+        return replace(self, **empty, further_fields=_no_values())
 
     def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced
@@ -187,24 +228,31 @@ class Trajectory:
         """
         if afresh and self.tokens:
             self.breaks.append(len(self))
-        self.tokens.extend(tokens)
-        self.loss_mask.extend([False] * len(tokens))
-        self.rollout_logprobs.extend([0.0] * len(tokens))
+        self._append({"tokens": tokens})
 
     def append_action(self, completion: Completion) -> Turn:
         """Append one sampled completion as a new turn. Raises ValueError if a token lacks its
-        log-probability.
+        log-probability, or the value of a further field that is given.
         """
-        if len(completion.tokens) != len(completion.logprobs):
-            raise ValueError(
-                f"every sampled token needs its log-probability: {len(completion.tokens)} tokens,"
-                f" {len(completion.logprobs)} log-probabilities; check the rollout engine"
-            )
-        self.turns.append(Turn(len(self), len(self) + len(completion.tokens)))
-        self.tokens.extend(completion.tokens)
-        self.loss_mask.extend([True] * len(completion.tokens))
-        self.rollout_logprobs.extend(completion.logprobs)
+        size = len(completion.tokens)
+        recorded = {"rollout_logprobs": completion.logprobs, **completion.further_fields}
+        for name, values in recorded.items():
+            if len(values) != size:
+                raise ValueError(
+                    f"every sampled token needs its log-probability and further fields: {size}"
+                    f" tokens, {len(values)} values of {name}; check the rollout engine"
+                )
+        self.turns.append(Turn(len(self), len(self) + size))
+        self._append({"tokens": completion.tokens, "loss_mask": [True] * size, **recorded})
         return self.turns[-1]
+
+    def _append(self, given: Mapping[str, Sequence[Any]]) -> None:
+        """Append tokens with the values of their recorded fields, of others the defaults."""
+        for name, values in self.token_fields.items():
+            more = given.get(name)
+            if more is None:
+                more = TOKEN_FIELDS[name].defaults(len(given["tokens"])).tolist()
+            values.extend(more)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -284,6 +332,8 @@ class TokenBatch:
     """[T] float32 share of each token in the loss: mask, aggregation mode and global normaliser
     folded in.
     """
+    further_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> values [T, ...] of each field of `fields.TOKEN_FIELDS` that is no attribute."""
 
     def __post_init__(self) -> None:
         self._check(dict(self.tensors()))
@@ -304,11 +354,12 @@ class TokenBatch:
         data enters there, and on a device the host would have to wait.
         """
         for name, value in given.items():
-            if (dtype := _TOKEN_FIELDS.get(name)) is None:
+            if (row := TOKEN_FIELDS.get(name)) is None:
                 continue
-            if value.shape != (self.num_positions,) or value.dtype != dtype:
+            dtype, shape = row.dtype, (self.num_positions, *row.shape)
+            if value.shape != shape or value.dtype != dtype:
                 raise ValueError(
-                    f"TokenBatch.{name} must be {dtype} of shape [{self.num_positions}], not"
+                    f"TokenBatch.{name} must be {dtype} of shape {list(shape)}, not"
                     f" {value.dtype} of shape {list(value.shape)}"
                 )
             if dtype != torch.float32 or value.is_cuda or torch.isfinite(value).all():
@@ -321,7 +372,9 @@ class TokenBatch:
     def _with(self, **changes: Any) -> TokenBatch:
         """A copy with other fields, without the checks: for what comes from checked fields."""
         changed = copy(self)
-        for name, value in changes.items():
+        own = arguments_of(changes)
+        further = {**self.further_fields, **own.pop("further_fields")}
+        for name, value in (own | {"further_fields": further}).items():
             object.__setattr__(changed, name, value)
         return changed
 
@@ -339,7 +392,7 @@ class TokenBatch:
 
     def with_fields(self, **tensors: Tensor) -> TokenBatch:
         """A copy with the named [T] fields set; shape, dtype and finiteness are checked."""
-        given = {name: value.to(_TOKEN_FIELDS[name]) for name, value in tensors.items()}
+        given = {name: value.to(TOKEN_FIELDS[name].dtype) for name, value in tensors.items()}
         changed = self._with(**given)
         # numbers that were hidden may be under a new mask
         changed._check(dict(changed.tensors()) if "loss_mask" in given else given)
@@ -354,7 +407,7 @@ class TokenBatch:
         """The batch of the given trajectories, in the given order, without padding."""
         positions, ids = self.positions(trajectory_ids), torch.tensor(list(trajectory_ids))
         selected = {
-            name: value[positions] for name, value in self.tensors() if name in _TOKEN_FIELDS
+            name: value[positions] for name, value in self.tensors() if name in TOKEN_FIELDS
         }
         if self.cu_segments is not None:
             starts = torch.zeros(self.num_positions + 1, dtype=torch.int32)
@@ -392,6 +445,7 @@ class TokenBatch:
         for item in fields(self):
             if isinstance(value := getattr(self, item.name), Tensor):
                 yield item.name, value
+        yield from self.further_fields.items()
 
 
 class Edges(NamedTuple):
@@ -440,6 +494,16 @@ class Microbatch(TokenBatch):
         return values if self.edges is None else values.index_select(0, self.edges.of_row)
 
 
+def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `TokenBatch` that hold the named values: those that are no attribute
+    together as `further_fields`.
+    """
+    declared = TokenBatch.__slots__
+    further = {name: value for name, value in values.items() if name not in declared}
+    own = {name: value for name, value in values.items() if name in declared}
+    return own | {"further_fields": further}
+
+
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. Towards CUDA it goes through pinned memory and the host does not
     wait.
@@ -466,21 +530,3 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 def counts_of(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S] int64 how many positions of each trajectory are under a mask [T]."""
     return torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
-
-
-_TOKEN_FIELDS = {
-    "tokens": torch.int64,
-    "labels": torch.int64,
-    "position_ids": torch.int64,
-    "loss_mask": torch.bool,
-    "turn_ids": torch.int32,
-    "rewards": torch.float32,
-    "rollout_logprobs": torch.float32,
-    "old_logprobs": torch.float32,
-    "entropies": torch.float32,
-    "ref_logprobs": torch.float32,
-    "values": torch.float32,
-    "advantages": torch.float32,
-    "returns": torch.float32,
-    "weights": torch.float32,
-}

@@ -1,3 +1,3 @@
-"""What agents play: the protocol, the text around it, the worlds, and exact reference players. No
-torch.
+"""Environments: the protocol, the text around it, the worlds, and exact reference players. This
+package imports no torch.
 """

@@ -39,9 +39,7 @@ class ParsedResponse:
     has_invalid_action: bool = False
     """At least one of the first `max_actions` actions was unknown and dropped."""
     problem: str = ""
-    """What was wrong with the answer, as a parser or the reader of tool calls says it to the
-    policy.
-    """
+    """Problem of the answer, as a parser or the reader of tool calls explains it to the policy."""
 
     @property
     def is_action_valid(self) -> bool:
@@ -112,8 +110,8 @@ def parse_response(
 
 
 def same_word(name: str) -> str:
-    """One form of all spellings of a name that a reader takes for the same: letter case, composed
-    or decomposed accents, wide digits, kinds of spaces, marks without width.
+    """Return one form of all spellings of a name that a reader takes for the same: letter case,
+    composed or decomposed accents, wide digits, kinds of spaces, marks without width.
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return " ".join(_NO_WIDTH.sub("", folded).split())
@@ -121,7 +119,9 @@ def same_word(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _spellings(names: tuple[str, ...]) -> dict[str, str]:
-    """Spelling -> name; names that differ in letter case alone count as they are spelled."""
+    """Return a map: spelling -> name; names that differ in letter case alone count as they are
+    spelled.
+    """
     folded: dict[str, list[str]] = {}
     for name in names:
         folded.setdefault(same_word(name), []).append(name)
@@ -134,7 +134,9 @@ def _spellings(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _split(text: str, think: bool) -> tuple[str, str] | None:
-    """Thought and answer without tags; None unless the tags are there in the required order."""
+    """Return the thought and answer without tags; None unless the tags are there in the required
+    order.
+    """
     # Matching the first occurrence of each tag is enough: whatever follows a later one also follows
     # the first.
     opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)

@@ -39,25 +39,25 @@ class BoardEnvironment(Environment, Protocol):
     """
 
     def accepts_board(self, rows: tuple[str, ...]) -> bool:
-        """Whether a board has this environment's kind and size. For a malformed board of its kind,
-        raises ValueError that names the broken rule.
+        """Return whether a board has this environment's kind and size. For a malformed board of its
+        kind, raises ValueError that names the broken rule.
         """
 
 
 def packaged_sets() -> list[str]:
-    """Names of the sets that come with the package."""
+    """Return the names of the sets that come with the package."""
     return sorted(path.stem for path in _WORLDS.glob("*/boards/*.jsonl"))
 
 
 def has_packaged_boards(environment: Environment) -> bool:
-    """Whether `load_boards(None, ...)` finds boards for this environment."""
+    """Return whether `load_boards(None, ...)` finds boards for this environment."""
     return getattr(environment, "board_set", None) in packaged_sets()
 
 
 def held_out_seeds(name: str, environment: Any, most: int) -> range:
-    """Seeds of at most `most` initial states of environment `name` without boards: 0, 1, ... if it
-    has a number of tasks, else 123 and those that follow. Raises ValueError for a number that is
-    none.
+    """Return the seeds of at most `most` initial states of environment `name` without boards: 0, 1,
+    ... if it has a number of tasks, else 123 and those that follow. Raises ValueError for a number
+    that is none.
     """
     num_tasks = getattr(environment, "num_tasks", None)
     if num_tasks is None:
@@ -70,8 +70,8 @@ def held_out_seeds(name: str, environment: Any, most: int) -> range:
 
 
 def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:
-    """The boards in `path` (None: the packaged ones) that fit the environment `environment_name`
-    with `options`.
+    """Return the boards in `path` (None: the packaged ones) that fit the environment
+    `environment_name` with `options`.
 
     A file may hold several sets; boards of another kind or size are left out. Raises ValueError, in
     one line, if a line breaks a rule, the file cannot be read or nothing fits.

@@ -1,5 +1,5 @@
 """Calls an environment with the keywords that it takes, awaits the result if it is `async`, and
-checks what it returns.
+checks the returned value.
 
 Environments are user code: an error says which rule they broke.
 """
@@ -21,7 +21,7 @@ MAX_OBSERVATION = 1_000_000
 MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
-"""Of messages that an environment may give."""
+"""Roles of messages that an environment may give."""
 _starting = threading.Lock()
 
 
@@ -80,13 +80,14 @@ def step(environment: Environment, action: Any) -> StepResult:
 
 
 def parse(environment: Any, text: str) -> list[Any]:
-    """The steps that the environment's own parser reads from an answer. Raises ValueError if the
-    parser does, TypeError for steps that are neither text nor JSON objects.
+    """Return the steps that the environment's own parser reads from an answer. Raises ValueError if
+    the parser does, TypeError for steps that are neither text nor JSON objects.
     """
     answer = _settled(environment.parse(text))
     steps = [answer] if isinstance(answer, (str, Mapping)) else answer
     are_steps = isinstance(steps, (list, tuple)) and all(
-        isinstance(one, str) or (isinstance(one, dict) and _is_json(one)) for one in steps
+        isinstance(action, str) or (isinstance(action, dict) and _is_json(action))
+        for action in steps
     )
     if not are_steps:
         raise TypeError(
@@ -104,7 +105,7 @@ def close(environment: Any) -> None:
 
 @cache
 def _keywords(method: Any) -> tuple[str, ...]:
-    """Which of our keywords a `reset` takes."""
+    """Return which of our keywords a `reset` takes."""
     parameters = inspect.signature(method).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in ("outcome_seed", "board") if takes_all or name in parameters)
@@ -119,7 +120,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _observation(method: str, observation: Any) -> Observation:
-    """A text unchanged; messages, in any accepted form, as a tuple of `Message`."""
+    """Return a text unchanged; messages, in any accepted form, as a tuple of `Message`."""
     if isinstance(observation, str):
         return _text(method, observation)
     pairs = list(map(_pair, observation)) if isinstance(observation, (list, tuple)) else []
@@ -138,7 +139,7 @@ def _observation(method: str, observation: Any) -> Observation:
 
 
 def _pair(message: Any) -> Any:
-    """Role and content of a message in any accepted form; anything else unchanged."""
+    """Return the role and content of a message in any accepted form; anything else unchanged."""
     if isinstance(message, Message):
         return message.role, message.content
     if isinstance(message, Mapping):
@@ -162,7 +163,9 @@ def _text(method: str, observation: Any) -> str:
 
 
 def _settled(value: Any) -> Any:
-    """The value itself, or its result if awaited, on the event loop of all `async` environments."""
+    """Return the value itself, or its result if awaited, on the event loop of all `async`
+    environments.
+    """
     if not inspect.isawaitable(value):
         return value
 
@@ -179,7 +182,7 @@ def _settled(value: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop runs in its own thread, so that connections persist across calls from any thread."""
+    """Start a loop in its own thread, so that connections persist across calls from any thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop

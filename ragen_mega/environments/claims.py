@@ -15,7 +15,8 @@ _TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def check_claims(environment: Any, thought: str) -> list[bool] | None:
-    """Whether each claim in a thought about the current state is true; None if that is unknown.
+    """Return whether each claim in a thought about the current state is true; None if that is
+    unknown.
 
     Uses the environment's `claims(thought)`; else, if its narrator has a `statement`, compares
     every statement of that form with what the narrator says; else uses its `facts()`.
@@ -31,25 +32,25 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
 
 
 def _narrated(environment: Any, narrator: Narrator, statement: str, thought: str) -> Iterable[bool]:
-    """Whether each statement is what the narrator says of the same state: the present one, or the
-    one that the actions announced so far lead to.
+    """Return whether each statement is what the narrator says of the same state: the present one,
+    or the one that the actions announced so far lead to.
     """
     announcement = narrator.announcement or r"(?!)"
     actions = re.findall(announcement, thought)
     truth = _between(announcement, narrator.describe(environment, actions))
-    for said, told in zip_longest(_between(announcement, thought), truth, fillvalue=""):
-        true = set(re.findall(statement, told))
+    for said, line in zip_longest(_between(announcement, thought), truth, fillvalue=""):
+        true = set(re.findall(statement, line))
         yield from (claim in true for claim in re.findall(statement, said))
 
 
 def _between(announcement: str, thought: str) -> list[str]:
-    """The parts of a thought, each up to the end of an announcement."""
+    """Return the parts of a thought, each up to the end of an announcement."""
     ends = [found.end() for found in re.finditer(announcement, thought)]
     return [thought[start:end] for start, end in pairwise([0, *ends, len(thought)])]
 
 
 def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
-    """Whether each claim `<name of a fact> [is|are|=|:] [at|in] <value>` is true. Values are
+    """Return whether each claim `<name of a fact> [is|are|=|:] [at|in] <value>` is true. Values are
     numbers, coordinates like `(1, 2)`, truth values, or words, which need the verb or sign. A claim
     about a collection is true if one of its members fits: `hole (1, 2)`, `holes: (1, 2)`.
     """
@@ -61,13 +62,13 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
             members = value if isinstance(value, (set, frozenset, list)) else [value]
             if isinstance(value, tuple) and not all(isinstance(part, Integral) for part in value):
                 members = value
-            agrees = [_agrees(claim["said"], bool(claim["copula"]), one) for one in members]
+            agrees = [_agrees(claim["said"], bool(claim["copula"]), member) for member in members]
             if None not in agrees and agrees:
                 yield any(agrees)
 
 
 def _agrees(said: str, has_copula: bool, value: Any) -> bool | None:
-    """Whether `said` means `value`; None if it is not of the same kind."""
+    """Return whether `said` means `value`; None if it is not of the same kind."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ SHAPES: Mapping[str, str] = {
     ' stroke="#14532d"/>',
     "player": '<circle cx="10" cy="10" r="6" fill="#2563eb" stroke="#1e3a8a"/>',
 }
-"""What may stand in a cell of 20 by 20 units."""
+"""SVG shapes of the contents of a cell of 20 by 20 units."""
 
 
 def draw_grid(rows: int, columns: int, things: Iterable[tuple[Cell, str]]) -> str:

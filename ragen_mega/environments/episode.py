@@ -32,7 +32,9 @@ PromptStyle = Literal["full", "system", "brief", "compact"]
 _MALFORMED = "Your answer could not be read. Keep to the format."
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:think|answer|tool_call|tool_response)>")
 _TOKENS_PER_WORD = 2
-"""At most, with a share of the tags, so that no answer within the announced length is cut off."""
+"""Upper bound of the tokens of a word, with a share of the tags, so that no answer within the
+announced length is cut off.
+"""
 ERROR = "error"
 """Key of a turn's info: why a failure of the environment ended the trajectory."""
 FAILED_ACTION = "failed_action"
@@ -75,8 +77,8 @@ class EpisodeConfig:
     format in the system message, turns as in compact; compact: state and budget only.
     """
     system_prompt: str | None = None
-    """What the policy is told before the task, in the system message; an empty text: nothing. None:
-    `SYSTEM_PROMPT` where the style is full, nothing elsewhere.
+    """System message before the task; an empty text leaves it out. None: `SYSTEM_PROMPT` where the
+    style is full, no system message elsewhere.
     """
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class EpisodeConfig:
             )
 
     def budget(self, environment: Any) -> Budget:
-        """How much a trajectory of this environment may do. Free text is one step per turn. If
+        """Return the limits of a trajectory of this environment. Free text is one step per turn. If
         neither the flags nor the environment limit the actions, an environment that sets its own
         turns or has no `actions` may use all of its turns.
         """
@@ -105,7 +107,7 @@ class EpisodeConfig:
         return Budget(**limits)
 
     def penalty(self, environment: Any) -> float:
-        """What a malformed answer costs. Raises ValueError unless it is finite and <= 0."""
+        """Return the penalty of a malformed answer. Raises ValueError unless finite and <= 0."""
         own = self._setting("format_penalty", environment)
         penalty = FORMAT_PENALTY if own is None else own
         if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty > 0:
@@ -127,7 +129,7 @@ class TurnResult:
     reward: float
     """Sum of the rewards of the executed actions, plus the format penalty if it applies."""
     messages: tuple[Message, ...]
-    """What the policy sees next; empty when the episode is over."""
+    """Messages that the policy sees next; empty when the episode is over."""
     terminated: bool
     truncated: bool
     info: dict[str, Any]
@@ -138,8 +140,8 @@ class TurnResult:
 
 
 def failed_turn(error: Exception, action: Action | None = None) -> TurnResult:
-    """The end of a trajectory whose environment did not answer, with the reason as data; `action`
-    is what the environment was asked to do.
+    """Return the end of a trajectory whose environment did not answer, with the reason as data;
+    `action` is what the environment was asked to do.
     """
     cause = "time" if getattr(error, "is_late", False) else "error"
     info = {ERROR: str(error), "success": False, TRUNCATED_BY: cause}
@@ -211,9 +213,9 @@ class Episode:
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
-        """What the policy sees if its context begins with the `messages` of a turn: the task comes
-        before them, as in the first turn. For an environment that speaks in messages, its first
-        messages are the task.
+        """Return the context of a policy that begins with the `messages` of a turn: the task comes
+        before them, as in the first turn. The task of an environment that speaks in messages is its
+        first messages.
         """
         if self._opening is not None:
             return [*self._opening, *messages]
@@ -227,7 +229,7 @@ class Episode:
         return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)
 
     def _under_system_prompt(self, messages: Sequence[Message], default: str = "") -> list[Message]:
-        """The messages after the system prompt, which begins a system message that is there."""
+        """Put the system prompt before the messages, or at the start of their system message."""
         prompt = default if self.config.system_prompt is None else self.config.system_prompt
         if not prompt:
             return list(messages)
@@ -301,12 +303,14 @@ class Episode:
     def _next_messages(
         self, results: Sequence[StepResult], reward: float, problem: str
     ) -> tuple[Message, ...]:
-        """What the environment said: the messages of all steps of the turn, or the latest text;
-        `problem` is what was wrong with a tool call.
+        """Return the environment's answer: the messages of all steps of the turn, or the latest
+        text; `problem` is the problem of a tool call.
         """
-        told = [one.observation for one in results if not isinstance(one.observation, str)]
-        if told and not isinstance(self.observation, str):
-            return tuple(quoted(message) for messages in told for message in messages)
+        observations = [
+            result.observation for result in results if not isinstance(result.observation, str)
+        ]
+        if observations and not isinstance(self.observation, str):
+            return tuple(quoted(message) for messages in observations for message in messages)
         if not isinstance(self.observation, str):  # nothing was done, so nothing is new
             return (Message("user", quote(problem) or _MALFORMED),)
         prompt = self._turn_prompt(self.observation)
@@ -368,14 +372,14 @@ class Episode:
 
 
 def quote(text: str) -> str:
-    """The text of a world with a CUT in every marker of chat templates, so that a renderer encodes
-    its letters and not a control token.
+    """Return the text of a world with a CUT in every marker of chat templates, so that a renderer
+    encodes its letters and not a control token.
     """
     return _MARKER.sub(lambda found: f"{found[0][0]}{CUT}{found[0][1:]}", text)
 
 
 def quoted(message: Message) -> Message:
-    """The message of a world, quoted."""
+    """Return the message of a world, quoted."""
     content = quote(message.content)
     return message if content == message.content else Message(message.role, content)
 
@@ -385,8 +389,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def is_success(result: StepResult) -> bool:
-    """Whether the task is done if this is the last step: as the environment says, else whether it
-    was terminated with a positive reward.
+    """Return whether the task is done if this is the last step: as the environment says, else
+    whether it was terminated with a positive reward.
     """
     return bool(result.info.get("success", result.terminated and result.reward > 0))
 

@@ -45,10 +45,10 @@ class EnvironmentFailed(Exception):
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """What `function` returns. Raises EnvironmentFailed, whatever it raises but Ctrl-C."""
+    """Return the result of `function`. Raises EnvironmentFailed for any exception but Ctrl-C."""
     try:
         return function()
-    except (KeyboardInterrupt, GeneratorExit):  # of the process, not of the environment
+    except (KeyboardInterrupt, GeneratorExit):  # these end the process, not the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
         text = f"{type(error).__name__}: {error}{where(error)}"
@@ -69,13 +69,13 @@ def where(error: BaseException) -> str:
 
 
 def _is_ours(code: CodeType) -> bool:
-    """Whether it is of what calls environments; worlds of the package are environments."""
+    """Return whether the code calls environments; worlds of the package are environments."""
     name = code.co_filename
     return name.startswith(_PACKAGE) and not name.startswith(_WORLDS)
 
 
 def is_instant(environment: object) -> bool:
-    """Whether the class itself, not a base class, declares that its calls take no time."""
+    """Return whether the class itself, not a base class, declares that its calls take no time."""
     return bool(vars(type(environment)).get("is_instant", False))
 
 
@@ -92,9 +92,9 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What `function` will return, for the event loop of the caller, which fails with
-        EnvironmentFailed if it raises or takes too long. After a timeout the thread is still busy,
-        and only `end` may be called.
+        """Call `function` in the thread and return a future of the caller's event loop. The future
+        fails with EnvironmentFailed if `function` raises or takes too long. After a timeout the
+        thread is still busy, and only `end` may be called.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
@@ -112,7 +112,9 @@ class Worker:
         return answer
 
     def wait(self, function: Callable[[], T]) -> T:
-        """As `call`, for callers that have no event loop."""
+        """Call `function` in the thread and wait for its result, for callers that have no event
+        loop.
+        """
         answer: Future[T] = Future()
         self._calls.put(lambda: _settle(answer, *_outcome(function)))
         try:
@@ -121,7 +123,7 @@ class Worker:
             raise self._too_late() from None
 
     def build(self, name: str, function: Callable[[], T]) -> T:
-        """As `wait`, for a function that builds environment `name`. Nothing that it starts in this
+        """Wait for a `function` that builds environment `name`. Nothing that it starts in this
         thread can delay the exit of the process. If it fails, ends the thread and raises
         ValueError, in one line.
         """
@@ -151,7 +153,7 @@ class Worker:
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:
-    """What `function` returns, or how it fails."""
+    """Call `function` and return its result or its failure."""
     try:
         return guarded(function), None
     except EnvironmentFailed as error:
@@ -174,8 +176,8 @@ def _settle(
 
 @contextlib.contextmanager
 def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[T]:
-    """The environment `name`, to see what it declares: built by `build`, within a time limit of
-    `seconds`, and closed on leaving. Raises ValueError as `Worker.build` does.
+    """Build the environment `name` for readers of its declarations, by `build`, within a time limit
+    of `seconds`; close it on leaving. Raises ValueError as `Worker.build` does.
     """
     worker = Worker(seconds)
     environment = worker.build(name, build)

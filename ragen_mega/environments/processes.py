@@ -78,8 +78,8 @@ class _Host:
         return self._process.is_alive()
 
     def ask(self, timeout: float, *request: Any) -> Any:
-        """The host's answer. Raises the environment's error if `_portable` keeps its type, else
-        RuntimeError; also if the host is gone, or was killed because it took too long.
+        """Return the host's answer. Raises the environment's error if `_portable` keeps its type,
+        else RuntimeError; also if the host is gone, or was killed because it took too long.
         """
         is_late = False
         with self._lock:
@@ -107,7 +107,7 @@ _hosts_lock = threading.Lock()
 
 
 def _host(num_processes: int) -> _Host:
-    """The host of the next environment, round-robin."""
+    """Return the host of the next environment, round-robin."""
     with _hosts_lock:
         place = next(_places) % num_processes
         if place not in _hosts or not _hosts[place].is_alive:
@@ -116,7 +116,7 @@ def _host(num_processes: int) -> _Host:
 
 
 def _serve(pipe: Connection) -> None:
-    """The host: answer requests until the other end is gone."""
+    """Answer requests, in the host, until the other end is gone."""
     environments: dict[int, Any] = {}
     while True:
         try:
@@ -157,8 +157,8 @@ def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error in a form that the other process can unpickle, with the same meaning, and with the
-    place, which only this process knows.
+    """Return the error in a form that the other process can unpickle, with the same meaning, and
+    with the place, which only this process knows.
     """
     for kind in (AttributeError, ValueError, TypeError, FloatingPointError, TimeoutError):
         if isinstance(error, kind):

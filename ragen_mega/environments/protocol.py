@@ -1,4 +1,4 @@
-"""The protocol of an environment, what it may offer beyond that, and the seeds of an episode.
+"""The protocol of an environment, its optional extensions, and the seeds of an episode.
 
 The step contract is RAGEN's (arXiv:2504.20073, section 2 and appendix B); seeds are split into the
 prompt seed, which every trajectory of a group shares, and the outcome seed, which belongs to one
@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 CUT = "\U000f0000"
-"""A mark of private use in the content of a message: what stands before and after it is encoded
+"""A mark of private use in the content of a message: the texts before and after it are encoded
 apart, and the mark itself is no text.
 """
 
@@ -30,7 +30,7 @@ Observation = str | Sequence[Message]
 `Message`, a (role, content) pair or a mapping with these two keys is accepted.
 """
 Action = str | dict[str, Any]
-"""What one `step` takes: the name of an action, a text, or an object that a parser returned."""
+"""Argument of one `step`: the name of an action, a text, or an object that a parser returned."""
 
 
 STEP_INFO = ("success", "is_action_valid", "is_action_effective")
@@ -89,7 +89,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much a trajectory may do."""
+    """Limits of a trajectory."""
 
     max_turns: int = 5
     max_actions_per_turn: int = 5
@@ -159,20 +159,20 @@ class Narrator:
 
 
 def text_of(observation: Observation) -> str:
-    """The words of an observation."""
+    """Return the words of an observation."""
     if isinstance(observation, str):
         return observation
     return "\n".join(message.content for message in observation)
 
 
 def text_seed(text: str) -> int:
-    """A 63-bit seed, the same in every process and run (Python salts `hash` of strings)."""
+    """Return a 63-bit seed, the same in every process and run (Python salts `hash` of strings)."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stable_seed(seed: int, purpose: str) -> int:
-    """The `text_seed` of `seed` for one purpose."""
+    """Return the `text_seed` of `seed` for one purpose."""
     return text_seed(f"{purpose}:{seed}")
 
 
@@ -184,7 +184,7 @@ def check_seed(seed: int) -> int:
 
 
 def canonical_action(action: str, legal_actions: Sequence[str]) -> str:
-    """The legal name that `action` spells in any letter case. ValueError if there is none."""
+    """Find the legal name that `action` spells in any letter case. Raises ValueError if none."""
     for name in legal_actions:
         if name.lower() == action.strip().lower():
             return name

@@ -14,20 +14,20 @@ from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.protocol import Action, text_of
 
 _WORD = re.compile(r"\w+")
-_RANGE = (0, 9)  # of a number whose schema has no bounds
+_RANGE = (0, 9)  # bounds of a number whose schema has none
 
 
 def is_drawn(episode: Episode) -> bool:
-    """Whether the possible answers are known, so that a uniform draw is meaningful."""
+    """Return whether the possible answers are known, so that a uniform draw is meaningful."""
     return episode.takes_names or bool(
         episode.tools or hasattr(episode.environment, "random_answer")
     )
 
 
 def random_steps(episode: Episode, generator: np.random.Generator, *, count: int) -> list[Action]:
-    """Steps for `write_answer`: `count` names of actions; or one step, from the environment's
-    `random_answer`, else a tool call with arguments drawn from its schema, else a word of the
-    observation.
+    """Return the steps for `write_answer`: `count` names of actions; or one step, from the
+    environment's `random_answer`, else a tool call with arguments drawn from its schema, else a
+    word of the observation.
     """
     environment = episode.environment
     if episode.takes_names:
@@ -42,7 +42,7 @@ def random_steps(episode: Episode, generator: np.random.Generator, *, count: int
 
 
 def write_answer(episode: Episode, steps: Sequence[Action]) -> str:
-    """The answer that the environment reads as these steps; free text is a single step."""
+    """Return the answer that the environment reads as these steps; free text is a single step."""
     if episode.takes_names:
         return f"<answer> {f' {ACTION_SEPARATOR} '.join(map(str, steps))}</answer>"
     if any(isinstance(step, Mapping) for step in steps):
@@ -66,8 +66,8 @@ def _random_call(
 def _random_value(
     schema: Mapping[str, Any], parts: Mapping[str, Any], words: Sequence[str], draw: random.Random
 ) -> Any:
-    """A value that fits a JSON schema, which may refer to `parts` by name; where the schema leaves
-    it open, a word.
+    """Return a value that fits a JSON schema, which may refer to `parts` by name; where the schema
+    leaves it open, a word.
     """
     if "$ref" in schema:
         schema = parts[schema["$ref"].rpartition("/")[2]]

@@ -30,10 +30,10 @@ from ragen_mega.environments.random_player import is_drawn, random_steps, write_
 from ragen_mega.environments.registry import make
 
 EPISODES_PER_PROMPT = 32
-"""Of the random player in environments without a solver."""
-_RESETS = 5  # of an environment that fails now and then
+"""Number of episodes that the random player plays per prompt in environments without a solver."""
+_RESETS = 5  # attempts for an environment that fails now and then
 MAX_SECONDS = 10.0
-"""If measuring the random player takes longer, its rate is unknown."""
+"""Time limit of measuring the random player; beyond it the rate is unknown."""
 
 Prompt = tuple[int, tuple[str, ...] | None]
 """A seed, and the rows of a board that replaces the drawn initial state, or None."""
@@ -69,8 +69,8 @@ def baselines(
     *,
     timeout: float = 60.0,
 ) -> Baselines:
-    """Baselines of environment `name` on the given prompts: seeds, boards, rows of boards, or
-    seeds with rows or None.
+    """Return the baselines of environment `name` on the given prompts: seeds, boards, rows of
+    boards, or seeds with rows or None.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. `timeout`: seconds that the environment may take to be built or to start
@@ -80,7 +80,7 @@ def baselines(
     prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    # In a thread, because calls may not return; built there, because it is called there.
+    # Calls may not return, so a thread makes them; it also builds the environment.
     worker = Worker(timeout)
     episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
     environment = episode.environment
@@ -92,7 +92,7 @@ def baselines(
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
     finally:
         worker.end(partial(calls.close, environment))
-    random = _mean_if_known([one.random for one in solved])
+    random = _mean_if_known([references.random for references in solved])
     interval = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
     )
@@ -101,21 +101,24 @@ def baselines(
         len(prompts),
         random,
         *interval,
-        optimum=_mean_if_known([one.optimum for one in solved]),
-        optimum_closed_loop=_mean_if_known([one.optimum_closed_loop for one in solved]),
-        is_exact=solver is not None and all(one.is_exact for one in solved),
+        optimum=_mean_if_known([references.optimum for references in solved]),
+        optimum_closed_loop=_mean_if_known(
+            [references.optimum_closed_loop for references in solved]
+        ),
+        is_exact=solver is not None and all(references.is_exact for references in solved),
     )
 
 
 def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[Action]:
-    """What an optimal player does next, given the true state and a budget of `actions_left`
-    actions; empty if the episode is over. Raises ValueError for an environment without a solver.
+    """Return the next actions of an optimal player, given the true state and a budget of
+    `actions_left` actions; empty if the episode is over. Raises ValueError for an environment
+    without a solver.
     """
     return find_solver(environment).optimal_actions(environment, actions_left)
 
 
 def find_solver(environment: Environment) -> Solver:
-    """The environment's solver. Raises ValueError if it has none."""
+    """Return the environment's solver. Raises ValueError if it has none."""
     solver: Solver | None = getattr(environment, "solver", None)
     if solver is None:
         raise ValueError(
@@ -154,8 +157,8 @@ def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
 def _solve(
     name: str, worker: Worker, episode: Episode, solver: Solver, prompt: Prompt
 ) -> References:
-    """What the solver says from one initial state. Raises ValueError if it fails, or if `reset`
-    does several times.
+    """Solve the episode from one initial state. Raises ValueError if the solver fails, or if
+    `reset` fails several times.
     """
     environment, (seed, rows) = episode.environment, prompt
     for attempt in range(1, _RESETS + 1):
@@ -176,8 +179,8 @@ def _solve(
 def _measure_random(
     name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
 ) -> float | None:
-    """Success rate of uniformly random actions over sampled episodes; None if that takes too long
-    or the possible answers are unknown.
+    """Return the success rate of uniformly random actions over sampled episodes; None if that takes
+    too long or the possible answers are unknown.
 
     An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
@@ -215,7 +218,7 @@ def _measure_random(
 def _play_randomly(
     episode: Episode, seed: int, rows: Sequence[str] | None, rng: np.random.Generator
 ) -> bool:
-    """One episode; whether it succeeded."""
+    """Play one episode and return whether it succeeded."""
     outcome_seed = int(rng.integers(2**62))
     if not episode.takes_names:
         episode.start(seed, outcome_seed=outcome_seed, board=rows)

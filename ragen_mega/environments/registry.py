@@ -61,7 +61,7 @@ _RESERVED = ("actions", "instruction", "board_set", "solver", "narrator", "tools
 
 
 def names() -> list[str]:
-    """Names that `make` knows, besides import paths."""
+    """Return the names that `make` knows, besides import paths."""
     return ENVIRONMENTS.names()
 
 
@@ -74,8 +74,8 @@ def register(name: str, environment: Any, **options: Any) -> None:
 
 
 def held_out_options(name: str) -> dict[str, Any]:
-    """The options under which environment `name` is evaluated: `split`, set to the second name in
-    its class attribute `splits` (the first is trained on); none if it has no splits. Raises
+    """Return the options under which environment `name` is evaluated: `split`, set to the second
+    name in its class attribute `splits` (the first is trained on); none if it has no splits. Raises
     ValueError for splits that are no sequence.
     """
     splits = getattr(ENVIRONMENTS.get(name), "splits", ())
@@ -198,7 +198,7 @@ def _check_signature(name: str, method: str, taken: str, function: Any) -> None:
 
 @lru_cache(maxsize=4096)  # names may come with every state
 def _can_be_read(action: str) -> bool:
-    """Whether an answer that names this action is read as it."""
+    """Return whether an answer that names this action is read as it."""
     answer = f"<answer> {action} </answer>"
     parsed = parse_response(answer, legal_actions=[action], think=False, max_actions=2)
     return parsed.actions == (action,) and not parsed.has_invalid_action
@@ -227,8 +227,8 @@ def _check_options(name: str, constructor: Any, options: dict[str, Any]) -> list
 
 @lru_cache(maxsize=256)  # every trajectory of a rollout builds an environment
 def _takes(constructor: Any) -> tuple[dict[str, type], list[str], bool, dict[str, Any]]:
-    """The options of a constructor: class attributes with their types, the names of all, whether it
-    takes any other, and the types of those that declare one.
+    """Return the options of a constructor: class attributes with their types, the names of all,
+    whether it takes any other, and the types of those that declare one.
     """
     parameters = inspect.signature(constructor).parameters
     attributes = {
@@ -246,7 +246,9 @@ def _takes(constructor: Any) -> tuple[dict[str, type], list[str], bool, dict[str
 
 
 def _hints(constructor: Any) -> dict[str, Any]:
-    """Annotations of the constructor; empty if they name something not imported at runtime."""
+    """Return the annotations of the constructor; empty if they name something not imported at
+    runtime.
+    """
     try:
         return get_type_hints(
             constructor.__init__ if isinstance(constructor, type) else constructor
@@ -256,7 +258,7 @@ def _hints(constructor: Any) -> dict[str, Any]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a value has its annotated type; an int passes as a float, a bool as neither."""
+    """Check that a value has its annotated type; an int passes as a float, a bool as neither."""
     if get_origin(hint) in (Union, UnionType):
         return any(_has_type(value, member) for member in get_args(hint))
     if get_origin(hint) is Literal:

@@ -1,9 +1,9 @@
 """Tool calls in the text of an answer, checked against the schemas that the environment gave.
 
-The format is that of Qwen's chat templates (the Hermes format):
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or repeated. Of JSON Schema the
-keywords are checked that tools use: type, enum, const, properties, required,
-additionalProperties, items, minimum, maximum, anyOf, oneOf and references to $defs.
+The format is that of Qwen's chat templates (the Hermes format): `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`, once or repeated. The checked keywords of JSON Schema are those
+that tools use: type, enum, const, properties, required, additionalProperties, items, minimum,
+maximum, anyOf, oneOf and references to $defs.
 """
 
 import json
@@ -32,7 +32,7 @@ class WrongCall(ValueError):
 
 
 def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The calls in an answer, as `{"name": ..., "arguments": {...}}`.
+    """Return the calls in an answer, as `{"name": ..., "arguments": {...}}`.
 
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change.
@@ -83,7 +83,9 @@ def _checked(call: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: Any, parts: Mapping[str, Any], place: str) -> str | None:
-    """What is wrong with a value under a schema, which may refer to `parts`; None if nothing is."""
+    """Describe the first violation of a schema, which may refer to `parts`, by a value; None
+    without one.
+    """
     if schema is True or not isinstance(schema, Mapping):
         return None
     if "$ref" in schema:

@@ -50,14 +50,14 @@ class Call(NamedTuple):
 
     runs: int
     queries: int
-    """Of each run, with padding."""
+    """Number of queries of each run, with padding."""
     keys: int
-    """Of each run, with padding."""
+    """Number of keys of each run, with padding."""
     mask: Tensor | None  # [runs, 1, queries, keys] float32, None: causal
 
 
 class Schedule(NamedTuple):
-    """How the attention of a forest is computed, on its device."""
+    """Order of the attention calls of a forest, on its device."""
 
     calls: list[Call]
     queries: Tensor | None
@@ -92,7 +92,7 @@ def runs_of(forest: Forest, whole_from: int) -> Iterator[Run]:
 
 
 def schedule_of(forest: Forest, device: torch.device) -> Schedule:
-    """The calls that compute the attention of a forest, few and with little padding."""
+    """Return the calls that compute the attention of a forest, few and with little padding."""
     runs = sorted(runs_of(forest, WHOLE[device.type]), key=lambda run: (run.size, -len(run.path)))
     groups: list[list[Run]] = []
     for run in runs:
@@ -130,7 +130,7 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
         return Schedule(calls, None, None, None)
     queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))
     outputs = np.empty(forest.num_nodes, np.int64)
-    outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # of a node's queries the first
+    outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # the first query of each node wins
     keys = keys.clip(max=forest.num_nodes - 1)
     return Schedule(
         calls, *(move(torch.from_numpy(x.copy()), device) for x in (queries, keys, outputs))
@@ -138,8 +138,8 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
 
 
 def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch would hold all scores if key heads are fewer than query heads: on CUDA only its
-    flash kernel takes grouped heads, and that one has neither masks nor float32.
+    """Return whether torch would hold all scores if key heads are fewer than query heads: on CUDA
+    only its flash kernel takes grouped heads, and that one has neither masks nor float32.
     """
     return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
@@ -147,8 +147,8 @@ def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float | None
 ) -> Tensor:
-    """Attention of the nodes of a forest: query [N, heads, dim], key and value [N, kv_heads, dim]
-    to [N, heads * dim].
+    """Return the attention of the nodes of a forest: query [N, heads, dim], key and value [N,
+    kv_heads, dim] to [N, heads * dim].
     """
     calls = schedule.calls
     if schedule.queries is not None:

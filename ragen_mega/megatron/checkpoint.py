@@ -2,10 +2,10 @@
 read on any other.
 
 megatron-core says which box of which global tensor every rank holds and checks that all boxes
-together are the whole; the boxes go to safetensors files (`shard_files`). Of a trainer they hold
-its parameters, Adam's moments in the shape of the parameters, the float32 master copies of bfloat16
-parameters, and the step counts of optimizer and schedule. Everything else in an optimizer follows
-from the configuration, so the same files work with and without the distributed optimizer.
+together are the whole; the boxes go to safetensors files (`shard_files`). The files of a trainer
+hold its parameters, Adam's moments in the shape of the parameters, the float32 master copies of
+bfloat16 parameters, and the step counts of optimizer and schedule. Everything else in an optimizer
+follows from the configuration, so the same files work with and without the distributed optimizer.
 
 megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
 it fails an assertion before the first step, its loader fails on the entry `step`, and afterwards
@@ -147,8 +147,8 @@ def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
 
 
 def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[str, dict]:
-    """Parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors under keys
-    `<role>.`.
+    """Return the parameters and Adam's tensors of a trainer, as megatron-core's sharded tensors
+    under keys `<role>.`.
 
     They are placeholders, or copies in host memory, since the next trainer may push this one's
     tensors off the device. Only the replica that is written is copied.
@@ -174,10 +174,10 @@ def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[s
 
 
 def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[str, Tensor]:
-    """Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta) without
-    data. With the distributed optimizer a collective over its ranks.
+    """Return Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta)
+    without data. With the distributed optimizer a collective over its ranks.
     """
-    optimizer, main, part = _locate(trainer, parameter)
+    optimizer, main, part = _find_optimizer_part(trainer, parameter)
     held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}
     values = {}
     for kind in _kinds(parameter):
@@ -197,7 +197,7 @@ def _write_adam(
     trainer: Trainer, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int
 ) -> None:
     """Load tensors of the parameter's shape, as `_read_adam` returned them after `step` steps."""
-    optimizer, main, part = _locate(trainer, parameter)
+    optimizer, main, part = _find_optimizer_part(trainer, parameter)
     if main is None:
         return
     local = {
@@ -216,7 +216,7 @@ def _write_adam(
 
 
 def _count_steps(trainer: Trainer) -> int:
-    """How many optimizer steps were taken. Collective."""
+    """Count the optimizer steps that were taken. This call is collective."""
     counts = [
         int(counter["step"])
         for optimizer in trainer.optimizers
@@ -226,11 +226,11 @@ def _count_steps(trainer: Trainer) -> int:
     return max(distributed.gather_objects(max(counts, default=0)))
 
 
-def _locate(
+def _find_optimizer_part(
     trainer: Trainer, parameter: nn.Parameter
 ) -> tuple[MegatronOptimizer, Tensor | None, slice]:
-    """The optimizer of a parameter, the tensor that Adam updates for it, and which part of the
-    flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
+    """Return the optimizer of a parameter, the tensor that Adam updates for it, and which part of
+    the flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
     """
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, DistributedOptimizer):
@@ -249,7 +249,7 @@ def _locate(
 
 
 def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
-    """Model parameter -> the part of it that this rank updates.
+    """Return a map: model parameter -> the part of it that this rank updates.
 
     The optimizer's own `model_param_group_index_map` gives the wrong part where float32 parameters
     (the value head) stand among bfloat16 ones: the inner optimizer lists those first.
@@ -288,7 +288,7 @@ class _Stage(SaveShardedStrategy):
 
 
 def _box(part: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a part among all dimensions of its global tensor."""
+    """Return the shape of a part among all dimensions of its global tensor."""
     return (1,) * part.prepend_axis_num + tuple(part.local_shape)
 
 

@@ -58,7 +58,7 @@ class MegatronCritic:
         return self.trainer.per_token(batch, compute)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One step of clipped value regression towards `returns`. Returns its metrics."""
+        """Take one step of clipped value regression towards `returns`. Returns its metrics."""
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             values = micro.per_position(output)

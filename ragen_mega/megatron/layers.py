@@ -50,7 +50,7 @@ class PackedForest(PackedSeqParams):
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
-        """Arguments of the layers for the nodes of a forest."""
+        """Return the arguments of the layers for the nodes of a forest."""
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
@@ -62,12 +62,13 @@ class PackedForest(PackedSeqParams):
 
     @cached_property
     def chains(self) -> tuple[PackedSeqParams, Tensor | None]:
-        """How Transformer Engine computes it: every chain is a sequence of queries, whose keys are
-        its whole path. With the nodes of all paths, None where they are the nodes in order.
+        """Return the chains as Transformer Engine computes them: every chain is a sequence of
+        queries, whose keys are its whole path. The tensor lists the nodes of all paths; None if
+        they are all nodes in order.
         """
         chains, device = self.forest.chains, self.cu_seqlens_q.device
         lengths = [[chain.length for chain in chains], [len(chain.path) for chain in chains]]
-        offsets = [move(offsets_of(torch.tensor(one)), device) for one in lengths]
+        offsets = [move(offsets_of(torch.tensor(row)), device) for row in lengths]
         packed = PackedSeqParams(
             "thd", *offsets, max_seqlen_q=max(lengths[0]), max_seqlen_kv=max(lengths[1])
         )
@@ -78,7 +79,7 @@ class PackedForest(PackedSeqParams):
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
+    """Build the layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -91,7 +92,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def attention_implementation(config: TransformerConfig) -> str:
-    """The row of `ATTENTION` for this model on this device."""
+    """Return the row of `ATTENTION` for this model on this device."""
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
     return "compiled" if cpu.is_active() and not config.bf16 else "torch"
@@ -226,7 +227,7 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
-        """Attention of the nodes of a forest; shapes as in `forward`."""
+        """Return the attention of the nodes of a forest; shapes as in `forward`."""
         return attend(query, key, value, packed.schedule, self.scale)
 
 

@@ -147,7 +147,7 @@ class QwenModel(GPTModel):
         return self.output_layer.weight
 
     def head_input(self, output: Tensor) -> Tensor:
-        """Hidden states [N, H] of all nodes, with the collective in backward that a
+        """Return the hidden states [N, H] of all nodes, with the collective in backward that a
         column-parallel head needs.
         """
         whole = (
@@ -158,8 +158,8 @@ class QwenModel(GPTModel):
         return whole(output, group=self.tp_group).squeeze(1)
 
     def vocab_arguments(self) -> dict[str, Any]:
-        """Where this rank's rows of the vocabulary start, how many ids are real, and the group that
-        holds the other rows.
+        """Return the first row of the vocabulary on this rank, the number of real ids, and the
+        group that holds the other rows.
         """
         rows = self.vocab_size // self.tp_group.size()
         group = self.tp_group if self.tp_group.size() > 1 else None
@@ -204,7 +204,7 @@ class QwenCritic(QwenModel):
 
 
 def model_inputs(batch: Microbatch) -> dict[str, Any]:
-    """Arguments of `QwenModel.forward` for one packed microbatch."""
+    """Return the arguments of `QwenModel.forward` for one packed microbatch."""
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
@@ -216,5 +216,5 @@ def model_inputs(batch: Microbatch) -> dict[str, Any]:
 def build_policy_model(
     hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> QwenModel:
-    """This rank's part of the policy, with tied embeddings where the checkpoint ties them."""
+    """Build this rank's part of the policy, with tied embeddings if the checkpoint ties them."""
     return QwenModel(hf, config, groups, share_embeddings=hf.tie_word_embeddings)

@@ -86,7 +86,7 @@ class MegatronWriter:
         write_manifest(self._directory, facts, files)
 
     def _first_rank(self, slot: Slot) -> int:
-        """The first rank of the pipeline stage that holds a parameter; rank numbers run over
+        """Return the first rank of the pipeline stage that holds a parameter; rank numbers run over
         tensor-parallel ranks first.
         """
         num_stages = self._parallel.pipeline_model_parallel_size

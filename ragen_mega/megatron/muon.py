@@ -24,7 +24,9 @@ _RMS = 0.2
 """Root mean square of a step over the learning rate: what Adam's steps have."""
 _ITERATIONS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Of Jordan et al.: singular values between 0.001 and 1 come to lie between 0.7 and 1.2."""
+"""Coefficients of Jordan et al.: singular values between 0.001 and 1 come to lie between 0.7 and
+1.2.
+"""
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -42,10 +44,11 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Of parameters that are matrices, each a slice of its slot's over tensor-parallel ranks.
+    """Optimizer of parameters that are matrices, each a slice of its slot's matrix over
+    tensor-parallel ranks.
 
-    What is orthogonalised are the whole matrices of the model, q, k, v, gate and up apart, so that
-    a step does not depend on the layout. `step` is collective over tensor-parallel ranks.
+    The optimizer orthogonalises the whole matrices of the model, q, k, v, gate and up apart, so
+    that a step does not depend on the layout. `step` is collective over tensor-parallel ranks.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Nesterov's momentum, orthogonalised."""
+        """Apply Nesterov's momentum, orthogonalised."""
         (group,) = self.param_groups
         wholes = [
             slot.unshard(self._slices(slot, self._momentum(parameter)))
@@ -78,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.add(state["momentum"], alpha=MOMENTUM)
 
     def _slices(self, slot: Slot, mine: Tensor) -> list[Tensor]:
-        """Those of all tensor-parallel ranks."""
+        """Gather the slices of all tensor-parallel ranks."""
         if self._ranks.size() == 1 or slot.weight.cut.axis is None:
             return [mine]
         slices = [torch.empty_like(mine) for _ in range(self._ranks.size())]
@@ -89,8 +92,8 @@ class Muon(torch.optim.Optimizer):
 def chain_muon(
     build_adam: Callable[[], MegatronOptimizer], module: QwenModel, config: OptimizerConfig
 ) -> ChainedOptimizer:
-    """Muon for the matrices of the layers; for everything else, embedding, head, norms and biases,
-    the optimizer that `build_adam` builds for what requires gradients.
+    """Build Muon for the matrices of the layers; for everything else, embedding, head, norms and
+    biases, the optimizer that `build_adam` builds for what requires gradients.
     """
     parameters = dict(module.named_parameters())
     ours = [slot for slot in slots(module) if slot.layer is not None and slot.weight.is_matrix]
@@ -112,7 +115,7 @@ def chain_muon(
 
 
 _GROUP: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
-"""What megatron-core's schedule looks for in a group of parameters."""
+"""Entries that megatron-core's schedule reads in a group of parameters."""
 
 
 def _require_gradients(parameters: Iterable[Tensor], required: bool) -> None:
@@ -121,7 +124,7 @@ def _require_gradients(parameters: Iterable[Tensor], required: bool) -> None:
 
 
 def steps_of(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each orthogonalised and scaled; those of one shape together."""
+    """Orthogonalise and scale each matrix; matrices of one shape are batched."""
     by_shape = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[matrix.shape].append(index)

@@ -26,7 +26,7 @@ which it appears first.
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
-"""From this many bytes on, the C library gives an allocation pages of its own."""
+"""Size from which on the C library gives an allocation pages of its own."""
 
 
 class Offloadable:
@@ -87,7 +87,7 @@ class Offloadable:
         return num_bytes
 
     def require(self, *kinds: Kind) -> None:
-        """Called before every use of these kinds. Raises RuntimeError if a kind is away and nobody
+        """Bring these kinds back before a use. Raises RuntimeError if a kind is away and nobody
         brings it back.
         """
         missing = [kind for kind in kinds if kind in self._away]
@@ -100,18 +100,18 @@ class Offloadable:
             self.bring_back(*missing)
 
     def on_device(self) -> dict[Kind, int]:
-        """Bytes of each kind that are on the device, each storage counted once."""
+        """Return the bytes of each kind that are on the device, each storage counted once."""
         return {
             kind: sum(storage.nbytes() for storage in found.values())
             for kind, found in self._storages().items()
         }
 
     def away(self) -> dict[Kind, int]:
-        """Bytes of each kind that are off the device."""
+        """Return the bytes of each kind that are off the device."""
         return {kind: sum(size for _, size in self._away.get(kind, {}).values()) for kind in KINDS}
 
     def snapshot(self, kind: Kind) -> HostCopy:
-        """A copy of a kind, in host memory of its own."""
+        """Return a copy of a kind, in host memory of its own."""
         self.require(kind)
         copy: dict[str, Tensor] = {}
         _copy_to(copy, self._storages()[kind])
@@ -119,8 +119,8 @@ class Offloadable:
 
     @contextmanager
     def replaced(self, kind: Kind, values: HostCopy) -> Iterator[None]:
-        """Inside, the tensors of a kind hold `values`, a `snapshot` of theirs; afterwards what they
-        held before.
+        """Give the tensors of a kind the `values` of a `snapshot` for the block, and restore their
+        own values afterwards.
         """
         self.require(kind)
         storages = self._storages()[kind]
@@ -132,7 +132,7 @@ class Offloadable:
             _fill(storages, self._host)
 
     def _storages(self) -> dict[Kind, dict[str, torch.UntypedStorage]]:
-        """Kind -> name -> storage, of those that are on the device."""
+        """Return the storages on the device: kind -> name -> storage."""
         found: dict[Kind, dict[str, torch.UntypedStorage]] = {kind: {} for kind in KINDS}
         seen = set()
         for kind, name, tensor in self._tensors():
@@ -173,7 +173,7 @@ def _host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """The bytes of a storage as a tensor on it."""
+    """Return the bytes of a storage as a tensor on it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, 0, (storage.nbytes(),), (1,)
     )

@@ -99,7 +99,7 @@ class MegatronPolicy:
             self._reference = self.trainer.memory.snapshot("parameters")
 
     def local_weights(self) -> list[nn.Parameter]:
-        """This rank's part of the weights."""
+        """Return this rank's part of the weights."""
         self.trainer.memory.require("parameters")
         return list(self.module.parameters())
 
@@ -117,8 +117,8 @@ class MegatronPolicy:
             yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
-        """What the last export moved, how fast, and as a share of the speed of plain collectives
-        here.
+        """Report the size and the speed of the last export, and its share of the speed of plain
+        collectives on this machine.
         """
         if self._link_speed is None and self._traffic.moved_bytes:
             self._link_speed = measure_bound(reshard_plan(self.module, self.groups))
@@ -143,7 +143,7 @@ class MegatronPolicy:
                 rows=rows,
                 **self.module.vocab_arguments(),
             )
-            of_rows = torch.stack([micro.per_row(one[rows]) for one in both], dim=-1)
+            of_rows = torch.stack([micro.per_row(values[rows]) for values in both], dim=-1)
             found = of_rows.new_zeros(micro.num_positions, 2)
             return found.index_copy_(0, micro.rows, of_rows)
 
@@ -159,7 +159,7 @@ class MegatronPolicy:
             return self.logprobs(batch)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One clipped-surrogate step on a minibatch with advantages. Returns its metrics.
+        """Take one clipped-surrogate step on a minibatch with advantages. Returns its metrics.
 
         Without old log-probabilities those of this pass are used, which is right for the first step
         under the weights that sampled: the ratio is 1.
@@ -208,8 +208,8 @@ class MegatronPolicy:
         return metrics | step | {"lr": self.trainer.lr}
 
     def clone(self, minibatch: TokenBatch) -> dict[str, float]:
-        """One behaviour-cloning step: mean negative log-likelihood of the tokens under the loss
-        mask, at the temperature.
+        """Take one behaviour-cloning step: mean negative log-likelihood of the tokens under the
+        loss mask, at the temperature.
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,8 +227,8 @@ class MegatronPolicy:
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
 
     def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states and labels for the LM head, and the rows of them that it has to compute:
-        one for each edge of the microbatch.
+        """Return the hidden states and labels for the LM head, and the rows of them that it has to
+        compute: one for each edge of the microbatch.
         """
         hidden = self.module.head_input(output)
         if micro.edges is None:

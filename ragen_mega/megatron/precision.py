@@ -31,13 +31,13 @@ from ragen_mega.megatron import cpu
 Implementation = Literal["local", "transformer_engine"]
 
 MIN_TRANSFORMER_ENGINE = "2.9"
-"""What megatron-core 0.16.1 asks for; 2.11.0 is the version whose source was read."""
+"""Version that megatron-core 0.16.1 requires; 2.11.0 is the version whose source was read."""
 _INSTALL = "pip install --no-build-isolation -e '.[h100]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an FP8 recipe requires of shapes and of the machine."""
+    """Requirements of an FP8 recipe on shapes and on the machine."""
 
     alignment: int
     """Rows and columns of every matrix are multiples of this, since each is an operand in a layer's
@@ -61,7 +61,7 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process has to compute with."""
+    """Hardware and libraries that this process computes with."""
 
     capability: tuple[int, int] | None
     """Compute capability of the CUDA device, None without one."""
@@ -74,7 +74,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """The device and the libraries of this process."""
+        """Return the device and the libraries of this process."""
         has_cuda = not cpu.is_active()
         cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2]) if has_cuda else None
         return cls(
@@ -88,8 +88,8 @@ class Machine:
 
 
 def choose_implementation(parallel: ParallelConfig, machine: Machine) -> Implementation:
-    """The layers that `parallel` asks for on this machine. `auto` takes Transformer Engine where it
-    can compute.
+    """Return the layers that `parallel` asks for on this machine. `auto` takes Transformer Engine
+    where it can compute.
 
     Raises ValueError if what was asked for by name cannot work here.
     """
@@ -137,7 +137,7 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str
 
 
 def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
-    """Why an FP8 recipe cannot run on the machine, None if it can."""
+    """Return why an FP8 recipe cannot run on the machine, None if it can."""
     rule = RECIPES[recipe]
     if machine.capability is None or machine.cuda is None:
         return "needs a CUDA device, and torch sees none"
@@ -170,7 +170,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> dict[str, Any]:
-    """The fields of megatron-core's TransformerConfig that set implementation and precision."""
+    """Return the fields of TransformerConfig (megatron-core) that set layers and precision."""
     fields: dict[str, Any] = dict(transformer_impl=implementation)
     if parallel.fp8 == "none":
         return fields
@@ -188,7 +188,7 @@ def layer_fields(parallel: ParallelConfig, implementation: Implementation) -> di
 
 
 def token_alignment(parallel: ParallelConfig) -> int:
-    """The tokens of a microbatch are padded to a multiple of this.
+    """Return the multiple to which the tokens of a microbatch are padded.
 
     FP8 products need it of every slice that sequence parallelism cuts; without FP8 the slices need
     only be equal.
@@ -223,14 +223,14 @@ def check_widths(widths: Mapping[str, int], parallel: ParallelConfig) -> None:
 
 
 def scales_from_history(config: TransformerConfig) -> bool:
-    """Whether the scales of a pass come from the passes before it (delayed scaling); the first then
-    has none.
+    """Return whether the scales of a pass come from the passes before it (delayed scaling); the
+    first then has none.
     """
     return config.fp8 is not None and config.fp8_recipe == "delayed"
 
 
 def describe(config: TransformerConfig) -> str:
-    """Implementation and precision, in one line to print."""
+    """Return the implementation and precision, in one line to print."""
     layers = (
         f"Transformer Engine {get_te_version()}"
         if config.transformer_impl == "transformer_engine"

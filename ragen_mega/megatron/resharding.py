@@ -1,9 +1,9 @@
 """Trainer shards -> rollout engine, by one of two paths over one plan, with every byte counted.
 
-What a sync moves is decided once: one sorted list of all stages' parameters in buckets, the same on
-every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over pipeline
-stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is for an
-engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
+The contents of a sync are decided once: one sorted list of all stages' parameters in buckets, the
+same on every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over
+pipeline stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is
+for an engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
 de-interleaving q, k and v, the engine's shard of the same rank, so only the broadcast is left.
 Every bucket has memory of its own that is never overwritten, so a receiver may copy it as late as
 it likes.
@@ -71,7 +71,7 @@ class Bucket:
         return sum(entry.piece.nbytes for entry in self.entries)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Views into the flat tensor of a bucket: one per entry, in its shape."""
+        """Return the views into the flat tensor of a bucket: one per entry, in its shape."""
         parts = flat.split([entry.piece.numel() for entry in self.entries])
         return [part.view_as(entry.piece) for entry, part in zip(self.entries, parts, strict=True)]
 
@@ -93,7 +93,7 @@ class ReshardPlan:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> ReshardPlan:
-        """The plan for a model of which this rank holds `local`. Collective over all ranks.
+        """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
 
         A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
         single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
@@ -166,11 +166,11 @@ def check_same_on_all_ranks(digest: str) -> None:
 
 @dataclass(slots=True)
 class Traffic:
-    """What the syncs since its creation moved, on this rank."""
+    """Traffic of all syncs since its creation, on this rank."""
 
     pp_bytes: int = 0
-    """Sent or received in broadcasts over pipeline stages: one shard per sync, nothing without
-    stages.
+    """Bytes in broadcasts over pipeline stages, sent or received: one shard per sync, nothing
+    without stages.
     """
     tp_bytes: int = 0
     """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,
@@ -179,7 +179,7 @@ class Traffic:
     shard_bytes: int = 0
     """This tensor-parallel rank's part of the weights that went through, moved or not."""
     seconds: float = 0.0
-    """In flattening and collectives, without what the receiver does with the weights."""
+    """Time in flattening and collectives, without the receiver's work with the weights."""
 
     @property
     def moved_bytes(self) -> int:
@@ -187,7 +187,7 @@ class Traffic:
         return self.pp_bytes + self.tp_bytes
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
-        """For the step's metrics; `bound` is the GB/s of plain collectives of this size
+        """Return the step's metrics; `bound` is the GB/s of plain collectives of this size
         (`measure_bound`).
         """
         values = {
@@ -279,8 +279,8 @@ def measure_bound(plan: ReshardPlan) -> float:
 
 
 def _unique(entries: Iterable[Entry]) -> list[Entry]:
-    """Sorted; of a weight that several stages hold, such as the tied embedding, the first stage's
-    copy.
+    """Sort the weights, and keep the first stage's copy of a weight that several stages hold, such
+    as the tied embedding.
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
@@ -289,8 +289,8 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _check_allocator() -> None:
-    """Buckets are plain `torch.empty`, which with this setting is virtual memory that CUDA IPC
-    cannot hand to an engine.
+    """Refuse the setting under which `torch.empty`, which makes the buckets, is virtual memory that
+    CUDA IPC cannot hand to an engine.
     """
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         is_set = "expandable_segments:true" in os.environ.get(variable, "").lower()
@@ -304,8 +304,8 @@ def _check_allocator() -> None:
 def _of_stage(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> list[Tensor]:
-    """This tensor-parallel rank's slices of a bucket, from whatever stage; without stages the
-    parameters themselves.
+    """Return this tensor-parallel rank's slices of a bucket, from whatever stage; without stages
+    the parameters themselves.
     """
     start = time.perf_counter()
     if plan.groups.pp.size() == 1:

@@ -38,8 +38,9 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
-MOST_NODES = {"on": 1.0, "auto": 0.97, "off": 0.0}
-"""Share of the positions below which the distinct ones alone are computed: a forest costs a little.
+MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
+"""Shared prefixes are merged only if at most this share of the positions is distinct: building the
+forest has a cost.
 """
 PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
@@ -75,7 +76,9 @@ class Trainer:
             shape.num_layers * shape.q_size,
             shape.vocab_size * shape.hidden_size,
         )
-        self.most_nodes = MOST_NODES[train.shared_prefixes if parallel.fp8 == "none" else "off"]
+        self.most_nodes = MAX_DISTINCT_SHARE[
+            train.shared_prefixes if parallel.fp8 == "none" else "off"
+        ]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
         # Muon needs the gradients of whole matrices.
         is_distributed = parallel.use_distributed_optimizer and not with_muon
@@ -164,9 +167,9 @@ class Trainer:
     def step(
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """One optimizer step on a loss that `mode` aggregates. Returns the metric sums [M] over the
-        batch, the loss first, the per-token values [T] of the pass, equal on every rank, and
-        metrics of the update.
+        """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
+        over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
+        and metrics of the update.
 
         `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
@@ -215,15 +218,15 @@ class Trainer:
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced, clipped gradient of every local parameter after `step` (not with the distributed
-        optimizer).
+        """Return the reduced, clipped gradient of every local parameter after `step` (not with the
+        distributed optimizer).
         """
         self.memory.require("gradients")
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
     @property
     def lr(self) -> float:
-        """That of the layers."""
+        """Learning rate of the layers."""
         return self.optimizer.param_groups[0]["lr"]
 
     @property
@@ -236,8 +239,8 @@ class Trainer:
     def _exchange(
         self, batch: TokenBatch, parts: list[Part], results: list[Any], nodes: int, num_metrics: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Metric sums [M], the square of the gradient norm [1], the number of nodes [1] and the
-        values [T] of a pass, exchanged among all ranks. The host waits for the device once.
+        """Return the metric sums [M], the square of the gradient norm [1], the number of nodes [1]
+        and the values [T] of a pass, exchanged among all ranks. The host waits for the device once.
         """
         found = self._squared_norm()
         index, positions = torch.tensor([num_metrics]), torch.empty(0, dtype=torch.int64)
@@ -253,7 +256,7 @@ class Trainer:
         return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
-        """This data-parallel rank's microbatches."""
+        """Return this data-parallel rank's microbatches."""
         dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
         costs = costs_of(batch, self.cost)
         if batch.here is not None:
@@ -266,8 +269,8 @@ class Trainer:
         return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
 
     def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
-        """The microbatches of one pass. In a pipeline all have one size: stages then need not
-        exchange shapes, and they wait for the longest anyway.
+        """Return the microbatches of one pass. In a pipeline all have one size: stages then need
+        not exchange shapes, and they wait for the longest anyway.
         """
         multiple = self.alignment
         if self.groups.pp.size() > 1:
@@ -302,15 +305,15 @@ class Trainer:
             data_iterator=iter(micros),
             model=[self.model],
             num_microbatches=len(micros),
-            seq_length=micros[0].forest.num_nodes,  # of all, where stages exchange them
+            seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Everything large that this trainer keeps, whichever optimizer of megatron-core holds
-        it.
+        """Yield everything large that this trainer keeps, whichever optimizer of megatron-core
+        holds it.
         """
         for name, parameter in self.module.named_parameters():
             yield "parameters", name, parameter
@@ -329,15 +332,15 @@ class Trainer:
     def _squared_norm(self) -> Tensor:
         """[1] float64 on the device: of this rank's gradient buffers."""
         buffers = self.model.buffers + self.model.expert_parallel_buffers
-        norms = torch.stack([torch.linalg.vector_norm(one.grad_data) for one in buffers])
+        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
         return norms.double().square().sum().reshape(1)
 
 
 def _schedule_of(
     optimizer: MegatronOptimizer, train: TrainConfig, lr: float, min_lr: float
 ) -> OptimizerParamScheduler:
-    """It also applies weight decay per group: without a scheduler megatron-core decays norms and
-    biases.
+    """Build the schedule, which also applies weight decay per group: without a scheduler
+    megatron-core decays norms and biases.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -357,14 +360,14 @@ def _schedule_of(
 def _joined(
     batch: TokenBatch, parts: Sequence[Part], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Batch positions of all microbatches' trajectories, and their values."""
+    """Return the batch positions of all microbatches' trajectories, and their values."""
     positions = [batch.positions(part.ids) for part in parts]
     return torch.cat(positions), torch.cat(values).float()
 
 
 def _on_all_ranks(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [T], or [T, columns], under the mask, each of which one rank has computed, with those
-    of all ranks.
+    """Return the values [T], or [T, columns], under the mask, each of which one rank has computed,
+    with those of all ranks.
     """
     if distributed.world_size() > 1:
         values[mask] = distributed.sum_over_ranks(values[mask])

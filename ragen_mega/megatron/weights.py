@@ -24,7 +24,7 @@ from ragen_mega.storage.model_readers import check_finite
 
 
 def slots(model: QwenModel) -> list[Slot]:
-    """One slot per parameter of this rank's part of the model."""
+    """Return one slot per parameter of this rank's part of the model."""
     offset = get_transformer_layer_offset(model.config)
     is_critic = isinstance(getattr(model, "output_layer", None), ValueHead)
     return [
@@ -75,8 +75,8 @@ _plans: WeakKeyDictionary[QwenModel, ReshardPlan] = WeakKeyDictionary()
 
 
 def reshard_plan(model: QwenModel, groups: ProcessGroupCollection) -> ReshardPlan:
-    """The plan of the model's weight syncs: built by all ranks together at the first call, the same
-    object from then on.
+    """Return the plan of the model's weight syncs: built by all ranks together at the first call,
+    the same object from then on.
     """
     if model not in _plans:
         _plans[model] = _build_plan(model, groups, dict(model.named_parameters()))

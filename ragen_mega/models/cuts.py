@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks divide a parameter, in the trainer and in SGLang: one class for each
+"""Cuts of a parameter over tensor-parallel ranks, in the trainer and in SGLang: one class for each
 way, from which loader, exporter, resharding, checkpoints, plans and the optimizer are derived.
 
 Megatron's layout: q, k and v are fused per key-value group ([q of the group, k, v], group by
@@ -29,8 +29,8 @@ class HeadSizes(Protocol):
 
 
 def engine_vocab_size(vocab_size: int, size: int) -> int:
-    """Rows of SGLang's embedding over all `size` ranks: a multiple of 64, and of 64 * `size` where
-    `size` does not divide that.
+    """Return the rows of SGLang's embedding over all `size` ranks: a multiple of 64, and of 64 *
+    `size` where `size` does not divide that.
     """
     padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     if padded % size == 0:
@@ -40,8 +40,8 @@ def engine_vocab_size(vocab_size: int, size: int) -> int:
 
 
 def trainer_vocab_size(vocab_size: int, size: int) -> int:
-    """Rows of the trainer's embedding over all `size` ranks: as many as SGLang's, so that the
-    shards are equal; one rank needs no padding.
+    """Return the rows of the trainer's embedding over all `size` ranks: as many as SGLang's, so
+    that the shards are equal; one rank needs no padding.
 
     Qwen's own sizes are multiples of 128 and stay as they are.
     """
@@ -49,8 +49,8 @@ def trainer_vocab_size(vocab_size: int, size: int) -> int:
 
 
 def head_rows(sizes: HeadSizes, rank: int, size: int) -> tuple[slice, slice]:
-    """Rows of the full q, and of the full k or v, that rank `rank` of `size` of SGLang holds; with
-    more ranks than key-value heads, these repeat.
+    """Return the rows of the full q, and of the full k or v, that rank `rank` of `size` of SGLang
+    holds; with more ranks than key-value heads, these repeat.
 
     Raises ValueError where SGLang asserts.
     """
@@ -82,7 +82,7 @@ class Cut:
     """Whether the trainer adds rows of zeros, so that the ranks' parts are equal."""
 
     def padded(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """The shape of `size` ranks' parts together, from the shape on one rank."""
+        """Return the shape of `size` ranks' parts together, from the shape on one rank."""
         return whole
 
     def boxes(self, whole: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
@@ -100,8 +100,8 @@ class Cut:
             yield number % size, tuple(box)
 
     def shard(self, tensors: Sequence[Tensor], sizes: HeadSizes, rank: int, size: int) -> Tensor:
-        """The trainer's part of rank `rank` of `size`, from full Hugging Face tensors; a view of
-        them where possible.
+        """Return the trainer's part of rank `rank` of `size`, from full Hugging Face tensors; a
+        view of them where possible.
         """
         if self.axis is None:
             return tensors[0]
@@ -109,7 +109,7 @@ class Cut:
         return _joined(parts, self.axis) if len(parts) > 1 else parts[0]
 
     def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
-        """Inverse of `shard`: the full Hugging Face tensors from the parts of all ranks."""
+        """Invert `shard`: return the full Hugging Face tensors from the parts of all ranks."""
         if self.axis is None:
             return [shards[0]]
         blocks = zip(*(shard.chunk(self.num_blocks, self.axis) for shard in shards), strict=True)
@@ -192,7 +192,7 @@ def _split_groups(fused: Tensor, head_dim: int, num_groups: int) -> list[Tensor]
 
 
 def _rows(tensor: Tensor, num_rows: int, rank: int) -> Tensor:
-    """The `num_rows` rows of a rank, filled up with zeros where the tensor has fewer."""
+    """Return the `num_rows` rows of a rank, filled up with zeros where the tensor has fewer."""
     rows = tensor[rank * num_rows : (rank + 1) * num_rows]
     missing = num_rows - len(rows)
     return _joined([rows, rows.new_zeros(missing, *rows.shape[1:])], 0) if missing else rows

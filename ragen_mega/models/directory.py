@@ -19,8 +19,8 @@ _LFS = b"version https://git-lfs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def glance(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
-    """The shape of the model that `flag` names, None if that is a Hub model or its sizes are
+def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
+    """Return the shape of the model that `flag` names, None if that is a Hub model or its sizes are
     invalid. Raises ValueError if it is a local path that cannot hold a model.
     """
     path = Path(name)
@@ -72,9 +72,9 @@ def _check_content(flag: str, path: Path) -> None:
 
 
 def content_digest(path: Path) -> str:
-    """Digest by which a model directory is known again after it was moved or renamed: the whole of
-    its small files, and of each file of weights the size and evenly spaced blocks, since reading
-    all of a large model takes minutes.
+    """Return the digest by which a model directory is known again after it was moved or renamed:
+    the whole of its small files, and of each file of weights the size and evenly spaced blocks,
+    since reading all of a large model takes minutes.
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
@@ -90,7 +90,7 @@ def content_digest(path: Path) -> str:
 
 
 def _read_config(flag: str, path: Path) -> dict:
-    """What config.json says of a model of a known family."""
+    """Read the config.json of a model of a known family."""
     try:
         values = json.loads((path / "config.json").read_text())
         model_type = values.get("model_type")
@@ -116,7 +116,7 @@ def _read_config(flag: str, path: Path) -> dict:
 
 
 def _shape(values: dict) -> ModelShape | None:
-    """The shape that a config.json says; None if it is damaged, which the loader reports."""
+    """Return the shape that a config.json says; None if it is damaged, which the loader reports."""
     try:
         shape = ModelShape.from_config(values)
     except (TypeError, AttributeError, ArithmeticError):

@@ -22,7 +22,7 @@ class Weight:
     `decoder.layers.<number>.`.
     """
     cut: Cut
-    """How tensor-parallel ranks divide it."""
+    """Cut of the weight over tensor-parallel ranks."""
     tensors: Mapping[str, tuple[str | int, ...]]
     """Hugging Face name (inside a layer without `model.layers.<number>.`) -> shape: numbers, or
     names of sizes in `ModelShape`.
@@ -72,8 +72,8 @@ class Family:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig with a value of the family."""
     sizes: Mapping[str, str] = field(default_factory=dict)
-    """Further fields of it -> the entries of config.json that hold their values, which are sizes.
-    `num_moe_experts` is the number of experts.
+    """Further fields of TransformerConfig -> the entries of config.json that hold their values,
+    which are sizes. `num_moe_experts` is the number of experts.
     """
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -95,6 +95,6 @@ class Family:
 
 
 def _short(value: Any) -> str:
-    """A value on one line; a list shows each distinct element once."""
+    """Return a value on one line; a list shows each distinct element once."""
     text = repr(sorted(set(map(str, value))) if isinstance(value, list) else value)
     return " ".join(text.split())[:200]

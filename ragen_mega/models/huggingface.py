@@ -27,12 +27,13 @@ _TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """One of these holds the vocabulary."""
 
 _WRONG_TYPE = (LookupError, TypeError, AttributeError)
-"""What transformers raises where it computes with an entry of a wrong type."""
+"""Errors that transformers raises for a computation with an entry of a wrong type."""
 
 
 def load_config(directory: str) -> PretrainedConfig:
-    """The model configuration of a Hugging Face directory or hub name, as the weights are read: a
-    quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be read.
+    """Return the model configuration of a Hugging Face directory or hub name, as the weights are
+    read: a quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be
+    read.
     """
     try:
         hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -46,8 +47,8 @@ def load_config(directory: str) -> PretrainedConfig:
 
 
 def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a weight that share a scale if config.json states Qwen's FP8 layout, None
-    if no quantisation. Raises ValueError for any other.
+    """Return the rows and columns of a weight that share a scale if config.json states Qwen's FP8
+    layout, None if no quantisation. Raises ValueError for any other.
     """
     stated = config.get("quantization_config")
     if stated is None:
@@ -65,7 +66,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    """Its tokenizer. Raises ValueError if there is none or it has no chat template."""
+    """Return its tokenizer. Raises ValueError if there is none or it has no chat template."""
     # transformers makes up an empty one from config.json alone.
     if Path(directory).is_dir() and not any(Path(directory, name).exists() for name in _TOKENIZER):
         raise ValueError(
@@ -126,5 +127,5 @@ def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> 
 
 
 def _brief(error: BaseException) -> str:
-    """The first two lines of an error as one."""
+    """Return the first two lines of an error as one."""
     return " ".join(" ".join(str(error).strip().splitlines()[:2]).split()) or type(error).__name__

@@ -70,11 +70,11 @@ class Slot:
         return self.shape.whole(self.weight)
 
     def shard(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The part of tensor-parallel rank `rank` of `size`, from the Hugging Face tensors."""
+        """Cut the part of tensor-parallel rank `rank` of `size` from the Hugging Face tensors."""
         return self.weight.cut.shard(tensors, self.shape, rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The Hugging Face tensors, from the parts of all tensor-parallel ranks."""
+        """Return the Hugging Face tensors, from the parts of all tensor-parallel ranks."""
         return self.weight.cut.unshard(shards, self.shape)
 
     def to_server(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
@@ -91,7 +91,7 @@ class Slot:
 
 
 def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]:
-    """Every parameter of a policy, or of a critic, in order. A tied LM head is not one."""
+    """Yield every parameter of a policy, or of a critic, in order. A tied LM head is not one."""
     embedding, norm, head = shape.family.outer
     yield Slot(embedding, shape, None, embedding.key)
     for layer in range(shape.num_layers):
@@ -106,7 +106,7 @@ def model_slots(shape: ModelShape, *, is_critic: bool = False) -> Iterator[Slot]
 
 
 def expected_tensors(shape: ModelShape, *, is_critic: bool = False) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor of a policy, or of a critic."""
+    """Return a map: Hugging Face name -> shape of every tensor of a policy, or of a critic."""
     return {
         name: size
         for slot in model_slots(shape, is_critic=is_critic)
@@ -120,8 +120,9 @@ def complete(
     *,
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream (Hugging Face name, full tensor) itself. Raises ValueError where it is not exactly
-    the expected tensors, each once, in any order, except for missing ones that are `optional`.
+    """Yield the stream (Hugging Face name, full tensor) itself. Raises ValueError where it is not
+    exactly the expected tensors, each once, in any order, except for missing ones that are
+    `optional`.
     """
     left = dict(expected)
     for name, tensor in weights:
@@ -148,7 +149,7 @@ def complete(
 
 
 def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists of at most `limit` in total size, or of a single item."""
+    """Yield consecutive items in lists of at most `limit` in total size, or of a single item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -163,8 +164,8 @@ def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> I
 def find_slot(
     parameter: str, shape: ModelShape, layer_offset: int = 0, *, is_critic: bool = False
 ) -> Slot:
-    """The slot of a parameter by its name in a model whose first layer is number `layer_offset` of
-    all.
+    """Return the slot of a parameter by its name in a model whose first layer is number
+    `layer_offset` of all.
     """
     embedding, _, head = shape.family.outer
     if parameter == head.key:  # the last stage's copy of the embedding if they are tied

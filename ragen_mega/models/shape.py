@@ -46,8 +46,8 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """From the entries of a config.json, whether or not the trainer supports them all. Raises
-        ValueError if one is missing or the family is unknown.
+        """Read the shape from the entries of a config.json, whether or not the trainer supports
+        them all. Raises ValueError if one is missing or the family is unknown.
         """
         family = find_family(values.get("model_type"))
         try:
@@ -72,7 +72,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf: PretrainedConfig) -> ModelShape:
-        """From a configuration of transformers."""
+        """Read the shape from a configuration of transformers."""
         return cls.from_config(vars(hf) | {"model_type": hf.model_type})
 
     @property
@@ -90,11 +90,13 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     def experts(self, weight: Weight) -> Sequence[int | None]:
-        """The experts that have this parameter of their own; None alone if no experts have it."""
+        """Return the experts that have this parameter of their own; None alone if no experts have
+        it.
+        """
         return range(dict(self.further)["num_moe_experts"]) if "{e}" in weight.key else (None,)
 
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors of one parameter."""
+        """Return the shapes of the Hugging Face tensors of one parameter."""
         further = dict(self.further)
         return [
             tuple(
@@ -105,31 +107,33 @@ class ModelShape:
         ]
 
     def whole(self, weight: Weight) -> tuple[int, ...]:
-        """Shape in Megatron's layout on one rank: the tensors row by row in some order."""
+        """Return the shape in Megatron's layout on one rank: its tensors row by row."""
         shapes = self.shapes(weight)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def num_elements(self, weight: Weight, tp: int = 1) -> int:
-        """Elements of one parameter on a tensor-parallel rank, rows of padding among them."""
+        """Return the elements of one parameter on a tensor-parallel rank, rows of padding among
+        them.
+        """
         total = math.prod(weight.cut.padded(self.whole(weight), tp))
         return total if weight.cut.axis is None else total // tp
 
     def layer_sizes(self, tp: int = 1) -> list[int]:
-        """Elements of the parameters of a layer on a tensor-parallel rank, in the order of
-        megatron-core's local layer.
+        """Return the elements of the parameters of a layer on a tensor-parallel rank, in the order
+        of megatron-core's local layer.
         """
         return self._parameter_sizes(self.family.layer, tp)
 
     def linear_sizes(self, tp: int = 1) -> list[int]:
-        """Elements of those parameters that are matrices of linear layers."""
+        """Return the elements of those parameters that are matrices of linear layers."""
         return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp)
 
     def _parameter_sizes(self, weights: Sequence[Weight], tp: int) -> list[int]:
         return [self.num_elements(w, tp) for w in weights for _ in self.experts(w)]
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
-        """Bytes of the policy's weights on a rank of an engine; with `fp8` the layers' matrices
-        have one byte an element.
+        """Return the bytes of the policy's weights on a rank of an engine; with `fp8` the layers'
+        matrices have one byte an element.
         """
         total = self.num_parameters * itemsize
         if fp8:  # the scales, one for 128 x 128 of them, are negligible
@@ -137,7 +141,7 @@ class ModelShape:
         return total // tp
 
     def kv_cache_bytes(self, itemsize: int, tp: int) -> int:
-        """Bytes of a token in the key-value cache of a rank of an engine."""
+        """Return the bytes of a token in the key-value cache of a rank of an engine."""
         heads = max(1, self.num_kv_heads // tp)  # above that they are replicated
         return self.num_layers * 2 * heads * self.head_dim * itemsize
 
@@ -151,7 +155,7 @@ class ModelShape:
 
 
 def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
-    """Why the trainer cannot cut a model this way, None if it can."""
+    """Return why the trainer cannot cut a model this way, None if it can."""
     for what, count in (
         ("attention heads", shape.num_heads),
         ("key-value heads", shape.num_kv_heads),

@@ -14,7 +14,7 @@ from typing import Any
 from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
-from ragen_mega.config.schema import flag_of
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
@@ -22,6 +22,7 @@ from ragen_mega.planning.layouts import FILL, HOST_GIB, LAYOUT, best, ranked, sm
 from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import Play, default_play
+from ragen_mega.run.check import check_environments
 
 
 def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
@@ -204,6 +205,7 @@ def read_run(
             for name in set(LAYOUT[section]) - given:
                 settings.get(section, {}).pop(name, None)
     config = StarPOConfig.from_dict(settings)
+    check_environments(config.environment)
     return PlannedRun(recipe, words, config, frozenset(given), is_searched)
 
 

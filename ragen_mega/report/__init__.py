@@ -1,1 +1,1 @@
-"""What a run says: metrics, files of a run directory, the console."""
+"""Output of a run: metrics, files of a run directory, the console."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: how far it is, one row per step, a table of evaluated sets, one-line
+"""Console output of a run: its progress, one row per step, a table of evaluated sets, one-line
 errors.
 """
 
@@ -24,7 +24,7 @@ from ragen_mega.report.pace import Pace, duration
 from ragen_mega.report.terminal import printable
 
 SECONDS_BETWEEN_LINES = 20.0
-"""Without a terminal, progress prints a line after this long without any other output."""
+"""Time without any output after which progress prints a line, if there is no terminal."""
 ROWS_BETWEEN_HEADERS = 20
 
 
@@ -41,7 +41,7 @@ class Column:
     about: str
 
     def cell(self, metrics: Mapping[str, float]) -> str:
-        """The text of one step, right-aligned."""
+        """Return the text of one step, right-aligned."""
         values = [metrics[key] for key in self.keys if key in metrics]
         text = self.form.format(sum(values)) if values else "-"
         return text.rjust(self.width)
@@ -97,7 +97,7 @@ class Advance:
     name: str
     total: int | None
     max_turns: int = 1
-    """Of an episode, where episodes are played."""
+    """Most turns of an episode, where episodes are played."""
     done: float = 0
     note: str = ""
     num_turns: int = 0
@@ -132,7 +132,7 @@ class Advance:
 
 
 class _Clock(ProgressColumn):
-    """For the run its pace; for a part the elapsed seconds and an estimate of those left."""
+    """Column with the pace of the run, or with a part's elapsed seconds and estimated rest."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Console:
 
     @contextmanager
     def _display(self) -> Iterator[Progress]:
-        """The progress bars; the outermost user starts and stops them."""
+        """Show the progress bars; the outermost user starts and stops them."""
         if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
             yield self._bars
             return

@@ -1,4 +1,4 @@
-"""What every number of the log means, in a sentence or two, and in which unit."""
+"""Glossary of the log: the meaning of every number, in a sentence or two, and its unit."""
 
 GLOSSARY = {
     "rollout/success": "Share of the step's trajectories that solved their task, without lost"
@@ -145,6 +145,6 @@ key with an environment behind it, as `eval/success_sokoban`, means the same.
 
 
 def explain(key: str) -> str | None:
-    """What a metric key means, None for one without an entry."""
+    """Explain a metric key; None for a key without an entry."""
     known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
     return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

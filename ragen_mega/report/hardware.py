@@ -1,4 +1,4 @@
-"""Where numbers were made: the processor or GPU of this machine, and the versions of the
+"""Origin of measured numbers: the processor or GPU of this machine, and the versions of the
 libraries that compute.
 """
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", 
 
 
 def device() -> str:
-    """The GPUs that torch sees, else the processor with its usable cores."""
+    """Return the GPUs that torch sees, else the processor with its usable cores."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     table = Path("/proc/cpuinfo")
@@ -24,8 +24,8 @@ def device() -> str:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, CUDA and `packages`, `none` for what is absent. An SGLang server may run
-    in another environment with other versions.
+    """Return the versions of Python, CUDA and `packages`, `none` for an absent package. An SGLang
+    server may run in another environment with other versions.
     """
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     return interpreter | {name: _installed(name) for name in packages}
@@ -39,6 +39,6 @@ def _installed(package: str) -> str:
 
 
 def describe() -> str:
-    """Device and versions of what is there, in one line."""
+    """Return the device and versions of the installed packages, in one line."""
     there = (f"{name} {found}" for name, found in versions().items() if found != "none")
     return f"{device()}; {', '.join(there)}"

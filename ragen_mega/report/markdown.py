@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The table in Markdown; a bar in a cell stays in the cell."""
+    """Return the table in Markdown; a bar in a cell stays in the cell."""
     lines = [head, ["---"] * len(head), *rows]
     cells = ([str(cell).replace("|", r"\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

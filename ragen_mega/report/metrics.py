@@ -96,11 +96,13 @@ class Metrics:
             terms.append(reducible)
 
     def has(self, stage: str) -> bool:
-        """Whether anything was added under `stage/`."""
+        """Return whether anything was added under `stage/`."""
         return any(key.startswith(f"{stage}/") for key in self._values)
 
     def result(self) -> dict[str, float]:
-        """Key -> reduced value, in the order of first appearance; a mean over no weight is NaN."""
+        """Return a map: key -> reduced value, in the order of first appearance; a mean over no
+        weight is NaN.
+        """
         return {key: _reduce(terms) for key, terms in self._values.items()}
 
 
@@ -125,8 +127,8 @@ def write_json(path: Path | str, value: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is left
-    out.
+    """Return the objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is
+    left out.
 
     Raises ValueError if any other line is not a JSON object with a `step`.
     """
@@ -192,8 +194,8 @@ class RunLogger:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Around what may still refuse the run: what this one replaces is deleted if nothing does,
-        and is there again if something raises.
+        """Enclose the last checks that may refuse the run: the run that it replaces is deleted
+        after them, and is restored if one raises.
         """
         with self._unless_refused():
             yield
@@ -270,7 +272,7 @@ class RunLogger:
         self._tables = []
 
     def sync(self) -> None:
-        """Return when the disk has the rows: a checkpoint must not survive what tells of it."""
+        """Return when the disk has the rows: a checkpoint must not outlive its rows."""
         if self._is_writer and (self.directory / METRICS_FILE).exists():
             sync(self.directory / METRICS_FILE)
 
@@ -282,7 +284,7 @@ class RunLogger:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
 
     def drop_from(self, step: int) -> None:
-        """Delete what an earlier process told of this step and of later ones."""
+        """Delete the rows of an earlier process for this step and later ones."""
         if not self._is_writer:
             return
         for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
@@ -302,8 +304,8 @@ class RunLogger:
         self._open_files.close()
 
     def _open(self, first_step: int) -> None:
-        """Before the first step that this process tells of: drop what an earlier one told of it
-        and of later steps.
+        """Drop the rows of an earlier process for the first step of this process and for later
+        steps.
         """
         if self._is_open:
             return
@@ -324,7 +326,7 @@ class RunLogger:
 
 
 def _flat(settings: Settings) -> dict[str, Any]:
-    """TensorBoard's form of hyperparameters: section.name -> number, switch or text."""
+    """Flatten hyperparameters for TensorBoard: section.name -> number, switch or text."""
     return {
         f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
         for section, values in settings.items()
@@ -333,12 +335,12 @@ def _flat(settings: Settings) -> dict[str, Any]:
 
 
 def _shown(cell: Any) -> str:
-    """As text in a table of Markdown, whatever it holds."""
+    """Escape a value for a Markdown cell."""
     return html.escape(str(cell)).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def _finite(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """A copy with non-finite floats, also nested ones, as None; one warning names them."""
+    """Return a copy with non-finite floats, also nested ones, as None; one warning names them."""
     lost: list[str] = []
 
     def clean(key: str, value: Any) -> Any:

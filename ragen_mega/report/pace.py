@@ -1,6 +1,4 @@
-"""How long a run will still take, from its latest steps and the time that an evaluation takes
-per episode.
-"""
+"""Remaining time of a run, from its latest steps and the time of an evaluation per episode."""
 
 import statistics
 import time
@@ -12,7 +10,7 @@ _RECENT = 10
 
 
 class Pace:
-    """Knows the plan of a run, is told what was done, and says when it will be over.
+    """Estimate of the remaining time of a run, from its plan and its finished steps.
 
     Nothing is said before the first step: how long a step takes shows only then.
     """
@@ -33,22 +31,22 @@ class Pace:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._seconds_per_episode: float | None = None
         self._num_evaluated = 0  # episodes, since the latest step
-        self._told = self._started
+        self._anchor = self._started
 
     def step_done(self, num_done: int, seconds: float) -> None:
-        """A step took `seconds`, evaluation aside; `num_done` are done."""
-        self.num_done, self._num_evaluated, self._told = num_done, 0, self._clock()
+        """Record that a step took `seconds`, evaluation aside; `num_done` steps are done."""
+        self.num_done, self._num_evaluated, self._anchor = num_done, 0, self._clock()
         self._recent.append(seconds)
 
     def played(self, num_episodes: int, seconds: float, *, in_evaluation: bool) -> None:
-        """Episodes were played. Those of a rollout count until an evaluation has been seen."""
+        """Record played episodes. Episodes of a rollout count until the first evaluation."""
         if in_evaluation:
-            self._num_evaluated, self._told = self._num_evaluated + num_episodes, self._clock()
+            self._num_evaluated, self._anchor = self._num_evaluated + num_episodes, self._clock()
         if num_episodes and (in_evaluation or self._seconds_per_episode is None):
             self._seconds_per_episode = seconds / num_episodes
 
     def left(self) -> float | None:
-        """Seconds until the last evaluation is over, None before the first step."""
+        """Return the seconds until the last evaluation is over, None before the first step."""
         if not self._recent:
             return None
         step = statistics.mean(self._recent)
@@ -58,7 +56,7 @@ class Pace:
         ahead = due + num_left * step + later * episode
         # The part under way may overrun; what comes after it always remains.
         under_way = due or min(num_left, 1) * step
-        return max(ahead - (self._clock() - self._told), ahead - under_way)
+        return max(ahead - (self._clock() - self._anchor), ahead - under_way)
 
     def __str__(self) -> str:
         if self.num_done is None:

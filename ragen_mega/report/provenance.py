@@ -1,5 +1,5 @@
-"""Where the numbers of a run come from: command, code, versions, machine and layout of every start,
-in its config.json; and the settings and layout that a step was trained under.
+"""Provenance of a run: command, code, versions, machine and layout of every start, in its
+config.json; and the settings and layout that a step was trained under.
 """
 
 import datetime
@@ -27,8 +27,8 @@ STARTS = "provenance"
 
 
 def code() -> dict[str, Any]:
-    """The commit of this repository and whether files differ from it; outside of git that of the
-    environment variable COMMIT, by default `unknown`.
+    """Return the commit of this repository and whether files differ from it; outside of git that of
+    the environment variable COMMIT, by default `unknown`.
     """
     commit, changes = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
     is_ours = _git("rev-parse", "--show-toplevel") == str(REPOSITORY)
@@ -47,7 +47,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Date, machine and commit of a result."""
+    """Return the date, machine and commit of a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **code(),
@@ -59,7 +59,7 @@ def provenance() -> dict[str, Any]:
 def describe_start(
     config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """The record of a start of a run, as JSON values."""
+    """Return the record of a start of a run, as JSON values."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -80,8 +80,8 @@ def describe_start(
 def append_start(
     before: Mapping[str, Any], settings: Mapping[str, Any], start: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a run that was `before` (empty at its first start) and now starts with
-    `settings`; the start records which of them changed, as section.name -> [old, new].
+    """Return the config.json of a run that was `before` (empty at its first start) and now starts
+    with `settings`; the start records which of them changed, as section.name -> [old, new].
     """
     starts = before.get(STARTS, [])
     changed = {
@@ -94,10 +94,10 @@ def append_start(
 
 
 def alike(recorded: Mapping[str, Any]) -> str:
-    """A digest that is equal for runs whose model and settings differ by their seed only, however
-    old they are: flags that are newer than a run have their defaults.
+    """Return a digest that is equal for runs whose model and settings differ by their seed only,
+    however old they are: flags that are newer than a run have their defaults.
     """
-    settings = with_defaults({name: of for name, of in recorded.items() if name != STARTS})
+    settings = with_defaults({name: values for name, values in recorded.items() if name != STARTS})
     seed, start = settings["train"].pop("seed"), settings["warm_start"]
     if start["warm_start_from"] is not None:  # in a study that of another arm, seed by seed
         start["warm_start_from"] = re.sub(rf"seed{seed}\b", "seed", start["warm_start_from"])
@@ -107,7 +107,9 @@ def alike(recorded: Mapping[str, Any]) -> str:
 
 
 def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A copy of a run's settings in which flags that are newer than the run have their defaults."""
+    """Return a copy of a run's settings in which flags that are newer than the run have their
+    defaults.
+    """
     default = StarPOConfig().to_dict()
     return {
         name: default.get(name, {}) | dict(values) for name, values in (default | settings).items()
@@ -115,12 +117,15 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
-    """The configuration of a run of any version: what this one does not know is left out, and flags
-    that are newer than the run have their defaults. Raises ValueError if its rules forbid it.
+    """Return the configuration of a run of any version: what this one does not know is left out,
+    and flags that are newer than the run have their defaults. Raises ValueError if its rules forbid
+    it.
     """
     settings = {
-        section: {name: recorded.get(section, {}).get(name, value) for name, value in of.items()}
-        for section, of in StarPOConfig().to_dict().items()
+        section: {
+            name: recorded.get(section, {}).get(name, value) for name, value in values.items()
+        }
+        for section, values in StarPOConfig().to_dict().items()
     }
     return StarPOConfig.from_dict(settings)
 
@@ -128,8 +133,8 @@ def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
 def settings_at(
     recorded: Mapping[str, Any], step: int
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """The settings that a step was trained under, and the start that it belongs to; None where the
-    run has no such records.
+    """Return the settings that a step was trained under, and the start that it belongs to; None
+    where the run has no such records.
     """
     settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
     starts = list(recorded.get(STARTS, []))
@@ -143,9 +148,9 @@ def settings_at(
 def read_settings(
     run: Path, step: int = sys.maxsize
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Section -> flag -> value under which a run trained that step (its last one); flags that are
-    newer than the run have their defaults. Also the recorded start that the step belongs to,
-    None for an older run. Raises ValueError if the directory holds no run.
+    """Return a map: section -> flag -> value under which a run trained that step (its last one);
+    flags that are newer than the run have their defaults. Also the recorded start that the step
+    belongs to, None for an older run. Raises ValueError if the directory holds no run.
     """
     settings, start = settings_at(read_recorded(run), step)
     return with_defaults(settings), start

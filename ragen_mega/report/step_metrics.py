@@ -38,8 +38,9 @@ def filter_metrics(
     kept: Sequence[TrajectoryGroup],
     num_played: int | None = None,
 ) -> dict[str, float]:
-    """How many groups the filter kept, of several environments also by their names, and how many
-    could not have taught anything. Of `num_played` groups (None: these) `groups` have two samples.
+    """Count the groups that the filter kept, of several environments also by their names, and the
+    groups that could not have taught anything. `num_played` is the number of groups before
+    `groups`, which have two samples, were selected (None: the same).
     """
     metrics = {
         "kept_groups": float(len(kept)),
@@ -64,7 +65,7 @@ def filter_metrics(
 def evaluation_metrics(
     results: Mapping[str, Mapping[str, Any]], trained: Sequence[str], prefix: str = ""
 ) -> dict[str, float]:
-    """Evaluated sets, as they are logged: with the set's name unless it alone is trained; of
+    """Return evaluated sets, as they are logged: with the set's name unless it alone is trained; of
     several that are, also their mean success. Unknown values are left out.
     """
     found = {
@@ -79,8 +80,8 @@ def evaluation_metrics(
 
 
 def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> dict[str, float]:
-    """The values of the named metrics over the trajectories as they were played, without what an
-    error ended; nothing if it ended all.
+    """Return the values of the named metrics over the trajectories as they were played, without
+    what an error ended; nothing if it ended all.
 
     A metric that returns one number is logged under its name. Raises PlugInError, in one line, if a
     metric fails, returns something else, or uses a key that is taken.
@@ -101,7 +102,7 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none, as an array of several."""
+    """Return the value as a number; NaN for anything else, such as an array of several."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -123,8 +124,8 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
 
 
 def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
-    """Difference of the engine's and the trainer's log-probabilities [T] on the sampled tokens,
-    under the same weights. Collective where ranks hold parts of the batch.
+    """Return the difference of the engine's and the trainer's log-probabilities [T] on the sampled
+    tokens, under the same weights. Collective where ranks hold parts of the batch.
 
     Sums are taken by trajectory, so that they do not depend on who holds which.
     """
@@ -148,19 +149,20 @@ def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:
 
 
 def staleness(step: int, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Steps by which the weights have moved on since they sampled, mean over sampled tokens, and
-    the share of trajectories that went on under other weights than they began with.
+    """Return the steps by which the weights have moved on since they sampled, mean over sampled
+    tokens, and the share of trajectories that went on under other weights than they began with.
     """
-    trajectories = [one for group in groups for one in group.trajectories]
+    trajectories = [member for group in groups for member in group.trajectories]
     behind = [
         (step - version, turn.end - turn.start)
-        for one in trajectories
-        for turn, version in zip(one.turns, one.versions, strict=True)
+        for trajectory in trajectories
+        for turn, version in zip(trajectory.turns, trajectory.versions, strict=True)
     ]
     total = sum(size for _, size in behind)
     return {
         "staleness": sum(steps * size for steps, size in behind) / max(1, total),
-        "continued": sum(len({*one.versions}) > 1 for one in trajectories) / len(trajectories),
+        "continued": sum(len({*trajectory.versions}) > 1 for trajectory in trajectories)
+        / len(trajectories),
     }
 
 
@@ -170,7 +172,7 @@ def observe(monitor: EchoTrapMonitor, metrics: Metrics) -> list[EchoTrapWarning]
 
 
 def collapse_signals(metrics: Metrics) -> dict[str, float]:
-    """The numbers of a step that `CollapseDetector` reads."""
+    """Return the numbers of a step that `CollapseDetector` reads."""
     return _signals(metrics, COLLAPSE_SIGNALS, entropy="rollout/entropy")
 
 

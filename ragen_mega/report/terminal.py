@@ -13,8 +13,8 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    """The text with control characters shown as escapes, so that it cannot move the cursor, name
-    the window, write to the clipboard or reorder what a person reads.
+    """Return the text with control characters shown as escapes, so that it cannot move the cursor,
+    name the window, write to the clipboard or reorder what a person reads.
     """
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 

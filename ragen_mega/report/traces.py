@@ -1,5 +1,5 @@
-"""What is kept of a step for people to read: a few groups, token by token, in one compressed JSON
-file that a browser can open directly.
+"""Traces of a step for people to read: a few groups, token by token, in one compressed JSON file
+that a browser can open directly.
 
     <run>/traces/step_00000012.json.gz              what was trained on, or not
     <run>/traces/eval_00000030_frozen_lake.json.gz  the same initial states at every evaluation
@@ -63,7 +63,7 @@ class TraceWriter:
         self._decode = lru_cache(_REMEMBERED)(lambda tokens: decode([*tokens]))
         self._config = config
         self._undrawn: set[str] = set()  # environments that need not be built again to know it
-        self._say, self._told = say, set[str]()
+        self._say, self._reported = say, set[str]()
 
     def write_step(
         self,
@@ -72,10 +72,10 @@ class TraceWriter:
         kept: Sequence[TrajectoryGroup] = (),
         batch: TokenBatch | None = None,
     ) -> None:
-        """What a step played: `groups`, of which it was trained on those of `kept`, packed in this
-        order in `batch`. Raises OSError.
+        """Write the trace of a step: it played `groups` and trained on the groups `kept`, packed in
+        this order in `batch`. Raises OSError.
         """
-        trained = (id(one) for group in kept for one in group.trajectories)
+        trained = (id(member) for group in kept for member in group.trajectories)
         rows = {identity: row for row, identity in enumerate(trained)}
         boards = [None] * len(groups)
         options = partial(self._config.training_options, step=step)
@@ -84,14 +84,14 @@ class TraceWriter:
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[TrajectoryGroup], boards: Sequence[Board]
     ) -> None:
-        """How environment `name` was played after `step` steps, each group from its board
-        (None: from its seed). Raises OSError.
+        """Write the trace of an evaluation of environment `name` after `step` steps, each group
+        from its board (None: from its seed). Raises OSError.
         """
         file = f"eval_{step:08d}_{name.replace('/', '.')}"
         self._write(file, step, groups, boards, self._config.evaluation_options)
 
     def drop_from(self, step: int) -> None:
-        """Delete what an earlier process wrote for step `step` and later, which come again."""
+        """Delete the traces of an earlier process for step `step` and later, which come again."""
         for path, kind, of_step, _ in traces(self.directory):
             if of_step > step or (kind, of_step) == ("step", step):
                 path.unlink()
@@ -112,16 +112,16 @@ class TraceWriter:
             first = group.trajectories[0]
             drawn = self._pictures(group.trajectories, board, options(first.environment))
             members = [
-                self._member(one, strings)
-                | {"channels": _channels(one, batch, rows.get(id(one))), "pictures": shown}
-                for one, shown in zip(group.trajectories, drawn, strict=True)
+                self._member(member, strings)
+                | {"channels": _channels(member, batch, rows.get(id(member))), "pictures": shown}
+                for member, shown in zip(group.trajectories, drawn, strict=True)
             ]
             entries.append(
                 {
                     "id": group.group_id,
                     "environment": first.environment,
                     "seed": first.seed,
-                    "kept": any(id(one) in rows for one in group.trajectories),
+                    "kept": any(id(member) in rows for member in group.trajectories),
                     "members": members,
                 }
             )
@@ -140,7 +140,12 @@ class TraceWriter:
                 strings.setdefault(text, len(strings)) for text in self._texts(trajectory.tokens)
             ],
             "turns": [
-                {"start": turn.start, "end": turn.end, "reward": reward, "info": _told(turn.info)}
+                {
+                    "start": turn.start,
+                    "end": turn.end,
+                    "reward": reward,
+                    "info": _info_as_text(turn.info),
+                }
                 for turn, reward in zip(trajectory.turns, rewards)
             ],
             "reward": total,
@@ -155,7 +160,7 @@ class TraceWriter:
     def _pictures(
         self, trajectories: Sequence[Trajectory], board: Board, options: Mapping[str, Any]
     ) -> list[list[str]]:
-        """Of each trajectory of a group."""
+        """Draw the pictures of each trajectory of a group."""
         name, drawn = trajectories[0].environment, None
         if name not in self._undrawn:
             timeout = self._config.environment_timeout
@@ -167,12 +172,12 @@ class TraceWriter:
         return drawn or [[] for _ in trajectories]
 
     def _miss(self, name: str, why: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._reported:
+            self._reported.add(name)
             self._say(f"pictures of {name} are missing in the viewer: {why}")
 
     def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
-        """The text of each token; a character of several tokens belongs to the last of them."""
+        """Yield the text of each token; a character of several tokens belongs to its last token."""
         pending: list[int] = []
         for index, token in enumerate(tokens):
             pending.append(token)
@@ -202,10 +207,11 @@ def pictures(
     timeout: float = 0.0,
     say: Callable[[str], None],
 ) -> list[list[str]] | None:
-    """What `render()` of the environment gives at the start and after each turn of every trajectory
-    of a group: text, or SVG; None from an environment without pictures, or that cannot be built
-    within `timeout` seconds (0: no limit). The trajectories are replayed for it, so only instant
-    environments have them. `say` is told why what has a `render` is not drawn.
+    """Draw every trajectory of a group at its start and after each turn, as `render()` of the
+    environment does it: text, or SVG. The result is None for an environment without pictures, or
+    one that cannot be built within `timeout` seconds (0: no limit). The trajectories are replayed
+    for it, so only instant environments have pictures. `say` receives the reason why an environment
+    with a `render` is not drawn.
     """
     name = trajectories[0].environment
     try:
@@ -247,7 +253,7 @@ def _drawn(world: Any) -> str:
     return picture
 
 
-def _told(info: Mapping[str, Any]) -> dict[str, Any]:
+def _info_as_text(info: Mapping[str, Any]) -> dict[str, Any]:
     """`info` with actions as texts: an object may hold NaN, which is no JSON for a browser."""
     actions = info.get("actions", ())
     return {**info, "actions": [a if isinstance(a, str) else json.dumps(a) for a in actions]}
@@ -270,6 +276,6 @@ def _channels(
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Four significant digits, which is enough to read."""
+    """Return four significant digits, which is enough to read."""
     short = map(float, ("%.4g " * len(values) % tuple(values)).split())
     return [value if math.isfinite(value) else None for value in short]

@@ -6,7 +6,6 @@ makes its metrics, has them all until the filter has spoken. Then each rank gets
 that it trains, and keeps no others.
 """
 
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from ragen_mega.data.compact import (
     outlined,
     outlines_of,
 )
+from ragen_mega.data.fields import TOKEN_FIELDS, filled_by_trajectories
 from ragen_mega.data.packing import flatten, shares
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup, offsets_of
 from ragen_mega.rollout.collector import in_groups
@@ -223,17 +223,18 @@ def _tell_infos(trajectories: Sequence[Trajectory]) -> None:
 
 def everywhere(batch: TokenBatch, name: str) -> Tensor:
     """[T] a field of which each rank has the trajectories that it trains, whole. Collective."""
-    values = getattr(batch, name)
+    values = dict(batch.tensors())[name]
     if batch.here is None:
         return values
     is_here = batch.here.repeat_interleave(batch.lengths.long())
-    least = -math.inf if values.is_floating_point() else -1
-    return distributed.max_over_ranks(torch.where(is_here, values, least))
+    known = values.new_full(values.shape, TOKEN_FIELDS[name].least)
+    known[is_here] = values[is_here]
+    return distributed.max_over_ranks(known)
 
 
 def whole(batch: TokenBatch) -> TokenBatch:
     """The batch with all tokens on every rank. Collective."""
     if batch.here is None:
         return batch
-    names = ("tokens", "labels", "rollout_logprobs")
-    return replace(batch, here=None, **{name: everywhere(batch, name) for name in names})
+    values = {name: everywhere(batch, name) for name in filled_by_trajectories()}
+    return replace(batch.with_fields(**values), here=None)

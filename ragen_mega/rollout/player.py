@@ -7,7 +7,7 @@ loss mask.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -256,7 +256,7 @@ class Player:
     ) -> Trajectory:
         """Return the trajectory of an environment that could not start: nothing was sampled."""
         nothing = self._renderer.start([Message("user", "")])
-        trajectory = replace(trajectory, tokens=[], loss_mask=[], rollout_logprobs=[])
+        trajectory = trajectory.without_tokens()
         trajectory.append_observation(nothing)
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(info)

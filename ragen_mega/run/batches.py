@@ -1,5 +1,5 @@
-"""What a step trains on: the trajectories that were kept, packed, with what they had for
-log-probabilities, and their minibatches.
+"""Batch of a training step: the kept trajectories, packed, with the log-probabilities that they
+had, and their minibatches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,15 +43,15 @@ class Batches:
         self.renderer = renderer
         self.console = console
         self.timers = timers
-        self._owners: Tensor | None = None  # of the present batch, see `assign`
+        self._owners: Tensor | None = None  # ranks of the present batch, see `assign`
 
     def pack(
         self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
     ) -> TokenBatch:
-        """Pack the trajectories of `kept`. Of all `groups` a rank then holds the tokens of those
-        that it trains, and rank 0 of those that it traces.
+        """Pack the trajectories of `kept`. A rank then holds only the tokens of the `groups` that
+        it trains, and rank 0 also of the groups that it traces.
         """
-        trajectories = [one for group in kept for one in group.trajectories]
+        trajectories = [member for group in kept for member in group.trajectories]
         if distributed.world_size() == 1:
             return pack(trajectories)
         dp, trainer = self.policy.groups.dp, self.policy.trainer
@@ -69,9 +69,9 @@ class Batches:
         return replace(batch, here=self._owners[0] == dp.rank())
 
     def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
-        """`batch` with the old log-probabilities that `--old-logprobs` asks for. None are added
-        where the forward pass of the step's only optimizer step yields them. Those that the policy
-        computes here are compared with the engine's.
+        """`batch` with the old log-probabilities that `--old-logprobs` asks for. The batch stays as
+        it is if the forward pass of the step's only optimizer step yields them. Log-probabilities
+        that the policy computes here are compared with the engine's.
         """
         config = self.config
         if config.loss.loss_mask == "legacy":
@@ -97,9 +97,9 @@ class Batches:
         if batch.old_logprobs is None or batch.entropies is not None:
             return batch
         traced = groups[: self.config.logging.trace_groups]
-        shown = {id(one) for group in traced for one in group.trajectories}
-        trained = [one for group in kept for one in group.trajectories]
-        ids = on_main(lambda: [row for row, one in enumerate(trained) if id(one) in shown])
+        shown = {id(member) for group in traced for member in group.trajectories}
+        trained = [member for group in kept for member in group.trajectories]
+        ids = on_main(lambda: [row for row, member in enumerate(trained) if id(member) in shown])
         if not ids:
             return batch
         logprobs, entropies = (
@@ -121,7 +121,9 @@ class Batches:
         return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
-        """The minibatches of a step, of the same trajectories on every rank and at every call."""
+        """Yield the minibatches of a step, of the same trajectories on every rank and at every
+        call.
+        """
         plan = self._minibatch_ids(batch.num_trajectories, step)
         self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
         per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)

@@ -41,7 +41,7 @@ from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
-from ragen_mega.run.nodes import meet
+from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
@@ -68,10 +68,10 @@ from ragen_mega.warm_start.small_model import (
 
 
 def build(config: StarPOConfig) -> Run | Sampler:
-    """Everything a run needs, warm start included; on a rank that only samples what that needs.
-    Raises ValueError before any training if something cannot work.
+    """Return everything a run needs, warm start included; on a rank that only samples what that
+    needs. Raises ValueError before any training if something cannot work.
     """
-    meet(config)
+    join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     config = locate(config)
@@ -119,8 +119,8 @@ def build_run(
     lock: TextIO | None,
     checkpoint: Checkpoint | None,
 ) -> Run:
-    """The run whose directory is there: its models, warm start included, and what it knows after
-    the steps of `checkpoint`, or of itself before the first.
+    """Return the run whose directory is there: its models, warm start included, and what it knows
+    after the steps of `checkpoint`, or of itself before the first.
     """
     console = Console(
         is_writer=distributed.is_main(),
@@ -180,8 +180,8 @@ def build_run(
 def build_sampling(
     config: StarPOConfig, base: Path, name: str | None
 ) -> tuple[RolloutEngine, ChatRenderer, PretrainedConfig]:
-    """What a rank that only samples does so with, in the run of this name; `base` holds tokenizer
-    and configuration of the model.
+    """Build the engine, the renderer and the configuration of a rank that only samples, in the run
+    of this name; `base` holds tokenizer and configuration of the model.
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
@@ -190,9 +190,9 @@ def build_sampling(
 
 
 def locate(config: StarPOConfig) -> StarPOConfig:
-    """The configuration with absolute paths, so that it can be resumed from another directory, and
-    with the downloads of hub models, whose paths name their commit, in place of hub names.
-    Collective.
+    """Return the configuration with absolute paths, so that it can be resumed from another
+    directory, and with the downloads of hub models, whose paths name their commit, in place of hub
+    names. Collective.
     """
 
     def absolute(path: str | None) -> str | None:
@@ -220,7 +220,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
 
 
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
-    """The run's directory and its log, which rank 0 writes. Collective."""
+    """Return the run's directory and its log, which rank 0 writes. Collective."""
     opened: list[RunLogger] = []
     world_size = distributed.world_size()
 
@@ -252,7 +252,7 @@ def build_models(
     start: Start,
     placement: Placement,
 ) -> tuple[MegatronPolicy, MegatronCritic | None]:
-    """Policy and critic with the weights that training starts from."""
+    """Return the policy and critic with the weights that training starts from."""
     policy = MegatronPolicy(
         hf,
         groups,
@@ -273,8 +273,8 @@ def build_models(
 
 
 def base_directory(config: StarPOConfig) -> Path:
-    """The model directory with configuration and tokenizer: what --load names, else that of the
-    small model, which is written, or taken from another run, if it is not there. Collective.
+    """Return the model directory with configuration and tokenizer: what --load names, else that of
+    the small model, which is written, or taken from another run, if it is not there. Collective.
     """
     if config.model.load is not None:
         return local_directory(config.model.load)
@@ -293,7 +293,7 @@ def base_directory(config: StarPOConfig) -> Path:
 def known_references(
     config: StarPOConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Baselines] | None:
-    """The reference players of a checkpoint that was made under the same rules of play."""
+    """Return the reference players of a checkpoint that was made under the same rules of play."""
     values = config.to_dict()
     if checkpoint is None or any(
         checkpoint.config[section] != values[section] for section in ("environment", "evaluation")
@@ -303,8 +303,8 @@ def known_references(
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
-    """The engine that samples for this rank. An SGLang server is started when it is first needed.
-    Collective.
+    """Return the engine that samples for this rank. An SGLang server is started when it is first
+    needed. Collective.
     """
     rollout = config.rollout
     if rollout.rollout_engine == "embedded":
@@ -337,10 +337,10 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
 
 
 def server_settings(config: StarPOConfig) -> ServerSettings:
-    """Settings of this rank's SGLang server. Raises ValueError where it could not start."""
+    """Return the settings of this rank's SGLang server. Raises ValueError if it cannot start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
     num_sessions = rollout.sessions_per_engine(num_engines(config))
-    rank = int(os.environ.get("RANK", 0))  # of the whole job, also where others only sample
+    rank = int(os.environ.get("RANK", 0))  # in the whole job, samplers included
     return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
         directory=config.run_directory / "sglang" / f"rank_{rank:05d}",
@@ -425,18 +425,20 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
 
 
 def num_engines(config: StarPOConfig) -> int:
-    """Number of rollout engines of this job. Raises ValueError if one would span several nodes."""
+    """Return the number of rollout engines of this job. Raises ValueError if one would span several
+    nodes.
+    """
     world_size = distributed.world_size()
     return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Ranks on this machine, of this part of the job."""
+    """Return the ranks on this machine, of this part of the job."""
     return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def model_digests(config: StarPOConfig) -> dict[str, str]:
-    """Flag -> digest of the content of the model that it loads."""
+    """Return a map: flag -> digest of the content of the model that it loads."""
     loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
 
@@ -466,7 +468,9 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
 
 
 def schedule_jump(before: TrainConfig, now: TrainConfig, checkpoint: Checkpoint) -> list[str]:
-    """A line if the learning rates of the next step are not those that the run would have had."""
+    """Return a line if the learning rates of the next step are not those that the run would have
+    had.
+    """
     shares = before.schedule(checkpoint.step), now.schedule(checkpoint.step)
     if math.isclose(*shares):
         return []

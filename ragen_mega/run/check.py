@@ -9,16 +9,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.config import ModelConfig, StarPOConfig, parse
+from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
-from ragen_mega.config.schema import flag_of, parse_shares
+from ragen_mega.config.sections.environment import parse_shares
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
-from ragen_mega.models.directory import glance
+from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.registry import make
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
 from ragen_mega.storage.run_directory import (
@@ -31,14 +35,17 @@ from ragen_mega.storage.run_directory import (
     with_name,
 )
 
-_SIZES = tuple(one.name for one in fields(ModelConfig) if one.name not in ("load", "critic_load"))
+_SIZES = tuple(
+    item.name for item in fields(ModelConfig) if item.name not in ("load", "critic_load")
+)
 
 
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """Raise ValueError, in one line, if the run cannot work on this many ranks, and Finished if it
-    is done. What needs torch, a GPU or the network is checked later.
+    is done. Checks that need torch, a GPU or the network come later.
     """
     config, _ = with_name(config)
+    check_environments(config.environment)
     trainers = config.parallel.num_trainers(num_ranks)
     for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
         config.rollout.num_engines(part, min(part, ranks_per_node))
@@ -71,6 +78,17 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     check_finished(config)
 
 
+def check_environments(config: EnvironmentConfig) -> None:
+    """Raise ValueError, in one line, if an environment cannot be built under its options, those of
+    the curriculum included.
+    """
+    for step in (None, *config.curriculum_steps):
+        for name in config.evaluated:
+            options = config.options(name) if step is None else config.training_options(name, step)
+            with briefly(name, partial(make, name, **options), config.environment_timeout):
+                pass
+
+
 def _check_models(config: StarPOConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.load is None:
@@ -86,16 +104,16 @@ def _check_models(config: StarPOConfig) -> None:
             }
         )
     else:
-        shape = glance("--load", model.load, needs_tokenizer=True)
+        shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
-        glance("--critic-load", model.critic_load, needs_tokenizer=False)
+        check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if shape is not None and (error := cut_error(shape, tp, pp)):
         raise ValueError(error)
 
 
 def recipe_note(config: StarPOConfig) -> str | None:
-    """Which limits a run has whose recipe was chosen by itself."""
+    """Return which limits a run has whose recipe was chosen by itself."""
     if config.logging.recipe != OWN_RECIPE:
         return None
     return (
@@ -106,8 +124,8 @@ def recipe_note(config: StarPOConfig) -> str | None:
 
 
 def sizes_without_effect(config: StarPOConfig) -> str | None:
-    """A note on flags that give the small model's size beside the model of --load, if there are
-    any.
+    """Return a note on flags that give the small model's size beside the model of --load, if there
+    are any.
     """
     small = ModelConfig()
     given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
@@ -139,7 +157,9 @@ def _check_warm_start(config: StarPOConfig) -> None:
 
 
 def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal for a warm start to be of use, from settings as config.json has them."""
+    """Select the settings that must be equal for a warm start to be of use, from settings as
+    config.json has them.
+    """
     model, world = settings["model"], settings["environment"]
     names = parse_shares(world["environments"])
     options = json.loads(world["environment_options"])

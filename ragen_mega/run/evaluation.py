@@ -11,7 +11,7 @@ from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
-from ragen_mega.config.schema import json_object
+from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.report.console import Console
@@ -90,7 +90,7 @@ def evaluate_sets(
         prompts = evaluation_prompts(config, name, num_prompts, boards)
         sets[name] = HeldOut(config, settings, prompts)
     reader = open_model(directory)
-    num_tasks = max(len(one.prompts) for one in sets.values()) * samples_per_prompt
+    num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // distributed.world_size())
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -111,11 +111,11 @@ def evaluate_sets(
 def _settings(
     load: str | Path, environment: str, rules: Mapping[str, Any]
 ) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
-    """Model directory, rules of play and limits of what is to be evaluated."""
+    """Return the model directory, rules of play and limits of what is to be evaluated."""
     directory = Path(load)
     rules = dict(rules)
     given = json_object("environment_options", rules.pop("environment_options", "{}"))
-    if environment in given:  # those of other sets are not for this one, which keeps the run's
+    if environment in given:  # options of other sets do not apply
         rules["environment_options"] = json.dumps({environment: given[environment]})
     if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
         played = EnvironmentConfig(environments=environment)

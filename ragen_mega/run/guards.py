@@ -1,5 +1,5 @@
-"""What a run does when training goes wrong: updates skipped for a non-finite loss or gradient,
-steps of which the filter kept no group, success that collapses, groups of different tasks.
+"""Guards of a run: updates skipped for a non-finite loss or gradient, steps of which the filter
+kept no group, success that collapses, groups of different tasks.
 
 The first two are reported and counted, and too many in a row end the run; a collapse can be undone.
 """
@@ -33,7 +33,7 @@ class UpdateGuard:
         self, directory: Path | None, *, max_consecutive: int, report: Callable[[str], None]
     ) -> None:
         self.directory = directory
-        """Where bad batches go; None keeps none."""
+        """Folder of bad batches; None keeps none."""
         self.max_consecutive = max_consecutive
         self.consecutive: dict[str, int] = {}
         """Model -> bad updates since its last good one."""
@@ -44,8 +44,8 @@ class UpdateGuard:
     def check(
         self, step: int, model: str, minibatch: TokenBatch, result: Mapping[str, float]
     ) -> dict[str, float]:
-        """The finite numbers of an update's result; a bad update is reported and its batch kept.
-        Collective.
+        """Return the finite numbers of an update's result; a bad update is reported and its batch
+        kept. Collective.
 
         Raises OSError on all ranks if the batch cannot be written and FloatingPointError after too
         many bad updates.
@@ -69,7 +69,7 @@ class UpdateGuard:
         return {name: value for name, value in result.items() if math.isfinite(value)}
 
     def take_count(self) -> int:
-        """Bad updates since the last call."""
+        """Return the bad updates since the last call."""
         count, self.count = self.count, 0
         return count
 
@@ -100,11 +100,11 @@ class CollapseGuard:
         """The regular checkpoint at which success was best; the one to go back to."""
         self.rollbacks = 0
         self._good_level = -math.inf
-        self._is_told = False  # that success has collapsed
+        self._is_collapse_reported = False
 
     @property
     def lr_factor(self) -> float:
-        """What learning rates are multiplied by, after the rollbacks so far."""
+        """Factor of the learning rates, after the rollbacks so far."""
         return self.config.guard_lr**self.rollbacks
 
     @property
@@ -126,11 +126,11 @@ class CollapseGuard:
     def observe(self, signals: Mapping[str, float], *, is_last: bool) -> str | None:
         """Record a step; returns what has collapsed, if that is news or can be undone."""
         found = self.detector.observe(signals, is_last=is_last)
-        is_known, self._is_told = self._is_told, found is not None
+        is_known, self._is_collapse_reported = self._is_collapse_reported, found is not None
         return None if is_known and not self.may_react else found
 
     def task_changed(self) -> None:
-        """From the next step on other tasks are played, which success cannot be compared with."""
+        """Record that the next step plays other tasks, whose success cannot be compared."""
         self.detector = CollapseDetector()
         self._good_level = -math.inf
 
@@ -144,8 +144,8 @@ class CollapseGuard:
             self.good_step, self._good_level = step, level
 
     def go_back(self, step: int) -> str:
-        """The run goes back, and a checkpoint of that follows after `step` steps. Returns what
-        changes from here on.
+        """Record that the run goes back, and that a checkpoint of that follows after `step` steps.
+        Returns the changes from here on.
         """
         self.rollbacks += 1
         self.good_step = step
@@ -157,13 +157,13 @@ class CollapseGuard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on alike, as JSON takes it."""
+        """Return everything that a resumed run needs to go on alike, as JSON takes it."""
         return {
             "detector": self.detector.state_dict(),
             "good_step": self.good_step,
             "good_level": self._good_level if math.isfinite(self._good_level) else None,
             "rollbacks": self.rollbacks,
-            "is_told": self._is_told,
+            "is_told": self._is_collapse_reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class CollapseGuard:
         self.detector.load_state_dict(state["detector"])
         self.good_step, self.rollbacks = state["good_step"], state["rollbacks"]
         self._good_level = -math.inf if state["good_level"] is None else state["good_level"]
-        self._is_told = state["is_told"]
+        self._is_collapse_reported = state["is_told"]
 
 
 class StartGuard:
@@ -183,12 +183,12 @@ class StartGuard:
         self._quoted: set[str] = set()  # environments of whose markers it was said
 
     def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """What is to be said, once, of environments whose texts hold markers of chat templates."""
+        """Warn, once, of environments whose texts hold markers of chat templates."""
         found = {
-            one.environment
+            member.environment
             for group in groups
-            for one in group.trajectories
-            if any(QUOTED in turn.info for turn in one.turns)
+            for member in group.trajectories
+            if any(QUOTED in turn.info for turn in member.turns)
         }
         new = sorted(found - self._quoted)
         self._quoted |= found
@@ -199,17 +199,17 @@ class StartGuard:
         ]
 
     def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """What is to be said of the groups of a step, whose tokens this rank has: the first prompt
-        of a group, which follows from its seed, differs between members. Differences that outcome
-        seeds alone explain are the world's intention.
+        """Warn of groups of a step, whose tokens this rank has, if their members differ in the
+        first prompt, which follows from the seed. Differences that outcome seeds alone explain are
+        the world's intention.
         """
         said = []
         for group in groups:
             first = group.trajectories[0]
             if (name := first.environment) in self._settled:
                 continue
-            started = [one for one in group.trajectories if one.num_sampled_tokens]
-            outcomes = {_first_prompt(one): one.outcome_seed for one in started}
+            started = [member for member in group.trajectories if member.num_sampled_tokens]
+            outcomes = {_first_prompt(member): member.outcome_seed for member in started}
             if len(outcomes) < 2:
                 continue
             self._settled.add(name)
@@ -228,15 +228,15 @@ class StartGuard:
 
 
 def _first_prompt(trajectory: Trajectory) -> tuple[int, ...]:
-    """The tokens before the first answer."""
+    """Return the tokens before the first answer."""
     return tuple(trajectory.tokens[: trajectory.turns[0].start])
 
 
 def nothing_to_learn(
     groups: Sequence[TrajectoryGroup], samples: Sequence[TrajectoryGroup], config: StarPOConfig
 ) -> str:
-    """Why the filter kept none of a step's groups, and the remedy; `samples` are the groups with
-    the members that have a return.
+    """Return why the filter kept none of a step's groups, and the remedy; `samples` are the groups
+    with the members that have a return.
     """
     num_played = sum(len(group.trajectories) for group in groups)
     if len(environment_errors(groups)) == num_played:
@@ -249,11 +249,11 @@ def nothing_to_learn(
             "errors of environments or missing verdicts of judges left fewer than two members of"
             " every group; mend them, or raise --group-size"
         )
-    return _alike(samples, config)
+    return _no_variance(samples, config)
 
 
-def _alike(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
-    """Why groups with their samples alone teach nothing, and the remedy."""
+def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
+    """Return why groups with their samples alone teach nothing, and the remedy."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     returns = sorted({round(trajectory.total_reward, 6) for trajectory in trajectories})

@@ -74,5 +74,5 @@ class Evaluations:
         return results
 
     def mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
-        """Average success over the trained environments."""
+        """Return the average success over the trained environments."""
         return fmean(results[name].success for name in self._trained)

@@ -31,14 +31,14 @@ TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
 _ADDRESS, _ALARM = "link", "alarm"
 _KEY_FILE = ".link-"
-"""What the name of a key's file begins with."""
+"""Prefix of the name of a key's file."""
 _NUM_RANDOM, _NUM_PROOF = 32, 32
 """Bytes of a challenge, and of its answer."""
 _SECONDS_TO_MEET = 300.0
 _SECONDS_TO_PROVE = 10.0
 _SECONDS_TO_FLUSH = 30.0
 PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-"""Kinds of errors that one part of the job tells the other."""
+"""Kinds of errors that one part of the job reports to the other."""
 
 
 class LinkLost(ConnectionError):
@@ -46,8 +46,8 @@ class LinkLost(ConnectionError):
 
 
 class Alarm:
-    """Where any rank leaves what ended it, for the first rank of the other part: it may have failed
-    alone, while those of its part wait for it.
+    """Mailbox for the error that ended any rank, read by the first rank of the other part: the rank
+    may have failed alone, while the ranks of its part wait for it.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -58,7 +58,7 @@ class Alarm:
         self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
 
     def given(self) -> Exception | None:
-        """The error that a rank has left; LinkLost if it was no rank."""
+        """Return the error that a rank has left; LinkLost if it was no rank."""
         if not self._store.check([_ALARM]):
             return None
         try:
@@ -74,7 +74,7 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, other: str) -> None:
-        """`other`: what is at the other end, for errors."""
+        """`other`: name of the other end, for errors."""
         self.other = other
         self.last_heard = time.monotonic()
         """When the other side last gave a sign of life."""
@@ -97,8 +97,8 @@ class Link:
         self._outgoing.put(b"")
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next message, pickled; None if none comes in that time. Raises LinkLost if none can
-        come any more.
+        """Return the next message, pickled; None if none comes in that time. Raises LinkLost if
+        none can come any more.
         """
         try:
             message = self._incoming.get(timeout=seconds)
@@ -118,7 +118,7 @@ class Link:
         return self._incoming.qsize()
 
     def close(self) -> None:
-        """Send what is queued, for a while, and hang up."""
+        """Send queued messages, for a while, and hang up."""
         self._outgoing.put(None)
         self._sender.join(_SECONDS_TO_FLUSH)
         with suppress(OSError):  # the other side was faster
@@ -145,8 +145,8 @@ class Link:
 
 
 def listen(store: dist.Store, folder: Path, host: str) -> Link:
-    """The connection that `connect` makes in the other part, to the address `host` of this machine.
-    The key is in `folder` meanwhile. Raises OSError.
+    """Return the connection that `connect` makes in the other part, to the address `host` of this
+    machine. The key is in `folder` meanwhile. Raises OSError.
     """
     key, name = secrets.token_bytes(_NUM_RANDOM), f"{_KEY_FILE}{secrets.token_hex(8)}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def listen(store: dist.Store, folder: Path, host: str) -> Link:
 
 
 def _accept(server: socket.socket, key: bytes) -> Link:
-    """The first connection whose other end knows the key; strangers may connect before it."""
+    """Accept the first connection whose other end knows the key; strangers may come before it."""
     end = time.monotonic() + _SECONDS_TO_MEET
     while True:
         server.settimeout(max(0.001, end - time.monotonic()))
@@ -180,8 +180,8 @@ def _accept(server: socket.socket, key: bytes) -> Link:
 
 
 def connect(store: dist.Store, folder: Path) -> Link:
-    """The connection to the part that listens, with its key from `folder`. Raises OSError, and
-    LinkLost if somebody else listens.
+    """Return the connection to the part that listens, with its key from `folder`. Raises OSError,
+    and LinkLost if somebody else listens.
     """
     store.set_timeout(timedelta(seconds=_SECONDS_TO_MEET))
     host, port, name = json.loads(store.get(_ADDRESS))
@@ -209,7 +209,7 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _proof(key: bytes, part: str, challenges: bytes) -> bytes:
-    """What only a part of this job can answer to the challenges of both ends."""
+    """Compute the answer that only a part of this job can give to the challenges of both ends."""
     return hmac.digest(key, part.encode() + challenges, "sha256")
 
 

@@ -66,8 +66,8 @@ class RunLog:
         self._logger.note(step, text)
 
     def repeat_from(self, step: int) -> None:
-        """Delete what an earlier process wrote about this step and later ones, which come again, or
-        never: a run may end there. Raises OSError on all ranks.
+        """Delete the records of an earlier process about this step and later ones, which come
+        again, or never: a run may end there. Raises OSError on all ranks.
         """
 
         def drop() -> None:

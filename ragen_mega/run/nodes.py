@@ -1,5 +1,4 @@
-"""Several nodes as one job: what they must have in common before it begins, and how each learns
-that another one is gone.
+"""Several nodes as one job: their agreement before it begins, and the detection of lost nodes.
 
 torchrun says which node this is (GROUP_RANK) and hosts a store on the first one (MASTER_ADDR). A
 job on one node passes through here without a word.
@@ -43,18 +42,19 @@ PATIENCE = 300.0
 file without letting other threads run gives none meanwhile.
 """
 PATIENCE_AT_START = 600.0
-"""For its first one: file systems give every node its programs in their own time."""
+"""Patience for the first sign of life: file systems give every node its programs in their own time.
+"""
 _PERIOD = 2.0
 _CONNECT_SECONDS = 30.0
 
 
 def num_nodes() -> int:
-    """Nodes of this job."""
+    """Return the number of nodes of this job."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def node() -> int:
-    """Which of them this is."""
+    """Return the index of this node."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
@@ -66,19 +66,19 @@ def _here() -> str:
     return f"node {node()} ({platform.node()})"
 
 
-# How a node learns that another is gone
+# Detection of lost nodes
 
 
 def watched() -> AbstractContextManager[None]:
-    """Inside, this node ends with one line and exit code 2 once another one has failed or does not
-    answer, and the others do if this one fails. A rank that waits in a collective for a machine
-    without power would wait for its timeout, half an hour.
+    """Watch the other nodes during the block: this node ends with one line and exit code 2 once
+    another node has failed or does not answer, and the others do if this one fails. A rank that
+    waits in a collective for a machine without power would wait for its timeout, half an hour.
     """
     return nullcontext() if num_nodes() == 1 else _Watch()
 
 
 def _connect() -> dist.Store:
-    """A connection of its own to the job's store: one waits for one answer at a time. Raises
+    """Return a connection of its own to the job's store: one waits for one answer at a time. Raises
     DistError.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -98,7 +98,9 @@ class _Watch:
         self._lost: str | None = None
         self._answers = 0
         self._signs: dict[int, tuple[int, float]] = {}
-        """On node 0, which judges the others: node -> its signs of life, and when the last came."""
+        """Signs of life on node 0, which judges the others: node -> their number, and the time of
+        the last.
+        """
 
     def __enter__(self) -> None:
         try:
@@ -107,7 +109,7 @@ class _Watch:
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             fail(f"node 0 cannot be reached at {place}: it has ended, or has another name")
         if _is_first_of_node():
-            for work in (self._talk, self._judge):
+            for work in (self._exchange_heartbeats, self._judge):
                 self._threads += [threading.Thread(target=work, daemon=True, name="nodes")]
                 self._threads[-1].start()
 
@@ -122,7 +124,7 @@ class _Watch:
             last_words = "lost" if has_failed else f"done_{node()}"
             _connect().set(last_words, f"{_here()} has ended, and says why")
 
-    def _talk(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         while self._lost is None and not self._is_over.is_set():
             try:
                 self._store.add(f"alive_{node()}", 1)
@@ -158,13 +160,13 @@ class _Watch:
         if not self._is_over.is_set():
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
             os.write(2, text.encode())
-            os._exit(2)  # the other threads wait for what is gone
+            os._exit(2)  # the other threads wait for the lost node
 
 
-# What nodes must have in common
+# Agreement of the nodes of a job
 
 
-def meet(config: StarPOConfig) -> None:
+def join_job(config: StarPOConfig) -> None:
     """Join the job. Raises ValueError unless all its nodes reach each other, run the same program
     with the same settings, and share the directory of the run. Collective.
     """
@@ -209,7 +211,7 @@ def choose_interface() -> None:
 
 
 def own_address() -> str:
-    """The address on which ranks of the other nodes, if there are any, reach this one."""
+    """Return the address on which ranks of the other nodes, if there are any, reach this one."""
     if num_nodes() == 1:
         return "127.0.0.1"
     name, families = os.environ[GLOO_INTERFACE].split(",")[0], (socket.AF_INET, socket.AF_INET6)
@@ -218,7 +220,7 @@ def own_address() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine that connections to `host` come from."""
+    """Return the address of this machine that connections to `host` come from."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -248,7 +250,7 @@ def _reach_next(address: str, through: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one node says of itself."""
+    """Facts that one node reports."""
 
     host: str
     num_ranks: int
@@ -281,7 +283,7 @@ def check_agreement(config: StarPOConfig) -> None:
 
 
 def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
-    """What this node says of itself."""
+    """Collect the facts of this node."""
     packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]
 
     def is_ours(file: Path) -> bool:
@@ -312,8 +314,8 @@ def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
 
 
 def disagreement(nodes: Sequence[Facts]) -> str | None:
-    """What the first node that differs from node 0 differs in, with the remedy; None if all agree.
-    Modules that only one of two nodes has loaded do not count.
+    """Describe the difference of the first node that differs from node 0, with the remedy; None if
+    all agree. Modules that only one of two nodes has loaded do not count.
     """
     first = nodes[0]
     for index, other in enumerate(nodes[1:], start=1):

@@ -1,5 +1,5 @@
-"""Who uses the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. The loop names the phase; memory is
-moved and recorded here.
+"""Turns at the device: TRAIN -> SYNC -> ROLLOUT -> TRAIN. The loop names the phase; memory is moved
+and recorded here.
 
 TRAIN    the trainer's models compute; the engine sleeps.
 SYNC     the policy's weights are sent to the engine, which has allocated memory for them; the
@@ -36,7 +36,7 @@ _SIGNS = (
     "can't allocate memory",
     "cannot allocate memory",
 )
-"""What torch, CUDA, SGLang and the operating system say when memory has run out."""
+"""Texts by which torch, CUDA, SGLang and the operating system report that memory has run out."""
 
 
 _LEGAL = {
@@ -51,7 +51,7 @@ class OutOfMemory(EngineError):
 
 
 class Placement(Protocol):
-    """What the loop asks for, wherever engines and trainer run."""
+    """Interface of the loop to engines and trainer, wherever they run."""
 
     def add(self, name: str, memory: Offloadable) -> None:
         """Manage the memory of a model."""
@@ -66,7 +66,7 @@ class Placement(Protocol):
         ...
 
     def take_ledger(self) -> dict[str, Max]:
-        """Memory at the phase changes since the last call. Collective."""
+        """Return the memory at the phase changes since the last call. Collective."""
         ...
 
 
@@ -83,7 +83,7 @@ class Colocated:
         mode: OffloadMode = "none",
         timed: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`timed(name)` measures what is done inside it."""
+        """`timed(name)` measures the time of its block."""
         self.phase = Phase.TRAIN
         self.mode = mode
         self._timed = timed
@@ -140,8 +140,9 @@ class Colocated:
             self._record(phase.value)
 
     def take_ledger(self) -> dict[str, Max]:
-        """Memory since the last call, in GiB, of the rank that is worst off: `<phase>_<what>` after
-        the phase was entered, `<phase>_end_<what>` before it was left. Collective.
+        """Return the memory since the last call, in GiB, of the rank that is worst off:
+        `<phase>_<what>` after the phase was entered, `<phase>_end_<what>` before it was left.
+        Collective.
         """
         ledgers = distributed.gather_objects(self._ledger)
         self._ledger = {}
@@ -188,7 +189,7 @@ class Colocated:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Inside, any error that means that memory has run out becomes an OutOfMemory."""
+        """Turn any error of the block that means that memory has run out into an OutOfMemory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -217,8 +218,8 @@ def _gib(size: int) -> str:
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes on this rank's device: those of torch's allocator, its peak since the last call, and
-    those still free.
+    """Return the bytes on this rank's device: those of torch's allocator, its peak since the last
+    call, and those still free.
 
     On a CPU the resident memory of this process.
     """

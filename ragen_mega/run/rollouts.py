@@ -45,7 +45,7 @@ class Rollouts:
         self._config, self._policy = config, policy
         self._engine, self._timers = sampling.engine, timers
         self._oldest_needed, self._say = oldest_needed, say
-        self._due: tuple[Tasks, Origin] | None = None  # of the step that was recalled last
+        self._due: tuple[Tasks, Origin] | None = None  # for the step that was recalled last
         self.samplers: Samplers | None = None
         if config.parallel.placement == "separate":
             self.samplers = Samplers(
@@ -118,24 +118,24 @@ class Rollouts:
             on_main(lambda: self._write(step, origin, groups))
 
     def _read(self, step: int, origin: Origin) -> list[TrajectoryGroup] | None:
-        """On the first rank."""
+        """Read the stored rollout of a step on the first rank."""
         groups = self.files.recall(step, origin, self._say)
         if groups is not None:
             self._say(f"step {step}: repeated from the rollout in {self.files.directory}")
         return groups
 
     def _write(self, step: int, origin: Origin, groups: Sequence[TrajectoryGroup]) -> None:
-        """On the first rank, with samplers in their writer's thread."""
+        """Write the rollout on the first rank; with samplers, in their writer's thread."""
         self.files.write(step, groups, origin)
         self.files.prune(self._oldest_needed())
 
 
 def count_sampled(groups: Sequence[TrajectoryGroup]) -> int:
-    """Tokens that the policy sampled."""
+    """Return tokens that the policy sampled."""
     return sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> str:
-    """A digest of the parameters of all ranks, in one pass over them. Collective."""
+    """Return a digest of the parameters of all ranks, in one pass over them. Collective."""
     local = hashlib.sha256(repr(checksum_each([*parameters])).encode()).hexdigest()
     return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()

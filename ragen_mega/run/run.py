@@ -175,7 +175,7 @@ class Run:
             self.trainers["critic"] = self.critic.trainer
 
     def steps(self) -> range:
-        """The steps that are left."""
+        """Return the steps that are left."""
         return range(self.step, self.config.train.num_steps)
 
     def stop_if_asked(self) -> None:
@@ -222,8 +222,8 @@ class Run:
     def filter(
         self, samples: Sequence[TrajectoryGroup], groups: Sequence[TrajectoryGroup], log: StepLog
     ) -> list[TrajectoryGroup]:
-        """Apply the configured filter to raw returns, and after a rollback the guard's to what is
-        left. Of several rounds it keeps as many groups as of one. `samples` are the `groups`
+        """Apply the configured filter to raw returns, and after a rollback the guard's filter to
+        the rest. It keeps as many groups of several rounds as of one. `samples` are the `groups`
         without trajectories that lack a return.
         """
         config, rollout, num_played = self.config.filter, self.config.rollout, len(groups)
@@ -284,7 +284,7 @@ class Run:
         return on_each(partial(estimate, batch, trajectories, self.config.advantage))
 
     def learners(self, step: int) -> dict[str, MegatronPolicy | MegatronCritic]:
-        """Who learns in a step, in order; the actor only after `critic_warmup` steps."""
+        """Return the learners of a step, in order; the actor only after `critic_warmup` steps."""
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"actor": self.policy} if self.config.train.trains_actor(step) else {})
 
@@ -329,7 +329,7 @@ class Run:
                 reason += f"; the run goes on, for its good checkpoint cannot be read: {error}"
             else:
                 change = guard.go_back(step + 1)
-                self._go_back(saved)
+                self._restore_weights(saved)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
         if reason is not None:
@@ -338,7 +338,7 @@ class Run:
             guard.task_changed()
         log.add("guard", rollbacks=guard.rollbacks, filter_share=guard.filter_share)
 
-    def _go_back(self, saved: Checkpoint) -> None:
+    def _restore_weights(self, saved: Checkpoint) -> None:
         """Give the trainers what a checkpoint holds, except for the time on their schedules, and
         the guard's learning rate. The engine gets the weights with the next rollout.
         """
@@ -372,7 +372,7 @@ class Run:
         """Evaluate every trained environment, and those of --eval-environments, on their held-out
         initial states under the current weights.
         """
-        with self.timers.uncounted("evaluation"):
+        with self.timers.timeline_only("evaluation"):
             return self.evaluations.play(step, log, samples)
 
     def close(self, log: StepLog) -> None:
@@ -487,8 +487,8 @@ class Run:
             )
 
     def _stage(self, directory: Path) -> Callable[[], Path]:
-        """What a checkpoint copies at once and writes later: trainers, and what is still to be
-        sampled under earlier weights.
+        """Copy the state of a checkpoint and return the function that writes it: trainers, and the
+        samples that are still to come under earlier weights.
         """
         write = checkpoint.stage(directory, trainers=self.trainers)
         samplers = self.rollouts.samplers
@@ -502,9 +502,7 @@ class Run:
         return write_all
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, whatever layout it was written on. Collective. Raises ValueError
-        if it does not fit.
-        """
+        """Resume from a checkpoint of any layout. Collective. Raises ValueError if it cannot."""
         checkpoint.load(saved.directory, self.trainers)
         state = saved.state
         self.step = self.checkpoints.saved_step = saved.step
@@ -560,7 +558,7 @@ class Run:
             self.lock.close()
 
     def _oldest_rollout(self) -> int:
-        """The first step whose stored rollout is still needed; on the first rank."""
+        """Return the first step whose stored rollout is still needed; on the first rank."""
         saved = self.checkpoints.steps()
         # The checkpoint to go back to may be old; the steps after it are not repeated.
         saved = [step for step in saved if step not in self.collapse_guard.pinned] or saved

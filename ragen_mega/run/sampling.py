@@ -31,8 +31,8 @@ Origin = dict[str, Any]
 
 
 def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) -> Origin:
-    """What the rollout of these tasks depends on, under weights with this digest; two with the same
-    origin are the same.
+    """Describe the inputs of the rollout of these tasks, under weights with this digest; two
+    rollouts with the same origin are the same.
     """
     values = config.to_dict()
     played = [
@@ -54,14 +54,14 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
 
 @cache
 def _versions() -> dict[str, str]:
-    """Looked up once: every time all metadata of the package would be read."""
+    """Look the versions up once: a look-up reads all metadata of a package."""
     found = {name: version_of(name) for name in ("torch", "transformers")}
     return found | {"ragen_mega": __version__}
 
 
 @dataclass
 class Sampling:
-    """Who plays the tasks of a step. All methods are collective."""
+    """Player of the tasks of a step. All methods are collective."""
 
     config: StarPOConfig
     engine: RolloutEngine

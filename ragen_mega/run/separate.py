@@ -56,7 +56,7 @@ class Begin:
     base: str
     """The directory of tokenizer and model configuration."""
     name: str | None
-    """Of the run, if it has one of its own."""
+    """Name of the run, if it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Order:
     version: int
     """The steps that its weights have been trained for."""
     weights: bytes | None
-    """As safetensors; None: those of the last order."""
+    """Weights as safetensors; None stands for the weights of the last order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Delivery:
 
     rollout: int
     trajectories: CompactTrajectories | None
-    """None: only the first rank of the trainers has them."""
+    """Trajectories of the rollout; only the first rank of the trainers has them, others None."""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -89,14 +89,14 @@ class End:
 
 
 class Part(NamedTuple):
-    """What a rank knows of its part of the job, and has to do with the other."""
+    """Role of a rank in its part of the job, and its connection to the other part."""
 
     samples: bool
     """Whether it only samples."""
     link: Link | None = None
-    """On the first rank of each part."""
+    """Link to the other part, on the first rank of each part."""
     alarm: Alarm | None = None
-    """On every rank, if there are two parts."""
+    """Alarm of every rank, if there are two parts."""
 
 
 def divide(config: StarPOConfig) -> Part:
@@ -113,8 +113,8 @@ def divide(config: StarPOConfig) -> Part:
 
 
 class Samplers:
-    """The ranks that sample, as those that train see them. Methods are collective over the
-    trainers unless they say otherwise.
+    """The trainers' view of the ranks that sample. Methods are collective over the trainers unless
+    they say otherwise.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Samplers:
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
-        self._digests: dict[int, str] = {}  # of the weights of recent versions
-        self._weights: dict[int, bytes] = {}  # of versions in `_ordered`; empty but on first rank
+        self._digests: dict[int, str] = {}  # digests of recent weights
+        self._weights: dict[int, bytes] = {}  # by version in `_ordered`; empty but on first rank
         self._present = 0  # the version of the last `order`
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
@@ -146,7 +146,7 @@ class Samplers:
         self._written: Future[None] | None = None  # first rank: the last write
 
     def begin(self, base: Path) -> None:
-        """Let them build what they sample with, from tokenizer and model in `base`."""
+        """Let the samplers build engine and renderer, from tokenizer and model in `base`."""
         self._send(Begin(str(base), self._config.logging.name))
 
     def order(self, step: int, digest: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -166,21 +166,25 @@ class Samplers:
                 )
         self._next = last + 1
         used = {version for version, _ in self._ordered.values()}
-        self._weights = {one: data for one, data in self._weights.items() if one in used}
+        self._weights = {
+            version: data for version, data in self._weights.items() if version in used
+        }
         self._digests = {
-            one: text for one, text in self._digests.items() if one >= max(0, step - staleness)
+            version: text
+            for version, text in self._digests.items()
+            if version >= max(0, step - staleness)
         }
 
     def _order(
         self, rollout: int, version: int, step: int, weights: Iterable[tuple[str, Tensor]]
     ) -> bool:
         """Order a rollout under a version, unless it is on the disk; False if its weights are not
-        there. Those of `step` always are.
+        there. The weights of `step` always are.
         """
         origin = origin_of(
             self._config, self._tasks.sample(rollout), self._digests[version], version
         )
-        # What was carried over is only finished beside the next rollout.
+        # Carried-over trajectories are only finished beside the next rollout.
         may_skip = not (self._config.rollout.carry_over and self._sent is not None)
         if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
@@ -195,8 +199,8 @@ class Samplers:
         return True
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
-        """The rollout of a step, as soon as it has come, and the seconds that it took (0 if it was
-        on the disk).
+        """Return the rollout of a step, as soon as it has come, and the seconds that it took (0 if
+        it was on the disk).
 
         Raises, on all ranks alike, Interrupted if the run is to stop, LinkLost if the samplers have
         ended or do not answer, and what ended their work.
@@ -243,7 +247,7 @@ class Samplers:
         return {WEIGHTS.format(version): self._weights[version] for version in missing}
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint says of them: version -> digest of its weights."""
+        """Return the record of the weights for a checkpoint: version -> digest of its weights."""
         return {str(version): digest for version, digest in self._digests.items()}
 
     def load_state_dict(self, step: int, directory: Path, state: Mapping[str, str]) -> None:
@@ -252,7 +256,9 @@ class Samplers:
         self._digests = {int(version): digest for version, digest in state.items()}
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
-        self._weights = {one: paths[one].read_bytes() if is_main() else b"" for one in there}
+        self._weights = {
+            version: paths[version].read_bytes() if is_main() else b"" for version in there
+        }
 
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
@@ -265,15 +271,15 @@ class Samplers:
             self._link.send(message)
 
     def _find_stored(self, rollout: int, origin: Origin) -> bool:
-        """First rank: whether an earlier process has sampled this rollout."""
+        """Look on the first rank for a rollout that an earlier process has sampled."""
         groups = self._recall(rollout, origin)
         if groups is not None:
             self._arrived[rollout] = Delivery(rollout, _compact(groups))
         return groups is not None
 
     def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
-        """First rank: a rollout, or what ended the samplers' work; None if nothing came for now.
-        Raises OSError if one could not be written.
+        """Find, on the first rank, a rollout, or the error that ended the samplers' work; None if
+        nothing came for now. Raises OSError if one could not be written.
         """
         if self._written and self._written.done():
             self._written.result()
@@ -290,7 +296,7 @@ class Samplers:
         return self._failure
 
     def _accept_all(self) -> None:
-        """First rank: as `_accept`, for every message that has come; then all is written."""
+        """Accept every message that has come, on the first rank, and wait until all is written."""
         with suppress(LinkLost):  # `take` says so
             while self._accept(0.0):
                 pass
@@ -298,8 +304,8 @@ class Samplers:
             self._written.result()
 
     def _accept(self, seconds: float) -> bool:
-        """First rank: read a message, and begin to write a rollout to disk, after the last one;
-        False if none comes.
+        """Read a message on the first rank, and begin to write a rollout to disk, after the last
+        one; False if none comes.
         """
         data = self._link.receive(seconds)
         if data is None:
@@ -316,7 +322,9 @@ class Samplers:
         return True
 
     def _write(self, delivery: bytes, origin: Origin) -> None:
-        """In the thread that writes: a copy of its own, whatever becomes of the other."""
+        """Write a delivery on the writer thread; it is unpickled again because the loop mutates its
+        copy.
+        """
         message = pickle.loads(delivery)
         self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
 
@@ -337,7 +345,7 @@ class Sampler:
         """
         self.stop = StopSignal()
         self.summary: dict[str, Any] = {}
-        """Of the run; only trainers have one."""
+        """Summary of the run; only trainers have one."""
         self._config, self._prepare = config, prepare
         self._link, self._alarm = part.link, part.alarm
         self._notes: list[str] = []
@@ -349,7 +357,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside, the engine is awake; it is built once the trainers have begun."""
+        """Keep the engine awake for the block; it is built once the trainers have begun."""
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
         self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
@@ -361,7 +369,7 @@ class Sampler:
             TaskSampler(self._config),
             Console(is_writer=False, num_steps=0),
             say=self._notes.append,
-            interrupt=self._beat,
+            interrupt=self._send_heartbeat,
             stop_if_asked=lambda: None,  # the trainers stop
             send_again=self._sync.send_again,
         )
@@ -372,7 +380,7 @@ class Sampler:
             self._engine.shutdown()
 
     def orders(self) -> Iterator[Order]:
-        """The rollouts to sample, until the trainers have ended."""
+        """Yield the rollouts to sample, until the trainers have ended."""
         start = time.monotonic()
         while isinstance(order := self._receive(), Order):
             self._has_begun, self._start = True, time.monotonic()
@@ -400,8 +408,8 @@ class Sampler:
         self._sync.send(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
-        """Play the rollout of a step, and what is left of the one before; yields each rollout that
-        is complete. With `--carry-over` the last trajectories are left for the next call.
+        """Play the rollout of a step, and the rest of the one before; yields each rollout that is
+        complete. With `--carry-over` the last trajectories are left for the next call.
         """
         tasks, share = self._sampling.tasks.sample(step), self._config.rollout.carry_over
         if not share:
@@ -412,9 +420,9 @@ class Sampler:
         for rollout, indices in list(self._open.items()):
             most = 0 if rollout < step or is_last else int(share * len(indices))
             self._together.play(
-                lambda left, of=indices, most=most: len(left.intersection(of)) <= most
+                lambda left, chosen=indices, most=most: len(left.intersection(chosen)) <= most
             )
-            if rollout == step:  # what the environments answer meanwhile is not to be late
+            if rollout == step:  # answers of environments in the meantime are not late
                 self._together.hold()
             if not self._together.unfinished.intersection(indices):
                 del self._open[rollout]
@@ -458,15 +466,15 @@ class Sampler:
         raise SystemExit(message.exit_code)
 
     def _receive(self) -> Begin | Order | End:
-        """The next message. Raises LinkLost if the trainers are gone."""
+        """Return the next message. Raises LinkLost if the trainers are gone."""
         while (data := on_main(lambda: self._link.receive(_POLL_SECONDS))) is None:
             if self.stop.agreed():
-                self._tell_stop()
+                self._request_stop()
         return pickle.loads(data)
 
-    def _beat(self) -> None:
-        """After a turn: a sign of life. Raises Interrupted if the trainers have hung up, or on
-        another rank than the first if it was told to stop.
+    def _send_heartbeat(self) -> None:
+        """Send a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if
+        a rank other than the first received a signal.
         """
         if self._link is None:
             self.stop.interrupt()
@@ -474,13 +482,13 @@ class Sampler:
         if self._link.is_closed:
             raise Interrupted
         if self.stop.received:
-            self._tell_stop()
+            self._request_stop()
         if time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
             self._link.beat()
             self._last_beat = time.monotonic()
 
-    def _tell_stop(self) -> None:
-        """Have the trainers stop the run: a rank that samples was told to."""
+    def _request_stop(self) -> None:
+        """Have the trainers stop the run, because a sampling rank received the signal."""
         if self._link and not self._has_told:
             self._has_told = True
             self._link.send(Interrupted())
@@ -492,7 +500,7 @@ class Sampler:
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """A stream of weights as safetensors, on the first rank; nothing elsewhere. Collective."""
+    """Pack a stream of weights as safetensors on the first rank; nothing elsewhere. Collective."""
     tensors = {
         name: tensor.to("cpu", copy=True).contiguous() if is_main() else tensor[:0]
         for name, tensor in weights
@@ -501,9 +509,9 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
 
 
 def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
-    return compact([one for group in groups for one in group.trajectories])
+    return compact([member for group in groups for member in group.trajectories])
 
 
 def _portable(error: Exception) -> Exception:
-    """The error in a form that another process can unpickle."""
+    """Return the error in a form that another process can unpickle."""
     return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

@@ -1,5 +1,5 @@
-"""How a run is stopped: ranks agree on whether a signal has come in where they synchronize anyway,
-and the loss of another rank becomes a one-line error.
+"""Stopping a run: ranks agree on the arrival of a signal where they synchronize anyway, and the
+loss of another rank becomes a one-line error.
 """
 
 import errno
@@ -20,7 +20,8 @@ from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.integrity import describe_error
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What stops a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time limit.
+"""Signals that stop a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time
+limit.
 """
 RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"
@@ -36,13 +37,13 @@ class StopSignal:
         self.received: signal.Signals | None = None
 
     def listen(self) -> None:
-        """From now on the first of SIGNALS is remembered, and a second one ends the process without
-        a checkpoint, unless it is SIGUSR1: schedulers may send that to launcher and ranks alike.
+        """Remember the first of SIGNALS; a second one ends the process without a checkpoint, unless
+        it is SIGUSR1: schedulers may send that to launcher and ranks alike.
         """
         _handle(self._receive)
 
     def agreed(self) -> bool:
-        """Whether any rank has received one of them. Collective."""
+        """Return whether any rank has received one of them. Collective."""
         return bool(distributed.sum_over_ranks(torch.tensor([int(bool(self.received))])))
 
     def interrupt(self) -> None:
@@ -63,7 +64,7 @@ class StopSignal:
 
 
 def exit_on_signal() -> None:
-    """Until a run listens, any of SIGNALS ends this process: there is nothing to keep yet."""
+    """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet."""
     _handle(_leave)
 
 
@@ -86,8 +87,8 @@ def _say(line: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """Send SIGTERM to this rank once the launcher that started it is gone, even by SIGKILL: nobody
-    else would end its ranks. A process that torchrun has not started does nothing.
+    """Send SIGTERM to this rank once the launcher that started it has ended, even by SIGKILL:
+    nobody else would end its ranks. A process that torchrun has not started does nothing.
     """
     if is_rank():
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()

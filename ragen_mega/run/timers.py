@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how many tokens it buys."""
+"""Timers of the phases of a step, and its throughput in tokens."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,9 @@ class Timers:
     def __init__(self) -> None:
         self.totals = Metrics()
         self.sampled_tokens = 0
-        """Of this step's rollout; 0 where it was not sampled but read from the disk."""
+        """Number of tokens in this step's rollout; 0 if the rollout was read from the disk."""
         self.sampling_seconds: float | None = None
-        """What other ranks took for that, where others did it."""
+        """Time that other ranks took for sampling, if they did it."""
         self.trained_tokens = 0
         """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
@@ -33,7 +33,7 @@ class Timers:
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0
         try:
-            with self._seen(name):
+            with self._on_timeline(name):
                 yield
         finally:
             elapsed = time.monotonic() - start
@@ -41,18 +41,18 @@ class Timers:
             self._nested = outside + elapsed
 
     @contextmanager
-    def uncounted(self, name: str) -> Iterator[None]:
-        """Have something on the timeline that no metric counts, nor anything timed inside."""
+    def timeline_only(self, name: str) -> Iterator[None]:
+        """Show a span on the timeline; no metric counts it, nor any span timed inside it."""
         counted = dict(self._seconds)
         try:
-            with self._seen(name):
+            with self._on_timeline(name):
                 yield
         finally:
             self._seconds = counted
 
     @contextmanager
-    def _seen(self, name: str) -> Iterator[None]:
-        """Have something on the timeline."""
+    def _on_timeline(self, name: str) -> Iterator[None]:
+        """Show a span on the timeline."""
         begin, start = time.time(), time.monotonic()
         try:
             yield
@@ -60,7 +60,7 @@ class Timers:
             self._spans.append((name, begin, time.monotonic() - start))
 
     def take_spans(self) -> list[Span]:
-        """What was done since this was last asked."""
+        """Return the spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -87,7 +87,7 @@ class Timers:
         self.sampling_seconds = None
 
     def state_dict(self) -> dict[str, float]:
-        """The totals."""
+        """Return the totals."""
         return self.totals.result()
 
     def load_state_dict(self, totals: Mapping[str, float]) -> None:
@@ -97,7 +97,7 @@ class Timers:
         )
 
     def summary(self) -> dict[str, float]:
-        """Tokens per second over the run."""
+        """Return tokens per second over the run."""
         totals = self.totals.result()
         return {
             "rollout_tokens_per_second": _rate(
@@ -108,7 +108,7 @@ class Timers:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of `work`, until the device has finished."""
+    """Return the wall-clock seconds of `work`, until the device has finished."""
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():

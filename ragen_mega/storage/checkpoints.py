@@ -46,7 +46,7 @@ FORMAT = 2
 _NAME = re.compile(r"step_(\d{8})")
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator")
 _SECONDS_TO_GATHER = 600.0
-"""How long rank 0 waits for the files of the others after its own is written."""
+"""Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
 
 T = TypeVar("T")
@@ -76,8 +76,8 @@ class DirectoryInUse(ValueError):
 
 
 def lock_named(config: StarPOConfig) -> tuple[StarPOConfig, str | None, TextIO]:
-    """The configuration with the name of its run, a message about a name that was chosen for it,
-    and the lock of its directory. Of two processes that start without --name at the same time, the
+    """Return the configuration with the name of its run, a message about a name that was chosen for
+    it, and the lock of its directory. If two processes start without --name at the same time, the
     second takes the next number. Raises ValueError as `lock_run` does.
     """
     may_choose = config.logging.name is None and not (
@@ -102,7 +102,7 @@ def lock_run(directory: Path) -> TextIO:
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # of a file system that makes its directories itself
+    except FileNotFoundError as error:  # some file systems make directories themselves
         raise ValueError(
             f"run directory {directory}: {error.filename} cannot be made ({error.strerror}); choose"
             " another --output"
@@ -123,8 +123,8 @@ def lock_run(directory: Path) -> TextIO:
 
 
 def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint in `directory` that verifies; `report` gets a line for each newer one
-    that does not. Raises OSError if one cannot be read: it may be intact.
+    """Return the newest checkpoint in `directory` that verifies; `report` gets a line for each
+    newer one that does not. Raises OSError if one cannot be read: it may be intact.
     """
     for path in _published(directory):
         try:
@@ -156,8 +156,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def check_config(
     checkpoint: Checkpoint, config: Mapping[str, Any], models: Mapping[str, str]
 ) -> list[str]:
-    """The settings that differ from the checkpoint's, one line each. Raises ValueError if one may
-    not differ. A model may have moved: `models` is the content of the present ones.
+    """Return the settings that differ from the checkpoint's, one line each. Raises ValueError if
+    one may not differ. A model may have moved: `models` is the content of the present ones.
     """
     before, now = (
         {
@@ -210,7 +210,7 @@ class CheckpointWriter:
         self.config = config
         self.models = models
         self.saved_step: int | None = None
-        """Of the newest checkpoint that this process wrote or read."""
+        """Step of the newest checkpoint that this process wrote or read."""
         self._saving = 0
         self._own: set[str] = set()  # names of checkpoints that this process wrote
         self._thread: threading.Thread | None = None
@@ -257,23 +257,25 @@ class CheckpointWriter:
         self.saved_step = self._saving
 
     def has(self, step: int) -> bool:
-        """Whether the newest checkpoint, which may still be being written, is that of `step`."""
+        """Return whether the newest checkpoint, which may still be being written, is that of
+        `step`.
+        """
         return step == (self.saved_step if self._thread is None else self._saving)
 
     def read(self, step: int) -> Checkpoint:
-        """The checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if it is
-        missing or damaged.
+        """Return the checkpoint of a step, verified, on all ranks. Collective. Raises ValueError if
+        it is missing or damaged.
         """
         self.wait()
         return distributed.on_main(lambda: read_checkpoint(self.directory / _name(step)))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, newest first."""
+        """Return the steps that have a checkpoint, newest first."""
         return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
 
     def last(self, change: str) -> str:
-        """A sentence about the newest checkpoint, for a run that cannot go on without a `change`.
-        Collective: waits for one that is being written.
+        """Return a sentence about the newest checkpoint, for a run that cannot go on without a
+        `change`. Collective: waits for one that is being written.
         """
         self.wait()
         if self.saved_step is None:
@@ -284,11 +286,11 @@ class CheckpointWriter:
         )
 
     def _prepare(self, step: int) -> Path:
-        """The folder to write a checkpoint into. Its name is new, because a rank of an earlier
-        start may still be writing.
+        """Return the folder to write a checkpoint into. Its name is new, because a rank of an
+        earlier start may still be writing.
         """
         self.directory.mkdir(exist_ok=True)
-        # of a process that was killed while it wrote or deleted
+        # A process that was killed while it wrote or deleted has left them.
         for leftover in self.directory.glob(".step_*"):
             shutil.rmtree(leftover)
         temporary = self.directory / f".{_name(step)}.{secrets.token_hex(4)}.tmp"
@@ -313,7 +315,7 @@ class CheckpointWriter:
                 write_whole(marker, json.dumps(self._error).encode())
 
     def _publish(self, temporary: Path, facts: Mapping[str, Any]) -> None:
-        """Rank 0: once every rank's file is there, write the manifest and give the directory its
+        """Write the manifest on rank 0, once every rank's file is there, and give the directory its
         name.
         """
         files: dict[str, dict[str, Any]] = {}
@@ -324,10 +326,10 @@ class CheckpointWriter:
                 if time.monotonic() > deadline:
                     raise OSError(f"{_NOTHING_OF} {rank} after {_SECONDS_TO_GATHER:.0f} s")
                 time.sleep(0.02)
-            told = json.loads(marker.read_text())
-            if isinstance(told, str):
-                raise OSError(told)  # without a number: it has its remedy
-            files |= told
+            content = json.loads(marker.read_text())
+            if isinstance(content, str):
+                raise OSError(content)  # without a number: it has its remedy
+            files |= content
             marker.unlink()
         for path in list(temporary.iterdir()):
             if path.name not in files:
@@ -386,13 +388,15 @@ def _name(step: int) -> str:
 
 
 def _published(directory: Path) -> list[Path]:
-    """Newest first."""
+    """Return the published checkpoints, newest first."""
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), reverse=True)
 
 
 def _marker(directory: Path, rank: int) -> Path:
-    """In it is what this rank's file is, or why there is none."""
+    """Return the path of the file that holds the facts of this rank's file, or the reason why there
+    is none.
+    """
     return directory / f".written_{rank:05d}"
 
 

@@ -1,5 +1,5 @@
-"""What every durable file of a run relies on: bytes that have reached the disk, and checksums that
-tell whether they are intact.
+"""Durability of the files of a run: bytes that have reached the disk, and checksums that tell
+whether they are intact.
 """
 
 import errno
@@ -23,8 +23,8 @@ _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def describe_error(error: OSError, directory: Path | str) -> str:
-    """What an error of the operating system means for a run in `directory`: what cannot be read or
-    written, why, and the remedy; other errors unchanged.
+    """Describe an error of the operating system for a run in `directory`: the unreadable or
+    unwritable path, the reason, and the remedy; other errors unchanged.
     """
     if error.errno in _UNANSWERED and error.filename:
         return (
@@ -41,7 +41,7 @@ def describe_error(error: OSError, directory: Path | str) -> str:
 
 
 def write_remedy(error: OSError) -> str:
-    """What helps where a file could not be written."""
+    """Name the remedy for a file that could not be written."""
     if error.errno in _FORBIDDEN:
         return "choose another --output"
     if error.errno == errno.EFBIG:
@@ -84,8 +84,9 @@ def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str
 
 
 def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
-    """What `write_manifest` recorded. Raises ValueError if it is missing, damaged or lacks one of
-    the `expected` facts, and OSError if it cannot be read, which says nothing about damage.
+    """Read the facts that `write_manifest` recorded. Raises ValueError if the manifest is missing,
+    damaged or lacks one of the `expected` facts, and OSError if it cannot be read, which says
+    nothing about damage.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -124,7 +125,7 @@ def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size and SHA-256, as manifests hold them."""
+    """Return the size and SHA-256, as manifests hold them."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,

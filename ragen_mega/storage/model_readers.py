@@ -44,8 +44,8 @@ def open_model(
     is_critic: bool = False,
     verify: bool | None = None,
 ) -> ModelReader:
-    """The model in a directory of Hugging Face's format, or of the one that
-    ragen-mega convert writes.
+    """Return the model in a directory of Hugging Face's format, or of the one that ragen-mega
+    convert writes.
 
     Raises ValueError unless everything that its config.json asks for is supported, its tensors
     are exactly those that this config (and `hf`, if given) describes, and it is undamaged. A critic
@@ -153,7 +153,7 @@ class HuggingFaceReader:
 
     @staticmethod
     def is_for(directory: Path) -> bool:
-        """Whether the directory holds weights in this format."""
+        """Return whether the directory holds weights in this format."""
         return any(
             (directory / name).exists()
             for name in ("model.safetensors", "model.safetensors.index.json")
@@ -248,8 +248,8 @@ class MegatronReader:
 
     @staticmethod
     def is_for(directory: Path) -> bool:
-        """Whether the directory is a self-contained model in this format (a checkpoint of a run has
-        no model's config).
+        """Return whether the directory is a self-contained model in this format (a checkpoint of a
+        run has no model's config).
         """
         return (directory / "config.json").exists() and any(directory.glob(PATTERN))
 
@@ -275,8 +275,8 @@ class MegatronReader:
         self._pieces.release()
 
     def _read(self, slot: Slot) -> Tensor:
-        """One parameter in Megatron's layout, a few rows at a time: the pieces are mapped files and
-        count as memory.
+        """Return one parameter in Megatron's layout, a few rows at a time: the pieces are mapped
+        files and count as memory.
         """
         key, shape = ROLE + slot.key, slot.whole
         lead = slot.index
@@ -298,7 +298,7 @@ class MegatronReader:
 
 
 ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
-"""Their common interface is in the docstring of this module."""
+"""Reader of a model; the docstring of this module describes the interface."""
 
 
 def _verify_manifest(directory: Path) -> None:

@@ -40,7 +40,7 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 def num_bytes(kind: Kind) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     dtype, shape = kind
     return math.prod(shape) * dtype.itemsize
 

@@ -3,15 +3,16 @@ were sampled.
 
     <run>/rollouts/step_00000012.safetensors
 
-Tokens, masks, log-probabilities (float64, as Python had them), rewards and seeds are tensors; the
-infos of turns and the origin of the rollout are JSON, a tensor of bytes.
+The recorded fields of tokens (`data.fields`; log-probabilities in float64, as Python had them),
+rewards and seeds are tensors; the infos of turns and the origin of the rollout are JSON, a tensor
+of bytes.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.packing import flatten
-from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
+from ragen_mega.data.fields import recorded_fields
+from ragen_mega.data.types import Packed, Trajectory, TrajectoryGroup, Turn
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 
 ROLLOUTS = "rollouts"
@@ -58,7 +59,7 @@ class RolloutStore:
         write_sealed(self._path(step), tensors, facts)
 
     def read(self, step: int) -> StoredRollout:
-        """What was written for a step. Raises ValueError if the file is damaged and
+        """Read the rollout of a step. Raises ValueError if the file is damaged and
         FileNotFoundError if there is none.
         """
         path = self._path(step)
@@ -73,8 +74,8 @@ class RolloutStore:
     def recall(
         self, step: int, origin: Mapping[str, Any], report: Callable[[str], None]
     ) -> list[TrajectoryGroup] | None:
-        """The groups of a step if they are there and were sampled from the same `origin`; `report`
-        says why not.
+        """Return the groups of a step if they are there and were sampled from the same `origin`;
+        `report` says why not.
         """
         try:
             stored = self.read(step)
@@ -108,7 +109,7 @@ class RolloutStore:
                 self._path(step).unlink()
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Return the steps that have a file, ascending."""
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         return sorted(int(found[1]) for path in paths if (found := _NAME.fullmatch(path.name)))
 
@@ -117,8 +118,8 @@ class RolloutStore:
 
 
 def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:
-    """The first step whose rollout stays once that of `step` is there: of the newest `keep` (0: of
-    all; None: of those that a resume from the oldest of the checkpoints repeats).
+    """Return the first step whose rollout stays once that of `step` is there: of the newest `keep`
+    (0: of all; None: of those that a resume from the oldest of the checkpoints repeats).
     """
     if keep is None:
         return min(checkpoints, default=0)
@@ -139,33 +140,44 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         "ranks": torch.tensor([t.rank for t in trajectories]),  # [S]
         "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
         "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
-        "tokens": flatten((t.tokens for t in trajectories), np.int32),  # [sum L]
-        "loss_mask": flatten((t.loss_mask for t in trajectories), np.bool_),  # [sum L]
-        # [sum L]
-        "rollout_logprobs": flatten((t.rollout_logprobs for t in trajectories), np.float64),
         # [sum K, 2]
         "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
         "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
     }
+    columns = {}  # [sum L, ...]
+    for name, row in recorded_fields().items():
+        parts = (row.array(t.token_fields[name]) for t in trajectories)
+        columns[name] = torch.from_numpy(np.concatenate([row.defaults(0), *parts]))
     facts = [
         [t.environment, [_to_json(dict(turn.info)) for turn in t.turns], t.breaks]
         for t in trajectories
     ]
-    return tensors, facts
+    return dict(**tensors, **columns), facts  # a field must not have the name of another tensor
 
 
 def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
-    values = {name: tensor.tolist() for name, tensor in tensors.items()}
+    rows = recorded_fields()
+    values = {name: tensor.tolist() for name, tensor in tensors.items() if name not in rows}
     sizes = list(zip(values["group_ids"], values["group_sizes"], strict=True))
     group_ids = [group_id for group_id, size in sizes for _ in range(size)]
-    tokens, loss_mask, logprobs = (
-        iter(values[name]) for name in ("tokens", "loss_mask", "rollout_logprobs")
-    )
+    spans = list(pairwise(accumulate((length for length, _ in values["lengths"]), initial=0)))
+    columns = []
+    for name, row in rows.items():
+        # a file from before a field was registered gives its defaults
+        column = tensors[name].numpy() if name in tensors else row.defaults(spans[-1][1])
+        columns.append([Packed(column[start:end]) for start, end in spans])
     turns = zip(values["turns"], values["rewards"], strict=True)
     ranks = values.get("ranks", [0] * len(group_ids))  # rollouts of earlier versions have none
     trajectories = []
-    for group_id, fact, seeds, rank, (terminated, truncated), (length, num_turns) in zip(
-        group_ids, facts, values["seeds"], ranks, values["ends"], values["lengths"], strict=True
+    for group_id, fact, seeds, rank, (terminated, truncated), (_, num_turns), *recorded in zip(
+        group_ids,
+        facts,
+        values["seeds"],
+        ranks,
+        values["ends"],
+        values["lengths"],
+        *columns,
+        strict=True,
     ):
         environment, infos, *breaks = fact  # nor these
         seed, outcome_seed, weight_version = seeds
@@ -175,9 +187,6 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             seed=seed,
             outcome_seed=outcome_seed,
             weight_version=weight_version,
-            tokens=list(islice(tokens, length)),
-            loss_mask=list(islice(loss_mask, length)),
-            rollout_logprobs=list(islice(logprobs, length)),
             turns=[
                 Turn(*at, reward, _from_json(info))
                 for info, (at, reward) in zip(infos, islice(turns, num_turns), strict=True)
@@ -187,6 +196,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             truncated=truncated,
             rank=rank,
         )
+        trajectory.token_fields = dict(zip(rows, recorded, strict=True))
         trajectories.append(trajectory)
     rest = iter(trajectories)
     return [TrajectoryGroup(group_id, list(islice(rest, size))) for group_id, size in sizes]

@@ -1,5 +1,5 @@
-"""Which directory a run has: the one of its name, a number behind the default name, or that of the
-run that it resumes. No torch: the launcher asks before it starts ranks.
+"""Directory of a run: the one of its name, a number behind the default name, or that of the run
+that it resumes. No torch: the launcher asks before it starts ranks.
 """
 
 import json
@@ -30,7 +30,7 @@ class Finished(ValueError):
 
 
 def with_name(config: StarPOConfig, least: int = 1) -> tuple[StarPOConfig, str | None]:
-    """The configuration with the name of its run, and a message about a name that was chosen
+    """Return the configuration with the name of its run, and a message about a name that was chosen
     for it.
 
     Without --name a run begins under the default name, with a number of at least `least` appended
@@ -57,7 +57,9 @@ def _numbered_path(default: Path, number: int) -> Path:
 
 
 def _numbered(default: Path) -> dict[int, Path]:
-    """Number -> path of all runs of the default name; the first has no number appended."""
+    """Return a map: number -> path of all runs of the default name; the first has no number
+    appended.
+    """
     paths = {1: default}
     for path in default.parent.glob("*") if default.parent.is_dir() else ():
         name, _, number = path.name.rpartition("-")
@@ -67,7 +69,7 @@ def _numbered(default: Path) -> dict[int, Path]:
 
 
 def holds_work(path: Path) -> bool:
-    """Whether anything would be lost with `path`: more than a refused start leaves behind."""
+    """Check if anything would be lost with `path`: more than a refused start leaves behind."""
     if not path.is_dir():
         return path.exists()
     names, config = {entry.name for entry in path.iterdir()}, path / CONFIG_FILE
@@ -147,14 +149,14 @@ def claim(directory: Path, *, resume: bool, overwrite: bool) -> None:
     if directory.is_dir() and not resume:
         if holds_work(directory) and not _aside(directory).exists():
             directory.rename(_aside(directory))
-        else:  # what overwrote a run, and never began, is not worth more than that run
+        else:  # a run that never began is not worth more than the run that it overwrote
             shutil.rmtree(directory)
     directory.mkdir(parents=True, exist_ok=True)
 
 
 def begin(directory: Path) -> None:
-    """Nothing refuses this run any more: delete what it replaces, and that an earlier process had
-    finished it.
+    """Delete the run that this run replaces, and the mark that an earlier process had finished it,
+    because nothing can refuse this run any more.
     """
     (directory / SUMMARY_FILE).unlink(missing_ok=True)
     if _aside(directory).exists():
@@ -162,14 +164,16 @@ def begin(directory: Path) -> None:
 
 
 def put_back(directory: Path) -> None:
-    """The run in this directory is refused: the one that it was to overwrite is there again."""
+    """Restore the run that the refused run in this directory was to overwrite."""
     if _aside(directory).exists():
         shutil.rmtree(directory.resolve(), ignore_errors=True)
         _aside(directory).rename(directory.resolve())
 
 
 def recover(directory: Path) -> bool:
-    """`put_back` for a process that was killed before its run held anything; whether it did so."""
+    """Call `put_back` for a process that was killed before its run held anything, and return
+    whether it was needed.
+    """
     is_lost = _aside(directory).exists() and not holds_work(directory)
     if is_lost:
         put_back(directory)
@@ -177,6 +181,8 @@ def recover(directory: Path) -> bool:
 
 
 def _aside(directory: Path) -> Path:
-    """Where a run is that is to be overwritten: beside it, also where `directory` is a link."""
+    """Return the path of a run that is to be overwritten: beside `directory`, also where that is a
+    link.
+    """
     directory = directory.resolve()
     return directory.with_name(f".{directory.name}.overwritten")

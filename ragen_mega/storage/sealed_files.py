@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragen_mega.storage.integrity import sync, write_whole
 
-_FIELD = b'"sha256":"'  # of the header, which comes first
+_FIELD = b'"sha256":"'  # first field of the header
 _FACTS = "facts"
 """The tensor with the facts as JSON in UTF-8: a header of more than 100 MB would be refused."""
 _BLANK = b"0" * 64
@@ -44,7 +44,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a file. Raises ValueError if the file has changed,
+    """Return the tensors and facts of a file. Raises ValueError if the file has changed,
     FileNotFoundError if it is not there.
     """
     data = path.read_bytes()

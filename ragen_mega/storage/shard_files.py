@@ -115,7 +115,7 @@ class PieceReader:
         self._files.clear()
 
     def dtype(self, key: str) -> torch.dtype:
-        """The type in which `key` is stored."""
+        """Return the type in which `key` is stored."""
         stored = self._pieces[key][0]
         nothing = (slice(0, 0),) * len(stored.shape)
         return self._files[stored.path].get_slice(stored.name)[nothing].dtype
@@ -130,8 +130,8 @@ class PieceReader:
         global_shape: Sequence[int],
         allow_padding: bool = False,
     ) -> Tensor:
-        """The box of `key` that starts at `offset` and has `shape`. With `allow_padding` what lies
-        outside is zero.
+        """Return the box of `key` that starts at `offset` and has `shape`. With `allow_padding`
+        what lies outside is zero.
 
         Raises ValueError if the tensor is missing, incomplete, or of another global shape or type
         than asked for.

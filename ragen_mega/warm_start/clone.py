@@ -44,17 +44,17 @@ NUM_PLAYERS = 64
 
 @dataclass(slots=True)
 class ScriptedEpisode:
-    """What was said in an episode, up to where its environment failed, if it did."""
+    """Record of an episode, up to the failure of its environment, if it failed."""
 
     seed: int
     messages: list[Message] = field(default_factory=list)
     """The first messages; none if the environment could not begin."""
     initial_state: Observation = ""
-    """What the environment showed first, by which boards are told apart."""
+    """First observation of the environment, which distinguishes boards."""
     begun: Episode | None = None
     """The episode as it began: what its prompts are made of."""
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
-    """What the player said, and what it led to."""
+    """Responses of the player, each with its result."""
     error: str | None = None
 
 
@@ -99,7 +99,7 @@ def scripted_episodes(
     timeout: float = EnvironmentConfig.environment_timeout,
     max_turns: int | None = None,
 ) -> Iterator[ScriptedEpisode]:
-    """The first `max_turns` turns (None: all) of scripted episodes, in order of their seeds.
+    """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds.
 
     Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
     and are reused. Raises ValueError if the environment cannot be built or none of the first
@@ -150,8 +150,8 @@ def scripted_texts(
     skill: float,
     timeout: float = EnvironmentConfig.environment_timeout,
 ) -> list[str]:
-    """Everything that is said in scripted episodes, one string per message: the corpus of the
-    tokenizer.
+    """Return everything that is said in scripted episodes, one string per message: the corpus of
+    the tokenizer.
     """
     # The chat template's words, as often as they will occur.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
@@ -166,9 +166,9 @@ def scripted_texts(
 def as_trajectory(
     played: ScriptedEpisode, renderer: ChatRenderer, name: str, *, max_context: int, window: int
 ) -> Trajectory:
-    """The episode in tokens; the loss mask covers what the player says. As in a rollout the policy
-    sees a `window` of turns (0: all), and the trajectory ends before an answer that would not fit
-    into `max_context` tokens.
+    """Return the episode in tokens; the loss mask covers what the player says. As in a rollout the
+    policy sees a `window` of turns (0: all), and the trajectory ends before an answer that would
+    not fit into `max_context` tokens.
     """
     seed = played.seed
     trajectory = Trajectory(group_id=seed, environment=name, seed=seed, outcome_seed=seed)
@@ -218,7 +218,7 @@ def fit(
 
 
 def is_flat(losses: Sequence[float]) -> bool:
-    """Whether the loss fell by less than MIN_FALL between the last two windows."""
+    """Return whether the loss fell by less than MIN_FALL between the last two windows."""
     if len(losses) < 2 * FLAT_WINDOW:
         return False
     before, last = losses[-2 * FLAT_WINDOW : -FLAT_WINDOW], losses[-FLAT_WINDOW:]

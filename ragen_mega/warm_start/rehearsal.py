@@ -57,7 +57,7 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Scripted episodes of an environment, as far as they could be played."""
+    """Return scripted episodes of an environment, as far as they could be played."""
     played = scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
@@ -77,7 +77,7 @@ def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
 
 
 def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> int:
-    """Tokens of the longest text that the policy may see."""
+    """Return tokens of the longest text that the policy may see."""
     window, needed = config.rollout.context_window, 0
     for episode in played:
         answer = episode.begun.budget.max_response_length
@@ -93,18 +93,18 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
 
 
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
-    """Lines about limits that scripted play does not fit into. Raises ValueError if an environment
-    cannot read the answers of scripted play, or a reward, estimator, filter or metric of the user's
-    fails on it or answers with something else.
+    """Return lines about limits that scripted play does not fit into. Raises ValueError if an
+    environment cannot read the answers of scripted play, or a reward, estimator, filter or metric
+    of the user's fails on it or answers with something else.
     """
     notes = []
     for name in config.environment.shares:
         if played := list(rehearse(config, name)):
-            unread = _unread(name, played)
+            unread = _unreadable_note(name, played)
             # Nobody imitates scripted play where a model is loaded, and it may guess at the form.
             if unread and (config.model.load is None or is_drawn(played[0].begun)):
                 raise ValueError(unread)
-            _try_plug_ins(config, _made_up(config, renderer, name, played))
+            _try_plug_ins(config, _scripted_groups(config, renderer, name, played))
             said = (
                 _context_note(config, renderer, name, played),
                 _answer_note(renderer, played),
@@ -114,8 +114,8 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     return notes
 
 
-def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
-    """What is said of an environment that cannot read the answers of scripted play."""
+def _unreadable_note(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
+    """Describe the failure of an environment to read the answers of scripted play."""
     turns = [turn for episode in played for turn in episode.turns if ERROR not in turn[1].info]
     bad = [turn for turn in turns if not turn[1].info["is_format_valid"]]
     if len(bad) <= (1 - MIN_READ) * len(turns):
@@ -130,10 +130,12 @@ def _unread(name: str, played: Sequence[ScriptedEpisode]) -> str | None:
     )
 
 
-def _made_up(
+def _scripted_groups(
     config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
 ) -> list[TrajectoryGroup]:
-    """As many groups of as many trajectories as a step has: scripted episodes, over and over."""
+    """Make the groups of a step, with as many trajectories each, of scripted episodes, over and
+    over.
+    """
     room, window = config.rollout.max_context_length, config.rollout.context_window
     held = [
         as_trajectory(episode, renderer, name, max_context=room, window=window)
@@ -142,7 +144,9 @@ def _made_up(
     held = [trajectory for trajectory in held if trajectory.turns and has_return(trajectory)]
     members, size = cycle(held), config.rollout.group_size
     return [
-        TrajectoryGroup(index, [replace(one, group_id=index) for one in islice(members, size)])
+        TrajectoryGroup(
+            index, [replace(member, group_id=index) for member in islice(members, size)]
+        )
         for index in range(config.rollout.num_groups if held else 0)
     ]
 
@@ -158,7 +162,7 @@ def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> No
         filter_groups(shaped, strategy=strategy, value=config.filter.value, keep_zero=True)
     name = config.advantage.advantage_estimator
     if ":" in name:
-        trajectories = [one for group in shaped for one in group.trajectories]
+        trajectories = [member for group in shaped for member in group.trajectories]
         batch = pack(trajectories)
         zeros = torch.zeros(batch.num_positions)
         batch = batch.with_fields(values=zeros, old_logprobs=zeros, ref_logprobs=zeros)
@@ -201,7 +205,9 @@ def _answer_note(renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> s
 
 
 def _budget_note(played: Sequence[ScriptedEpisode]) -> str | None:
-    """Where no scripted episode ends by itself, and no solver says that better play does."""
+    """Describe an environment in which no scripted episode ends by itself, and for which no solver
+    says that better play does.
+    """
     first = played[0].begun
     ends = {episode.turns[-1][1].info.get(TRUNCATED_BY) for episode in played}
     if ends != {"budget"} or getattr(first.environment, "solver", None):
@@ -214,6 +220,6 @@ def _budget_note(played: Sequence[ScriptedEpisode]) -> str | None:
 
 
 def _answer_lengths(renderer: ChatRenderer, episode: ScriptedEpisode) -> list[int]:
-    """Tokens of each answer, its end included."""
+    """Return tokens of each answer, its end included."""
     encode = renderer.tokenizer.encode
     return [len(encode(said, add_special_tokens=False)) + 1 for said, _ in episode.turns]

@@ -2,8 +2,8 @@
 `skill` says otherwise.
 
 A thought states facts and relations that the state implies, as the environment's narrator tells
-them; it never says which action is best. What to do with the facts is left to reinforcement
-learning. Without a narrator the thought repeats the observation, shortened.
+them; it never says which action is best. Reinforcement learning decides how to use the facts.
+Without a narrator the thought repeats the observation, shortened.
 """
 
 import textwrap
@@ -23,8 +23,8 @@ _BRACKETS = str.maketrans("<>", "()")  # a repeated tag would end the thought
 def scripted_response(
     episode: Episode, generator: np.random.Generator, *, skill: float = 0.0
 ) -> str:
-    """What the scripted player says in this turn, after a forced `<think>` where the episode asks
-    for thoughts.
+    """Write the scripted player's response in this turn, after a forced `<think>` where the episode
+    asks for thoughts.
 
     Each action is the optimal one with probability `skill`, else uniformly random.
     """
@@ -60,7 +60,7 @@ def check_skill(environment: Environment, skill: float) -> None:
 
 
 def narration_note(name: str, episode: Episode) -> str | None:
-    """One line if the thoughts about an environment come from no narrator, else None."""
+    """Return one line if the thoughts about an environment come from no narrator, else None."""
     if not episode.config.think or getattr(episode.environment, "narrator", None) is not None:
         return None
     drawn = "uniformly drawn actions" if is_drawn(episode) else "any word of the observation"

@@ -56,13 +56,13 @@ class Start(NamedTuple):
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether `save_huggingface` has finished there: the weights are its last file."""
+    """Return whether `save_huggingface` has finished there: the weights are its last file."""
     return HuggingFaceReader.is_for(directory)
 
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
-    """What `warm_start` made in an earlier process of this run, or in the run whose warm start is
-    taken; None if there is none.
+    """Find the result of `warm_start` in an earlier process of this run, or in the run whose warm
+    start is taken; None without one.
     """
     critic = config.run_directory / WARM_START_CRITIC if config.warm_starts_critic else None
     start = Start(config.run_directory / WARM_START, critic)
@@ -84,7 +84,7 @@ def take_warm_start(config: StarPOConfig) -> None:
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
-    """The small Qwen2 of runs without --load."""
+    """Return the small Qwen2 of runs without --load."""
     return Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -127,7 +127,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
 
 
 def _declared(config: StarPOConfig, name: str) -> AbstractContextManager[Environment]:
-    """Environment `name`, for what it declares of itself."""
+    """Return the environment `name`, for its declarations."""
     build = partial(make, name, **config.environment.options(name))
     return briefly(name, build, config.environment.environment_timeout)
 
@@ -263,8 +263,8 @@ def scripted_play(
     *,
     max_turns: int | None = None,
 ) -> list[Trajectory]:
-    """The warm start's data, each rank writing its part; the same list, in the same order, on every
-    rank and on any number of them. Boards that are evaluated on are not among it.
+    """Return the warm start's data, each rank writing its part; the same list, in the same order,
+    on every rank and on any number of them. Boards that are evaluated on are not among it.
     """
     names, world_size = list(config.environment.shares), distributed.world_size()
     mine = range(distributed.rank(), count, world_size)
@@ -300,8 +300,8 @@ def scripted_play(
                 progress.advance()
     parts = distributed.gather_objects(own)
     ordered = (parts[index % world_size][index] for index in range(count))
-    written = [one for one in ordered if one is not None]
-    kept = [one for one in written if one.turns]
+    written = [episode for episode in ordered if episode is not None]
+    kept = [episode for episode in written if episode.turns]
     if written and not kept:
         raise ValueError(
             f"no first prompt of {', '.join(names)} with the answer of scripted play fits into"
@@ -312,7 +312,7 @@ def scripted_play(
 
 
 def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
-    """The optimizer's settings of a stage of the warm start."""
+    """Return the optimizer's settings of a stage of the warm start."""
     return replace(
         config.train,
         lr=config.warm_start.warm_start_lr,

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 _MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _UNIT = re.compile(r" ?(?:[a-z]+|[^\s\w]|[A-Z])?\(\d+, \d+\)|(?: then)? [a-z-]+/[a-z]+")
-"""A coordinate, with what is written directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
+"""A coordinate, with the characters directly before it, e.g. `P(1, 2)` or ` to(1, 2)`; a pair like
 ` closer-brink/on`, with a `then` before it.
 """
 _MIN_FREQUENCY = 2
@@ -47,7 +47,7 @@ def train_tokenizer(
     added = list(dict.fromkeys((*_TAGS, *vocabulary, *frequent)))
     blank = Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
-        (_UNIT.sub("\n", text) for text in _without(vocabulary, texts)),
+        (_UNIT.sub("\n", text) for text in _without_vocabulary(vocabulary, texts)),
         trainers.BpeTrainer(
             vocab_size=256 + len(_MARKERS) + num_merges,
             min_frequency=_MIN_FREQUENCY,
@@ -69,8 +69,8 @@ def train_tokenizer(
     return tokenizer
 
 
-def _without(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
-    """The texts with a line break in place of what is in the vocabulary."""
+def _without_vocabulary(vocabulary: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    """Yield the texts with a line break in place of each word of the vocabulary."""
     splitter = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     splitter.add_tokens([AddedToken(known, normalized=False) for known in vocabulary])
     for text in texts:

@@ -212,7 +212,7 @@ def test_a_step_that_is_named_is_on_the_page(
         view.main([*flags, "--step", "7"])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1
-    assert "no trajectories of step 7; give --step 2, the nearest of 3" in error
+    assert "step 7; give --step 2" in error
 
 
 def test_what_a_run_holds_is_no_program_of_the_page(run: Path, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_a_live_page_outlives_readers_that_leave_and_names_a_port_it_cannot_have
     with make_server([run], 0) as server:
         port = server.server_port
         for taken, why in ((port, "in use"), (1 << 16, "0 to 65535")):
-            with pytest.raises(ValueError, match=f"port {taken} .*{why}.*give another --port"):
+            with pytest.raises(ValueError, match=f"{taken} .*{why}.* --port"):
                 make_server([run], taken)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for path in ("/runs", "/other") * 3:

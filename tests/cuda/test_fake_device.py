@@ -121,7 +121,7 @@ def test_a_stream_that_overwrites_what_another_reads_is_refused(side: torch.cuda
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y = x + 1
-    with pytest.raises(RuntimeError, match="overwrites what is read by stream"):
+    with pytest.raises(RuntimeError, match="overwrites what is read"):
         x.zero_()
     torch.cuda.current_stream().wait_stream(side)
     x.zero_()
@@ -143,7 +143,7 @@ def test_a_tensor_freed_under_another_stream_is_found(
     del x
     gc.collect()
     if remedy is None:
-        with pytest.raises(RuntimeError, match="freed while another stream may still use it"):
+        with pytest.raises(RuntimeError, match="freed while another stream"):
             native.raise_defect()
     native.raise_defect()
     side.synchronize()
@@ -178,7 +178,7 @@ def test_pinned_memory_is_the_host_s_only_after_a_wait() -> None:
     x.copy_(host, non_blocking=True)
     host.zero_()
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="written before its copy to the device was through"):
+    with pytest.raises(RuntimeError, match="written before its copy"):
         native.raise_defect()
 
 
@@ -188,7 +188,7 @@ def test_registered_memory_is_given_back_only_after_a_wait() -> None:
     runtime.cudaHostRegister(host.data_ptr(), 16, 0)
     host.copy_(x, non_blocking=True)
     runtime.cudaHostUnregister(host.data_ptr())
-    with pytest.raises(RuntimeError, match="given back before a copy of it is through"):
+    with pytest.raises(RuntimeError, match="given back before a copy"):
         native.raise_defect()
     torch.cuda.synchronize()
     assert host.tolist() == [1.0] * 4 and not host.is_pinned()
@@ -240,14 +240,14 @@ def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> No
     assert counts.synchronizations == 0
     work = dist.all_reduce(x, async_op=True)
     buffer + 1
-    with pytest.raises(RuntimeError, match="uses what a collective writes on stream"):
+    with pytest.raises(RuntimeError, match="uses what a collective writes"):
         x + 1
     work.wait()
     assert x.tolist() == [2.0] * 4
 
     work = dist.all_reduce(buffer[:4], async_op=True)
     buffer[4:].add_(1)  # the next bucket is filled meanwhile
-    with pytest.raises(RuntimeError, match="uses what a collective writes on stream"):
+    with pytest.raises(RuntimeError, match="uses what a collective writes"):
         buffer[3:5].zero_()
     with torch.cuda.stream(side):
         work.wait()
@@ -262,7 +262,7 @@ def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> No
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13's name
     work = gather(gathered, x, async_op=True)
     x + 1
-    with pytest.raises(RuntimeError, match="overwrites what a collective reads on stream"):
+    with pytest.raises(RuntimeError, match="overwrites what a collective reads"):
         x.zero_()
     work.wait()
     x.zero_()
@@ -280,7 +280,7 @@ def test_an_fp8_product_without_the_transpose_is_refused() -> None:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     assert general_gemm(x, x, out_dtype=torch.bfloat16)[0].unique().tolist() == [32.0]
-    with pytest.raises(RuntimeError, match="needs the transpose of a factor"):
+    with pytest.raises(RuntimeError, match="transpose of a factor"):
         general_gemm(x, x, out_dtype=torch.bfloat16, layout="NN")
     with pytest.raises(RuntimeError, match="one factor of a product is FP8"):
         general_gemm(x, on_device(32, 32).bfloat16(), out_dtype=torch.bfloat16)

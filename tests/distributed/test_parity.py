@@ -81,9 +81,9 @@ def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(
         "one_microbatch",
         "recompute_full",
     ]
-    assert "more processes than the 1 GPU(s) here: tp2, " in capsys.readouterr().out
+    assert "than the 1 GPU(s) here: tp2" in capsys.readouterr().out
     assert parity.choose_layouts(["pp2"], 2) == ["pp2"]
-    with pytest.raises(ValueError, match="pp2 need a GPU per process, not 1"):
+    with pytest.raises(ValueError, match="pp2 need .*, not 1"):
         parity.choose_layouts(["recompute_full", "pp2"], 1)
 
 
@@ -125,6 +125,6 @@ def test_nan_is_no_agreement(kind: str, broken: str) -> None:
 def test_a_missing_tensor_is_no_agreement() -> None:
     baseline = computed()
     missing = {key: value for key, value in baseline.items() if key.kind != "gradient"}
-    with pytest.raises(ValueError, match="pp2 computes other tensors than expected"):
+    with pytest.raises(ValueError, match="pp2 computes other tensors"):
         parity.compare(parity.LAYOUTS["pp2"], missing, baseline, {})
     assert parity.compare(parity.LAYOUTS["dp2_distributed_optimizer"], missing, baseline, {})

@@ -303,9 +303,7 @@ def test_ranks_that_plan_differently_are_named() -> None:
     def work() -> None:
         distributed.start()
         check_same_on_all_ranks("a" * 64)
-        with pytest.raises(
-            ValueError, match=r"ranks 2 differ from rank 0 \(bbbbbbbb against aaaaaaaa\)"
-        ):
+        with pytest.raises(ValueError, match="ranks 2 differ .*bbbbbbbb against aaaaaaaa"):
             check_same_on_all_ranks(("b" if distributed.rank() == 2 else "a") * 64)
 
     on_ranks(work, 3)

@@ -5,6 +5,7 @@ phases are the whole step.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,10 +148,10 @@ def test_the_random_model_never_stops(tmp_path: Path, is_tied: bool) -> None:
     [
         (
             "--model Qwen9",
-            "the size of Qwen9 is not known; give --load a directory with a config.json",
+            "size of Qwen9 .* --load",
         ),
         ("--steps 2", "--steps must be at least 3"),
-        ("--keep 0.5 0", "--keep must hold shares above 0"),
+        ("--keep 0.5 0", "--keep must hold .* above 0"),
     ],
 )
 def test_what_cannot_be_timed_is_one_line(
@@ -159,7 +160,7 @@ def test_what_cannot_be_timed_is_one_line(
     with pytest.raises(SystemExit) as left:
         bench_step.main([*flags.split(), "--output", str(tmp_path)])
     error = capsys.readouterr().err
-    assert left.value.code == 2 and message in error and error.count("\n") == 1
+    assert left.value.code == 2 and re.search(message, error) and error.count("\n") == 1
 
 
 def test_a_run_that_fails_shows_its_log(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -48,21 +49,23 @@ def finished(
         ({}, None),
         ({"steps": [*range(NUM_STEPS - 1)]}, "logged steps"),
         ({"steps": [*range(3), *range(2, NUM_STEPS)]}, "logged steps"),
-        ({"loss": 0.5000001}, "step 0 differs from the undisturbed run's in actor/loss"),
+        ({"loss": 0.5000001}, "step 0 differs .* in actor/loss"),
         ({"weight": 1.0000001}, "the last checkpoint differs"),
     ],
 )
 def test_what_is_lost_is_seen(changes: dict, problem: str | None, tmp_path: Path) -> None:
     undisturbed = finished(tmp_path, "undisturbed")
     problems = compare(finished(tmp_path, "tormented", **changes), undisturbed)
-    assert (problems == []) if problem is None else (len(problems) == 1 and problem in problems[0])
+    assert len(problems) == (problem is not None)
+    assert all(re.search(problem, line) for line in problems)
 
 
 def test_no_checkpoint_is_no_agreement(tmp_path: Path) -> None:
     runs = [finished(tmp_path, name) for name in ("tormented", "undisturbed")]
     for run in runs:
         shutil.rmtree(run.directory / "checkpoints")
-    assert compare(*runs) == ["the undisturbed run has no last checkpoint to compare with"]
+    (problem,) = compare(*runs)
+    assert "undisturbed run has no last checkpoint" in problem
 
 
 def sampled(
@@ -111,7 +114,7 @@ def sampled(
         ({"reward": 0.5, "logged": 0.5}, None),  # other luck on the same tasks
         ({"played": (7, 7)}, "other tasks"),
         ({"played": (7, 8, 8)}, "other tasks"),
-        ({"reward": 0.5}, "metrics that are not those of its rollout"),
+        ({"reward": 0.5}, "not those of its rollout"),
     ],
 )
 def test_what_is_trained_twice_is_seen(changes: dict, problem: str | None, tmp_path: Path) -> None:

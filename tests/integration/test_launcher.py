@@ -105,8 +105,8 @@ MISTAKES = [
     ("--hidden-size 97", "hidden_size (97) & set --hidden-size 96"),
     ("--keep-best --eval-interval 0", "drop it or set --eval-interval"),
     ("--fp8 hybrid", "add --bf16 or drop --fp8"),
-    ("--sglang-python x", "drop it or set --rollout-engine sglang"),
-    ("--sequence-parallel", "drop --sequence-parallel or raise --tensor-model-parallel-size"),
+    ("--sglang-python x", "drop --sglang-python or set --rollout-engine sglang"),
+    ("--sequence-parallel", "drop --sequence-parallel or set --tensor-model-parallel-size 2"),
     # names
     ("--environments frozenlake", "'frozenlake' & did you mean frozen_lake?"),
     ("--environments nothing:World", "cannot import nothing:World & working directory"),

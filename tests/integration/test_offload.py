@@ -179,9 +179,7 @@ def test_one_storage_moves_once_and_aliases_stay() -> None:
         tensor.untyped_storage().nbytes() for tensor in (flat, view, tied, gradient, moment)
     ] == [0] * 5
     assert memory.away() == {"parameters": 400, "gradients": 36, "optimizer": 56}
-    with pytest.raises(
-        RuntimeError, match=r"parameters and optimizer of the actor are offloaded; restore\(\) them"
-    ):
+    with pytest.raises(RuntimeError, match=r"parameters and optimizer .* offloaded; restore\(\)"):
         memory.require("parameters", "optimizer")
     host = {name: tensor.data_ptr() for name, tensor in memory._host.items()}
     assert len(host) == 2, "a copy for each storage but the gradients'"
@@ -234,15 +232,15 @@ def test_a_trainer_that_is_away_says_so(case: tuple) -> None:
     actor = build(hf, weights, ParallelConfig())[ACTOR]
     actor.trainer.memory.offload()
     for use in (actor.logprobs, actor.reference_logprobs, actor.update):
-        with pytest.raises(RuntimeError, match="parameters.* of the model are offloaded"):
+        with pytest.raises(RuntimeError, match="parameters.* of the model"):
             use(batch)
-    with pytest.raises(RuntimeError, match="parameters of the model are offloaded"):
+    with pytest.raises(RuntimeError, match="parameters of the model"):
         next(actor.export_weights())
 
 
 def test_phases_follow_each_other() -> None:
     phases = Colocated()
-    with pytest.raises(RuntimeError, match="after TRAIN comes SYNC, not ROLLOUT"):
+    with pytest.raises(RuntimeError, match="TRAIN comes SYNC, not ROLLOUT"):
         phases.enter(Phase.ROLLOUT)
     with phases.handover():
         assert phases.phase is Phase.SYNC
@@ -280,7 +278,7 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
         phases.enter(Phase.ROLLOUT)
         with pytest.raises(
             RuntimeError,
-            match="parameters of the actor are away in phase ROLLOUT; use them in TRAIN",
+            match="parameters of the actor .* ROLLOUT.* TRAIN",
         ):
             models[ACTOR].logprobs(batch)
     models[ACTOR].logprobs(batch)
@@ -327,4 +325,4 @@ def test_no_memory_at_wake_is_one_line_of_a_rank_and_ends_every_rank(
         r" models: actor",
         error,
     )
-    assert "set --offload rollout, or lower --kv-cache-tokens" in error
+    assert "--offload rollout, or lower --kv-cache-tokens" in error

@@ -104,8 +104,8 @@ def test_a_module_in_the_working_directory_fills_every_table(folder: Path) -> No
     ("flags", "message"),
     [
         ("--advantage-estimator of_mine:gone", "cannot import of_mine:gone"),
-        ("--advantage-estimator of_mine:no_pair", "of_mine:no_pair must return (advantages [T]"),
-        ("--metrics of_mine:nameless", "metric of_mine:nameless must return a finite number"),
+        ("--advantage-estimator of_mine:no_pair", "of_mine:no_pair must return (advantages"),
+        ("--metrics of_mine:nameless", "of_mine:nameless must return"),
     ],
 )
 def test_a_bad_plug_in_ends_the_run_with_one_line(

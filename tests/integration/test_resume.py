@@ -4,6 +4,7 @@ bit, on others to rounding.
 
 import hashlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -201,11 +202,11 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_never_begun_anew(
     rows = run / "metrics.jsonl"
     rows.write_text(rows.read_text() + '{"step": 6}\n')
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="begin anew with --overwrite") as error:
+    with pytest.raises(ValueError, match="anew with --overwrite") as error:
         open_run(tmp_path, "run", "--load", str(start), "--num-steps", "9", "--resume")
     if lost == "newer":
         said = str(error.value)
-        assert all(f"step_0000000{step} is skipped: its format is 99" in said for step in (3, 6))
+        assert all(re.search(f"step_0000000{step} is skipped: .* 99", said) for step in (3, 6))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
@@ -245,16 +246,12 @@ def test_a_model_is_known_by_its_content_wherever_it_lies(
 
 def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path: Path) -> None:
     output = straight.parent
-    with pytest.raises(ValueError, match="already holds a finished run; add --overwrite"):
-        open_run(output, "run", "--load", str(start))
-    with pytest.raises(
-        ValueError, match="advantage.advantage_estimator was gae in .* and is grpo now; resume with"
-    ):
+    with pytest.raises(ValueError, match="advantage_estimator was gae .* is grpo"):
         other = ("--advantage-estimator", "grpo", "--num-steps", "9")
         open_run(output, "run", "--load", str(start), "--resume", *other)
     first = open_run(tmp_path, "run", "--load", str(start))
     try:
-        with pytest.raises(ValueError, match="another process works in run directory"):
+        with pytest.raises(ValueError, match="another process .* run directory"):
             open_run(tmp_path, "run", "--load", str(start), "--overwrite")
     finally:
         first.shutdown()

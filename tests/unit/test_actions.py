@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,10 +39,20 @@ def test_well_formed_response():
     assert parsed.is_format_valid and not parsed.has_invalid_action and parsed.is_action_valid
 
 
-def test_unknown_actions_are_dropped_and_the_rest_runs():
-    parsed = parse("</think><answer>Up || jump || Left</answer>")
-    assert parsed.actions == ("Up", "Left")
-    assert parsed.has_invalid_action and not parsed.is_action_valid
+@pytest.mark.parametrize(
+    ("text", "actions", "has_invalid_action"),
+    [
+        ("Up || jump || Left", ("Up", "Left"), True),
+        ("jump || Up || Left || Down", ("Up", "Left"), True),
+        ("Up || Left || Down || jump", ("Up", "Left", "Down"), False),
+        (" || ", (), False),
+    ],
+)
+def test_unknown_actions_are_dropped_after_the_cap(text, actions, has_invalid_action):
+    parsed = parse(f"x</think><answer>{text}</answer>", max_actions=3)
+    assert parsed.is_format_valid
+    assert (parsed.actions, parsed.has_invalid_action) == (actions, has_invalid_action)
+    assert parsed.is_action_valid == (actions != () and not has_invalid_action)
 
 
 def test_names_that_differ_in_letter_case_alone_are_told_apart():
@@ -52,22 +63,9 @@ def test_names_that_differ_in_letter_case_alone_are_told_apart():
     assert parsed.actions == legal and parsed.is_action_valid
 
 
-def test_the_cap_comes_before_the_look_up():
-    parsed = parse("</think><answer>jump || Up || Left</answer>", max_actions=2)
-    assert parsed.actions == ("Up",) and parsed.has_invalid_action
-    assert not parse(
-        "</think><answer>Up || Left || jump</answer>", max_actions=2
-    ).has_invalid_action
-
-
 def test_special_tokens_inside_the_tags_are_removed():
     parsed = parse("a<think>b</think><answer><answer>Up<|im_end|> || <|im_start|></answer>")
     assert parsed.thought == "ab" and parsed.actions == ("Up",)
-
-
-def test_empty_answer_is_well_formed_but_penalised():
-    parsed = parse("x</think><answer> || </answer>")
-    assert parsed.is_format_valid and not parsed.has_invalid_action and not parsed.is_action_valid
 
 
 def test_without_thinking_only_the_answer_counts():

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from ragen_mega.config.schema import parse_shares
+from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.packages import ProcessRandomness, required
 from ragen_mega.environments.episode import Episode, EpisodeConfig

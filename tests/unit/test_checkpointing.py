@@ -138,7 +138,7 @@ def json_differs(one: bytes, other: bytes) -> bool:
 def test_missing_and_foreign_files_are_damage(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     (tmp_path / "step_00000001" / "rank_00001.safetensors").write_bytes(b"x")
-    with pytest.raises(ValueError, match="rank_00001.safetensors is not in its manifest"):
+    with pytest.raises(ValueError, match="rank_00001.safetensors .* manifest"):
         read_checkpoint(tmp_path / "step_00000001")
     (tmp_path / "step_00000001" / "rank_00001.safetensors").unlink()
     (tmp_path / "step_00000001" / "steps.json").unlink()
@@ -336,7 +336,7 @@ def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
 
     writer = make_writer(tmp_path)
     writer.save(2, stage, {}, None)
-    with pytest.raises(OSError, match="No space left on device.*free space"):
+    with pytest.raises(OSError, match="No space left.*free space"):
         writer.wait()
     assert find_latest(tmp_path, pytest.fail).step == 1
 
@@ -355,7 +355,7 @@ def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> Non
         distributed.start()
         writer = make_writer(tmp_path)
         writer.save(2, stage, {}, None)
-        with pytest.raises(OSError, match="No space left on device.*free space"):
+        with pytest.raises(OSError, match="No space left.*free space"):
             writer.wait()  # within the time that ranks have here, not ten minutes
 
     on_ranks(work, 2)
@@ -386,7 +386,7 @@ def test_config_of_a_resumed_run() -> None:
     assert check_config(saved, moved, saved.models) == ["model.load was /old and is /new now"]
     with pytest.raises(ValueError, match="model.load was /old"):
         check_config(saved, moved, {"load": "other content"})
-    with pytest.raises(ValueError, match="model.hidden_size was 8 in c and is 9 now; resume with"):
+    with pytest.raises(ValueError, match="model.hidden_size was 8 .* is 9"):
         check_config(saved, {"model": {"hidden_size": 9, "load": "/new"}}, saved.models)
 
 
@@ -427,9 +427,7 @@ def test_the_second_process_refuses_until_the_first_is_gone(tmp_path: Path) -> N
         text=True,
     ) as holder:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(
-            ValueError, match="another process works in run directory .*name; wait for it"
-        ):
+        with pytest.raises(ValueError, match="another process .*name; wait"):
             lock_run(run)
         os.kill(holder.pid, signal.SIGKILL)
     lock_run(run).close()
@@ -476,16 +474,16 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     asked = dict(offset=(0, 0), shape=(4, 4), dtype=torch.float32, global_shape=(4, 4))
     for key, changes, message in (
         ("v", {}, "lacks v"),
-        ("w", {}, "holds 8 of 16 elements asked for of w"),
+        ("w", {}, "8 of 16 elements .* w"),
         (
             "w",
             {"global_shape": (4, 5)},
-            r"w has shape \[4, 4\] in the checkpoint .* and \[4, 5\] here",
+            r"w has shape \[4, 4\] .* \[4, 5\]",
         ),
         (
             "w",
             {"shape": (2, 4), "dtype": torch.bfloat16},
-            "w is torch.float32 in the checkpoint .* and torch.bfloat16 here",
+            "w is torch.float32 .* torch.bfloat16",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -518,5 +516,5 @@ def test_paths_are_absolute_and_a_hub_name_is_a_commit(
     assert config.model.critic_load == str(tmp_path / "critic")
     assert config.evaluation.boards == str(tmp_path / "b.jsonl")
     assert config.rollout.sglang_python == str(tmp_path / "venv/bin/python")
-    with pytest.raises(ValueError, match="--load owner/other is neither a directory nor"):
+    with pytest.raises(ValueError, match="--load owner/other is neither"):
         locate(parse(["--load", "owner/other"]))

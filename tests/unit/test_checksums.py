@@ -74,14 +74,14 @@ def test_checksum_notices_what_goes_wrong_in_resharding(dtype: torch.dtype) -> N
 def test_names_are_checked_both_ways() -> None:
     check_names(["a", "b"], {"b", "a"})
     for sent, message in (
-        (["a"], "exactly once; missing: b;"),
+        (["a"], "missing: b;"),
         (["a", "b", "c"], "unknown: c;"),
         (["a", "b", "a"], "sent twice: a;"),
         ([], "missing: a, b;"),
     ):
         with pytest.raises(ValueError, match=message):
             check_names(sent, ["a", "b"])
-    with pytest.raises(ValueError, match="missing: n0, n1, n2 and 7 more"):
+    with pytest.raises(ValueError, match="missing: n0, .* 7 more"):
         check_names([], [f"n{i}" for i in range(10)])
 
 
@@ -90,5 +90,5 @@ def test_a_stale_weight_is_named() -> None:
     sent = checksums(weights.items())
     check_checksums(sent, checksums(weights.items()))
     weights["b"] += 1
-    with pytest.raises(ValueError, match="1 of 2 weights differ: b;"):
+    with pytest.raises(ValueError, match="1 of 2 .* differ: b"):
         check_checksums(sent, checksums(weights.items()))

@@ -65,9 +65,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_it_is_computed(
     assert parse("", JSON, argv=["--json", str(tmp_path / "a.json")]).json == tmp_path / "a.json"
     with pytest.raises(SystemExit) as left:
         parse("", JSON, argv=["--json", str(tmp_path / name)])
-    assert (
-        left.value.code == 2 and "must be a file in an existing folder" in capsys.readouterr().err
-    )
+    assert left.value.code == 2 and "existing folder" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line_and_a_bug_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +129,7 @@ def test_jobs_take_turns() -> None:
 @pytest.mark.parametrize("repetitions", [0, -1])
 def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
     """It would be published as a result without readings."""
-    with pytest.raises(ValueError, match=f"at least 1 repetition that counts, not {repetitions}"):
+    with pytest.raises(ValueError, match=f"at least 1 repetition .*{repetitions}"):
         harness.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
 
 
@@ -146,7 +144,7 @@ def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
         return {case.name for case in cases(*words)}
 
     assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
-    with pytest.raises(ValueError, match="of the names logprob.*, bi-level gae, not linaer"):
+    with pytest.raises(ValueError, match="logprob.*, bi-level gae, not linaer"):
         chosen("gae", "linaer")
     names = [case.name for case in cases(budget=70.0)]
     jobs = len({*names})

@@ -37,7 +37,7 @@ def test_every_field_comes_back() -> None:
             for values, kind in ((one.tokens, int), (one.loss_mask, bool)):
                 assert {type(value) for value in values} <= {kind}
             assert {type(value) for value in one.rollout_logprobs} <= {float}
-        assert packed.contents.logprobs.dtype.itemsize == bits // 8
+        assert packed.contents["rollout_logprobs"].dtype == f"<f{bits // 8}"
         assert played[4].is_held and not compact(played).shells[4].is_held
     assert expand(compact([])) == []
 
@@ -56,8 +56,8 @@ def test_what_trajectories_begin_with_travels_once() -> None:
         played[-1].append_observation(list(range(3000)))
         played[-1].append_action(Completion([seed, 7], [-1.0, -2.0], "stop"))
     packed = compact(played)
-    assert packed.contents.shared.tolist() == [0] + [3000] * 7
-    assert len(packed.contents.tokens) == 3000 + 8 * 2
+    assert packed.contents["tokens"].shared.tolist() == [0] + [3000] * 7
+    assert len(packed.contents["tokens"].differing) == 3000 + 8 * 2
     again = expand(packed)
     assert again == played and again[3].tokens[2998:] == [2998, 2999, 3, 7]
     assert again[3].tokens[-1] == 7 and len(again[3].tokens) == 3002

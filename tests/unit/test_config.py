@@ -9,6 +9,21 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.config import FilterConfig, StarPOConfig, parse
+from ragen_mega.run.check import check
+
+
+class Patient:
+    """Declares limits of its own."""
+
+    actions = ("go",)
+    max_turns, max_response_length = 9, 60
+
+    def reset(self, seed):
+        return "Go."
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
 
 GSPO = "--policy-loss gspo --loss-aggregation seq-mean-token-mean --advantage-estimator grpo"
 
@@ -68,17 +83,15 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--lr --bf16", "--lr needs a value"),
         ("--recipe sokobn", "did you mean sokoban"),
         ("--advantage-estimator PPO", r"did you mean gae\?"),
-        ("--sequence-parallel", "does nothing at tensor_model_parallel_size 1"),
-        ("--fp8-recipe blockwise", "fp8_recipe blockwise does nothing with fp8 none"),
+        ("--sequence-parallel", "sequence_parallel does nothing with tensor_model_parallel_size 1"),
+        ("--fp8-recipe blockwise", "fp8_recipe does nothing with fp8 none"),
         ("--fp8 hybrid --bf16 --transformer-impl local", "needs Transformer Engine's layers"),
         ("--fp8 e4m3", "fp8 e4m3 works beside bfloat16 parameters; add --bf16"),
         ("--transformer-impl transformer_engine", "no fused attention in float32; add --bf16"),
-        ("--environments lake", "unknown environment 'lake'"),
         ("--environments sokoban:0", "positive shares"),
         ("--environments sokoban:3,frozen_lake:2", "multiple of the sum of environment shares"),
         ("--environment-options {", "JSON object"),
         ('--environment-options {"sokoban":{}}', "not trained"),
-        ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
         ("--filter-strategy none --filter-value 0.5", "does nothing with filter_strategy none"),
         ("--filter-start 0.5", "filter_start 0.5 does nothing with filter_strategy top_fraction"),
         ("--loss-mask legacy --old-logprobs engine", "no engine sampled"),
@@ -132,7 +145,10 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--lr nan", "finite number"),
         ("--warm-start-temperature 0", "must be positive"),
         ("--warm-start-skill 1.5", "a probability"),
-        ("--reward-normalization-scope batch", "does nothing with identity"),
+        (
+            "--reward-normalization-scope batch",
+            "reward_normalization_scope does nothing with reward_normalization",
+        ),
         ("--policy-loss gspo", "set --loss-aggregation seq-mean-token-mean"),
         (f"{GSPO} --advantage-estimator gae", "gae gives each token its own; set --advantage-est"),
         (f"{GSPO} --context-window 2", "need it whole; drop --context-window"),
@@ -142,7 +158,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--importance-cap 2 --importance-floor 0.5", "needs importance_mode mask"),
         (
             "--importance-mode mask --importance-floor 0.5",
-            "importance_floor does nothing without importance_cap; add --importance-cap 2",
+            "does nothing without importance_cap; .* --importance-cap 2",
         ),
         (
             "--importance-cap 2 --importance-mode mask --importance-floor 2",
@@ -162,6 +178,41 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(flags.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--environments lake", "unknown environment 'lake'"),
+        ("--eval-environments lake", "unknown environment 'lake'"),
+        ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
+        ('--curriculum {"4":{"frozen_lake":{"depth":3}}}', "depth"),
+    ],
+)
+def test_environments_are_built_by_the_check_before_a_run_and_not_by_parsing(
+    flags: str, message: str
+) -> None:
+    config = parse(flags.split())
+    with pytest.raises(ValueError, match=message) as caught:
+        check(config, 1, 1)
+    assert "\n" not in str(caught.value)
+
+
+class Unbuildable(Patient):
+    """An environment that must not be built."""
+
+    def __init__(self) -> None:
+        raise AssertionError("flags are only parsed")
+
+
+def test_parsing_builds_no_environment() -> None:
+    name = f"{__name__}:Unbuildable"
+    options = json.dumps({name: {}})
+    curriculum = json.dumps({"3": {name: {}}})
+    flags = ["--environments", name, "--environment-options", options, "--curriculum", curriculum]
+    config = parse(flags)
+    with pytest.raises(ValueError, match="flags are only parsed"):
+        check(config, 1, 1)
 
 
 def show_help(capsys: pytest.CaptureFixture[str], *flags: str, recipe: str = "none") -> str:
@@ -226,19 +277,6 @@ def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
         parse(["--filter-strategy", "none", "--filter-value", "0.5"], recipe="frozen_lake")
 
 
-class Patient:
-    """Declares limits of its own."""
-
-    actions = ("go",)
-    max_turns, max_response_length = 9, 60
-
-    def reset(self, seed):
-        return "Go."
-
-    def step(self, action):
-        return "", 0.0, True, False, {}
-
-
 def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() -> None:
     name = f"{__name__}:Patient"
     config = parse(["--environments", f"{name}:2"], recipe="bandit")
@@ -254,7 +292,8 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
         assert (one.environment.max_turns, one.environment.max_response_length) == (1, 32)
     with pytest.raises(ValueError, match="no option size"):
         options = json.dumps({name: {"size": 3}})
-        parse(["--environments", name, "--environment-options", options], recipe="bandit")
+        config = parse(["--environments", name, "--environment-options", options], recipe="bandit")
+        check(config, 1, 1)
 
 
 RECORDED = """

@@ -172,13 +172,6 @@ def test_table_of_evaluated_sets():
         assert text in output.getvalue()
 
 
-def test_fail_is_one_line_and_an_exit_code(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        fail("a rule\n  over two lines")
-    assert leaving.value.code == 2
-    assert capsys.readouterr().err == "error: a rule over two lines\n"
-
-
 def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -279,7 +279,7 @@ def test_an_estimator_of_the_users_sees_everything_and_takes_its_options(played)
     assert seen["inputs"].trajectories is trajectories
     for one, row in zip(trajectories, sampled(played, estimate.advantages)):
         assert flat([row]) == pytest.approx([one.total_reward] * len(flat([row])), abs=1e-5)
-    with pytest.raises(ValueError, match="turn_lam does nothing with .* mine_for_credit"):
+    with pytest.raises(ValueError, match="turn_lam .* mine_for_credit"):
         AdvantageConfig(advantage_estimator="mine_for_credit", turn_lam=0.5)
 
 
@@ -314,15 +314,15 @@ def raises(inputs):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (nothing, "must return .*, not .*NoneType"),
-        (no_pair, r"must return .*, not \[\[\d+\]\]"),
+        (nothing, "return .*, not .*NoneType"),
+        (no_pair, r"return .*, not \[\[\d+\]\]"),
         (per_trajectory, r"T = \d+ .* not \[\[22\], .NoneType.\]; inputs.per_token"),
         (a_list, "must return"),
-        (not_a_number, "finite on sampled tokens, .* with nan or inf"),
-        (returns_without_critic, "None, for it declares no critic"),
+        (not_a_number, "finite .* nan or inf"),
+        (returns_without_critic, "declares no critic"),
         (raises, r"failed: KeyError: 'gone' \(.*test_credit.py:\d+\)"),
         ("no function", "cannot import no function"),
-        (3, "TypeError: 3 is not a callable"),
+        (3, "TypeError: 3 is not"),
     ],
 )
 def test_bad_estimators_are_one_line(played, function, message):

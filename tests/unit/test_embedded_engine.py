@@ -460,7 +460,7 @@ def test_weights_must_arrive_complete_once_and_in_shape(
 def test_untied_models_need_their_head() -> None:
     model = build_model("qwen2_untied")
     engine = EmbeddedEngine(model.config, max_context=8, max_sessions=1)
-    with engine.awake(), pytest.raises(ValueError, match="missing, first 'lm_head.weight'"):
+    with engine.awake(), pytest.raises(ValueError, match="missing, .*'lm_head.weight'"):
         engine.load_weights(
             item for item in weights_of(model).items() if item[0] != "lm_head.weight"
         )
@@ -476,7 +476,7 @@ def test_weights_are_copied_and_new_weights_take_effect(
         tensor.mul_(1.5)
     engine.release(0)
     assert run(engine.generate([1, 2, 3], SamplingParams(5), session=0)).logprobs == before.logprobs
-    with pytest.raises(RuntimeError, match="hold a cache of the old weights"):
+    with pytest.raises(RuntimeError, match="cache of the old weights"):
         engine.load_weights(weights.items())
     engine.release(0)
     engine.load_weights(weights.items())

@@ -16,12 +16,9 @@ from ragen_mega.run.build import check_engine, server_settings
         (
             "",
             48,
-            (
-                r"SGLang on a CPU adds .* rows of the feed-forward layer \(48\) up to one of 32"
-                r" times it"
-            ),
+            r"CPU .* feed-forward layer \(48\) .* 32",
         ),
-        ("--rollout-fp8", 128, "rollout_fp8 needs a GPU .* here is none; drop --rollout-fp8"),
+        ("--rollout-fp8", 128, "needs a GPU .*; drop --rollout-fp8"),
     ],
 )
 def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> None:
@@ -40,11 +37,11 @@ def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> No
     [
         (
             "echo usage >&2; echo 'sglang: error: unrecognized arguments: --nope' >&2; exit 2",
-            "does not take --sglang-arguments .--nope 'a b'.: sglang: error: unrecognized",
+            "--sglang-arguments .--nope 'a b'.: .*unrecognized",
         ),
         (
             'echo \'["tp_size", "port"]\'',
-            "must not change tp_size, port, on which the trainer relies",
+            "must not change tp_size, port",
         ),
         ("echo a warning; echo '[]'", None),
     ],
@@ -94,7 +91,7 @@ def test_a_server_takes_the_device_of_its_rank(
 
 
 def test_a_quotation_without_an_end() -> None:
-    with pytest.raises(ValueError, match="sglang_arguments must be as on a command line, not"):
+    with pytest.raises(ValueError, match="sglang_arguments must be .*, not"):
         check_engine(
             parse(["--rollout-engine", "sglang", "--sglang-arguments", "'a"]), Qwen2Config()
         )

@@ -44,7 +44,7 @@ def test_every_environment_keeps_the_protocol(name):
         assert action in environment.instruction
     result = environment.step(environment.actions[0].upper())
     assert isinstance(result.info["success"], bool)
-    with pytest.raises(ValueError, match="unknown action 'fly'; the legal actions are"):
+    with pytest.raises(ValueError, match="unknown action 'fly'; the legal"):
         environment.step("fly")
     with pytest.raises(ValueError, match="non-negative"):
         environment.reset(-1)
@@ -53,17 +53,17 @@ def test_every_environment_keeps_the_protocol(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("chess", {}, "unknown environment 'chess'; choose one of bandit"),
-        ("sokoban", {"size": 4}, "no option size; its options are dim, num_boxes"),
-        ("sokoban", {"dim": "6"}, "dim of environment sokoban must be int, not '6'"),
+        ("chess", {}, "unknown environment 'chess'; .*bandit"),
+        ("sokoban", {"size": 4}, "no option size; .*dim, num_boxes"),
+        ("sokoban", {"dim": "6"}, "dim of .*sokoban .*int, not '6'"),
         ("sokoban", {"dim": True}, "must be int, not True"),
         ("sokoban", {"dim": 4}, "at least 5"),
         ("sokoban", {"observation": "image"}, "grid_coord"),
         ("sokoban", {"max_shortest": 0}, "at least 1"),
-        ("frozen_lake", {"success_rate": 0.0}, r"success_rate must be in \(0, 1\]"),
+        ("frozen_lake", {"success_rate": 0.0}, "success_rate must be in"),
         ("frozen_lake", {"success_rate": float("nan")}, "success_rate"),
-        ("frozen_lake", {"size": 1}, "size must be at least 2"),
-        ("bandit", {"high_probability": 0.05}, "must pay more on average"),
+        ("frozen_lake", {"size": 1}, "size .* at least 2"),
+        ("bandit", {"high_probability": 0.05}, "pay more on average"),
         ("bandit", {"low_arm": "dragon"}, "two different names"),
     ],
 )
@@ -251,7 +251,7 @@ def test_packaged_boards():
     assert len(load_boards(None, "frozen_lake")) == 256
     assert len(load_boards(None, "sokoban_large")) == 227
     assert not has_packaged_boards(make("bandit"))
-    with pytest.raises(ValueError, match="no packaged boards sokoban_7x7_1box"):
+    with pytest.raises(ValueError, match="packaged boards sokoban_7x7_1box"):
         load_boards(None, "sokoban", dim=7)
     with pytest.raises(ValueError, match="does not start from boards"):
         load_boards(None, "bandit")
@@ -270,9 +270,7 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
     assert [board.rows for board in load_boards(path, "sokoban")] == [tuple(ROOM)]
     assert [board.seed for board in load_boards(path, "sokoban", dim=7)] == [9]
     assert [board.rows for board in load_boards(path, "frozen_lake")] == [tuple(LAKE)]
-    with pytest.raises(
-        ValueError, match=r"none of its boards \(sets mine\) fits environment sokoban_large"
-    ):
+    with pytest.raises(ValueError, match=r"none of .*\(sets mine\) .*sokoban_large"):
         load_boards(path, "sokoban_large")
 
 
@@ -281,10 +279,10 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
     [
         ("{", "not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
-        ("[1]", "a line is a JSON object"),
+        ("[1]", "is a JSON object"),
         ('{"set": "a", "seed": 1}', "add board"),
         (record(set=""), "set must be a name"),
-        (record(seed="1"), "seed must be a non-negative integer, not '1'"),
+        (record(seed="1"), "seed must be .*, not '1'"),
         (record(seed=True), "seed must be"),
         (record(seed=-1), "seed must be"),
         (record(board="######"), "list of rows"),
@@ -296,7 +294,7 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
         (record(board=[*ROOM[:2], f"#_P{CHECK}_#", *ROOM[3:]]), "solved already"),
         (record(board=[*ROOM[:5], "##_###"]), "enclosed by walls"),
         (record(board=["SF", "FFF"]), "square"),
-        (record(board=["SF", "FP"]), "S F H G, not 'P'"),
+        (record(board=["SF", "FP"]), "H G, not 'P'"),
         (record(board=["SG", "FG"]), "one start"),
         (record(board=["SH", "HG"]), "can be reached"),
     ],
@@ -315,7 +313,7 @@ def test_unreadable_boards_files(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name):
             load_boards(tmp_path / name, "sokoban")
-    with pytest.raises(ValueError, match="cannot read the boards file"):
+    with pytest.raises(ValueError, match="cannot read"):
         load_boards(tmp_path, "sokoban")
 
 

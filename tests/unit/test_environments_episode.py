@@ -172,11 +172,11 @@ def test_losing_terminates_without_success():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_turns": 0}, "max_turns must be at least 1, not 0"),
+        ({"max_turns": 0}, "max_turns .* 1, not 0"),
         ({"max_actions": -1}, "max_actions"),
         ({"format_penalty": 0.1}, "write -0.1"),
         ({"format_penalty": float("nan")}, "finite"),
-        ({"prompt_style": "short"}, "full, system, brief, compact"),
+        ({"prompt_style": "short"}, "prompt_style .*compact"),
     ],
 )
 def test_bad_configuration_is_refused(changes, message):

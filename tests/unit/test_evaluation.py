@@ -1,6 +1,7 @@
 """Success rates and their intervals, against simulation and enumeration."""
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,24 +75,16 @@ def test_an_evaluation_says_why_an_episode_failed() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        (
-            "--environment-options",
-            "[]",
-            "environment_options must be a JSON object, not '[]'",
-        ),
-        ("--environment-options", "{", "environment_options must be a JSON object, not '{' ("),
-        (
-            "--environment-options",
-            '{"bandit": 1}',
-            "environment_options must map",
-        ),
+        ("--environment-options", "[]", "environment_options .* JSON object, not '\\[\\]'"),
+        ("--environment-options", "{", "environment_options .* JSON object, not '{'"),
+        ("--environment-options", '{"bandit": 1}', "environment_options must map"),
         (
             "--environment-options",
             '{"bandti": {"high_reward": 2}}',
-            "environment_options names bandti, which is not evaluated (bandit); drop it",
+            "environment_options names bandti, .*drop",
         ),
-        ("--temperature", "-1", "temperature must be finite and at least 0 (greedy), not -1.0"),
-        ("--temperature", "nan", "temperature must be finite and at least 0 (greedy), not nan"),
+        ("--temperature", "-1", "temperature .*at least 0.* -1.0"),
+        ("--temperature", "nan", "temperature .*finite.* nan"),
     ],
 )
 def test_bad_flags_are_one_line(
@@ -101,7 +94,7 @@ def test_bad_flags_are_one_line(
     with pytest.raises(SystemExit):
         evaluate.main([*flags])
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}") and error.count("\n") == 1
+    assert re.match(f"error: {said}", error) and error.count("\n") == 1
 
 
 def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) -> None:

@@ -122,10 +122,6 @@ def test_constant_groups(strategy, value, kept_zeros):
     assert select([0.0, 1e-17, 1.0, 0.0], strategy, value) == [2]
 
 
-def test_dynamic_sampling_keeps_all_but_constant_groups():
-    assert select([0.0, 1.0, 0.2, 0.0], "top_fraction", 1.0) == [1, 2]
-
-
 @given(SCORES, st.integers(0, 3))
 def test_quarters_of_the_ranking_are_disjoint_and_complete(scores, quarter):
     """Each quarter against a sort; together they are all groups that vary."""

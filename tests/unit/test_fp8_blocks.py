@@ -86,6 +86,6 @@ def test_cutting_and_quantizing_commute() -> None:
 
 def test_blocks_on_two_ranks_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="its key-value heads have 64 at rollout_tensor_parallel_size 4; lower it"
+        ValueError, match="key-value heads .* rollout_tensor_parallel_size 4; lower"
     ):
         check_blocks(CONFIG, 4)

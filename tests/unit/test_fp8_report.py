@@ -57,9 +57,7 @@ def test_drift_against_its_definition() -> None:
     assert result["max_abs"] == pytest.approx(max(map(abs, differences)))
     assert result["kl"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / 1000)
     assert drift(torch.zeros(1), torch.zeros(1)) == dict.fromkeys(result, 0.0)
-    with pytest.raises(
-        ValueError, match=r"the same tokens, at least one, not shapes \[2\] and \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"same tokens, .*\[2\] and \[3\]"):
         drift(torch.zeros(2), torch.zeros(3))
 
 
@@ -213,18 +211,18 @@ def test_labels_come_from_the_policy_itself() -> None:
         (
             Machine(None, None, None),
             None,
-            "needs a CUDA GPU and Transformer Engine; run it on one after pip install",
+            "CUDA GPU and Transformer Engine; .*pip install",
         ),
-        (Machine((9, 0), (13, 0), None), None, "needs a CUDA GPU and Transformer Engine"),
+        (Machine((9, 0), (13, 0), None), None, "CUDA GPU and Transformer Engine"),
         (
             Machine((9, 0), (13, 0), "2.11.0"),
             ["mxfp8"],
-            "recipe mxfp8 needs compute capability 10.0",
+            "mxfp8 needs compute capability 10.0",
         ),
         (
             Machine((8, 0), (13, 0), "2.11.0"),
             None,
-            "needs compute capability 8.9, not 8.0 for any FP8 recipe",
+            "8.9, not 8.0 for any",
         ),
     ],
 )
@@ -257,8 +255,5 @@ def test_without_a_gpu_one_line_and_exit_code_2() -> None:
         timeout=280,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith("error: the FP8 report needs a CUDA GPU")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.stderr.startswith("error: the FP8 report needs") and done.stderr.count("\n") == 1
     assert distributed.rank() == 0

@@ -98,7 +98,7 @@ def test_answers(client: JSONClient, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["post", "call"])
 def test_failures_are_told_apart(client: JSONClient, way: str) -> None:
-    with pytest.raises(RequestRefused, match="/refused: HTTP status 400: .*why"):
+    with pytest.raises(RequestRefused, match="/refused: .*400: .*why"):
         ask(client, way, "/refused", {"why": 1})
     with pytest.raises(RequestRefused, match="401"):
         ask(JSONClient(client.port, "wrong"), way, "/echo", {})

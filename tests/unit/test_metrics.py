@@ -92,7 +92,7 @@ class TestMetrics:
     def test_a_key_has_one_reduction(self):
         metrics = Metrics()
         metrics.add("time", step=Sum(1.0))
-        with pytest.raises(ValueError, match="time/step was added as Sum and now as Mean"):
+        with pytest.raises(ValueError, match="time/step .* Sum .* Mean"):
             metrics.add("time", step=1.0)
 
     def test_negative_weight(self):
@@ -134,7 +134,7 @@ class TestRunLogger:
 
     def test_non_finite_values_are_null_with_a_warning_that_names_them(self, tmp_path):
         run = logger(tmp_path / "a")
-        with pytest.warns(RuntimeWarning, match="step 0 .*actor/loss = nan, actor/grad_norm = inf"):
+        with pytest.warns(RuntimeWarning, match="step 0 .*actor/loss = nan, .*grad_norm = inf"):
             run.log(0, {"actor/loss": math.nan, "actor/grad_norm": math.inf, "actor/kl": 1.0})
         line = (tmp_path / "a" / "metrics.jsonl").read_text()
         record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -148,7 +148,7 @@ class TestRunLogger:
     def test_steps_increase(self, tmp_path):
         run = logger(tmp_path / "a")
         run.log(4, {})
-        with pytest.raises(ValueError, match="4 was logged after 4"):
+        with pytest.raises(ValueError, match="4 .* after 4"):
             run.log(4, {})
 
     @pytest.mark.parametrize("finished", [True, False])
@@ -157,7 +157,7 @@ class TestRunLogger:
         if not finished:
             (tmp_path / "a" / "summary.json").unlink()
         state = "a finished" if finished else "an unfinished"
-        with pytest.raises(ValueError, match=f"holds {state} run; add --overwrite"):
+        with pytest.raises(ValueError, match=f"{state} run; add --overwrite"):
             logger(tmp_path / "a")
         assert len(read_metrics(tmp_path / "a" / "metrics.jsonl")) == 3
 
@@ -170,7 +170,7 @@ class TestRunLogger:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
         (tmp_path / "thesis.tex").write_text("years of work")
         for options in ({}, {"overwrite": True}):
-            with pytest.raises(ValueError, match="holds files that are no run"):
+            with pytest.raises(ValueError, match="files that are no run"):
                 logger(tmp_path, **options)
         assert (tmp_path / "thesis.tex").exists()
 
@@ -200,7 +200,7 @@ class TestRunLogger:
         finished_run(tmp_path / "a")
         (tmp_path / "a" / "config.json").write_text('{"train": ')
         run = logger(tmp_path / "a", resume=True)
-        with pytest.raises(ValueError, match="a/config.json is no JSON .*manifest.json"):
+        with pytest.raises(ValueError, match="config.json is no JSON .*manifest.json"):
             run.write_config({}, {})
         assert (tmp_path / "a" / "summary.json").exists()
 
@@ -238,7 +238,7 @@ class TestRunLogger:
     def test_resume_begins_a_run_that_is_not_there_and_spares_what_is_none(self, tmp_path):
         logger(tmp_path / "a", resume=True).log(0, {"actor/loss": 1.0})
         assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [0]
-        with pytest.raises(ValueError, match="holds files that are no run"):
+        with pytest.raises(ValueError, match="files that are no run"):
             logger(tmp_path, resume=True)
         with pytest.raises(ValueError, match="drop resume or overwrite"):
             logger(tmp_path / "a", resume=True, overwrite=True)
@@ -251,9 +251,7 @@ class TestRunLogger:
         logger(tmp_path / "a", resume=True).log(2, {"actor/loss": 9.0})
         assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
         path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
-        with pytest.raises(
-            ValueError, match="line 2 must be a JSON object with a step, not 'nonsense'"
-        ):
+        with pytest.raises(ValueError, match="line 2 .* step, not 'nonsense'"):
             read_metrics(path)
 
     def test_metrics_are_readable_after_a_kill(self, tmp_path):
@@ -358,7 +356,7 @@ class TestRunLogger:
         self, tmp_path, monkeypatch
     ):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="pip install wandb or drop --wandb-project"):
+        with pytest.raises(ValueError, match="pip install wandb .*--wandb-project"):
             logger(tmp_path / "a", wandb_project="starpo")
         assert not (tmp_path / "a").exists()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import parse
-from ragen_mega.models.directory import glance
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
 from ragen_mega.run.build import check_model_and_engine
 from ragen_mega.run.check import check
@@ -116,15 +116,15 @@ def test_a_second_export_that_fails_among_its_shards_leaves_no_mixture(
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda weights: weights.popitem(), "weights are missing, first"),
+        (lambda weights: weights.popitem(), "missing, first"),
         (lambda weights: weights.update(x=torch.ones(2)), "unexpected weight 'x'"),
         (
             lambda weights: weights.update({"model.norm.weight": torch.ones(31)}),
-            "model.norm.weight' must have the full shape",
+            "model.norm.weight' .* full shape",
         ),
         (
             lambda weights: weights.update({"model.norm.weight": torch.ones(32).bfloat16()}),
-            "model.norm.weight is torch.bfloat16, and others are torch.float32",
+            "model.norm.weight is torch.bfloat16, .*torch.float32",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     assert len(load_tokenizer(str(tmp_path))) == len(TOKENIZER)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no tokenizer \(tokenizer.json or"):
+    with pytest.raises(ValueError, match="no tokenizer .*tokenizer.json"):
         load_tokenizer(str(tmp_path))
 
 
@@ -172,7 +172,7 @@ def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_read_says_so(file: str, text: str, tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / file).write_text(text)
-    with pytest.raises(ValueError, match="cannot read a tokenizer from"):
+    with pytest.raises(ValueError, match="cannot read a tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
@@ -282,7 +282,7 @@ def fewer_rows(directory: Path) -> None:
         (scaled, "YaRN"),
         (indexed, "delete one of them"),
         (fewer_rows, "97 rows"),
-        (lambda directory: None, "max_context_length .65. must be at most 64"),
+        (lambda directory: None, "max_context_length .65. .* 64"),
     ],
 )
 def test_a_directory_that_cannot_be_trained_is_refused_at_the_start(
@@ -303,6 +303,6 @@ def test_a_folder_named_like_an_owner_does_not_hide_the_hub(
 ) -> None:
     (tmp_path / "Qwen").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert glance("--load", "Qwen/Qwen3-8B", needs_tokenizer=True) is None
+    assert check_model_directory("--load", "Qwen/Qwen3-8B", needs_tokenizer=True) is None
     with pytest.raises(ValueError, match="does not exist"):
-        glance("--load", "./Qwen/Qwen3-8B", needs_tokenizer=True)
+        check_model_directory("--load", "./Qwen/Qwen3-8B", needs_tokenizer=True)

@@ -189,7 +189,7 @@ def test_a_server_that_comes_back_is_found_again() -> None:
         calls.step(world, "anybody?")
     name = f"openenv:ws://127.0.0.1:{port}"
     world = make(name, timeout=2.0, attempts=3)  # as the pool does
-    with pytest.raises(ConnectionError, match="no episode began in 3 attempts"):
+    with pytest.raises(ConnectionError, match="in 3 attempts"):
         calls.reset(world, 5)
     with serving(shop(Say), port):
         assert calls.reset(world, 4) == "echoed: ready\nleft: 4"
@@ -202,7 +202,7 @@ def test_sessions_are_given_back() -> None:
         worlds = [make(name, attempts=2) for _ in range(3)]
         for world in worlds[:2]:
             calls.reset(world, 1)
-        with pytest.raises(ConnectionError, match="has it room for another session"):
+        with pytest.raises(ConnectionError, match="room for another session"):
             calls.reset(worlds[2], 1)
         calls.close(worlds[0])
         calls.reset(worlds[2], 1)

@@ -63,7 +63,7 @@ def test_a_reward_of_a_group_answers_for_each_member() -> None:
     REWARDS.register("few", lambda group: [1.0])
     two = [trajectory(([1], value, {})) for value in (1.0, 2.0)]
     assert rewards("best", *two) == [[2.0], [2.0]]
-    with pytest.raises(PlugInError, match="reward few must return an answer for each of the 2"):
+    with pytest.raises(PlugInError, match="reward few must return .* 2"):
         rewards("few", *two)
 
 
@@ -226,14 +226,14 @@ def test_a_missing_verdict_is_counted_and_neutral(server: ThreadingHTTPServer) -
 def test_a_judge_that_never_answers_ends_the_run(server: ThreadingHTTPServer, verdict) -> None:
     server.verdict = lambda asked: verdict
     groups = [TrajectoryGroup(0, [trajectory(([1], 0.0, {}))])]
-    with pytest.raises(EngineError, match=f"judge {server.url} gave no verdict on 1 ") as caught:
+    with pytest.raises(EngineError, match=f"{server.url} gave no verdict on 1 ") as caught:
         Verifiers([server.url], timeout=5.0).judge(groups, RENDERER)
     assert "\n" not in str(caught.value)
 
 
 def test_a_judge_whose_name_no_host_can_have_ends_the_run_in_one_line() -> None:
     groups = [TrajectoryGroup(0, [trajectory(([1], 0.0, {}))])]
-    with pytest.raises(EngineError, match="gave no verdict on 1 .*InvalidURL") as caught:
+    with pytest.raises(EngineError, match="verdict on 1 .*InvalidURL") as caught:
         Verifiers(["http://\u00e4..b/score"], timeout=5.0).judge(groups, RENDERER)
     assert "\n" not in str(caught.value)
 

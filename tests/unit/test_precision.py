@@ -102,30 +102,27 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
 @pytest.mark.parametrize(
     ("parallel", "machine", "message"),
     [
-        (FP8, CPU, "--fp8 hybrid needs a CUDA device, and torch sees none; drop --fp8"),
+        (FP8, CPU, "--fp8 hybrid .*CUDA device.*drop --fp8"),
         (
             FP8,
             Machine((9, 0), (13, 0), None),
-            r"Transformer Engine, which is not installed; pip install .*h100",
+            "Transformer Engine, .*pip install .*h100",
         ),
-        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 or newer, not 2.8.0"),
+        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 .*, not 2.8.0"),
         (
             FP8,
             AMPERE,
-            "tensorwise needs compute capability 8.9, not 8.0; no recipe works here: drop --fp8",
+            "tensorwise .* 8.9, not 8.0; .*drop --fp8",
         ),
         (
             ParallelConfig(bf16=True, fp8="hybrid", fp8_recipe="blockwise"),
             HOPPER_OLD_CUDA,
-            "needs CUDA 12.9, not 12.8; set --fp8-recipe delayed or tensorwise",
+            "CUDA 12.9, not 12.8; .*--fp8-recipe delayed or tensorwise",
         ),
         (
             ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"),
             HOPPER,
-            (
-                "mxfp8 needs compute capability 10.0, not 9.0; set --fp8-recipe delayed or"
-                " tensorwise or blockwise"
-            ),
+            "mxfp8 .* 10.0, not 9.0; .*--fp8-recipe delayed .* blockwise",
         ),
         (
             ParallelConfig(bf16=True, fp8="e4m3", fp8_recipe="mxfp8"),
@@ -135,21 +132,17 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
         (
             ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
             CPU,
-            (
-                "--transformer-impl transformer_engine needs a CUDA device, and torch sees none;"
-                " set --transformer-impl local"
-            ),
+            "--transformer-impl transformer_engine .*CUDA device.*--transformer-impl local",
         ),
         (
             ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
             Machine((7, 5), (12, 8), "2.11.0"),
-            "needs bfloat16, so compute capability 8.0, not 7.5",
+            "bfloat16, .* 8.0, not 7.5",
         ),
         (
             ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
             WITHOUT_FLASH,
-            "fused attention for packed .* from compute capability 9.0 on, not 8.9.*; install"
-            " flash-attn, or set --transformer-impl local",
+            "fused attention .* 9.0 .* 8.9.*flash-attn, .*--transformer-impl local",
         ),
     ],
 )
@@ -164,7 +157,7 @@ def test_what_cannot_work_is_one_line(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_fp8_without_a_gpu_fails_before_anything_is_built() -> None:
     assert Machine.here().capability is None
-    with pytest.raises(ValueError, match="--fp8 hybrid needs a CUDA device"):
+    with pytest.raises(ValueError, match="--fp8 hybrid .*CUDA device"):
         initialize(FP8)
     shutdown()
 
@@ -228,8 +221,8 @@ def test_without_fp8_only_sequence_parallelism_pads() -> None:
 @pytest.mark.parametrize(
     ("recipe", "tp", "message"),
     [
-        ("tensorwise", 2, r"intermediate size of a rank \(24\) to be a multiple of 16"),
-        ("mxfp8", 1, r"intermediate size of a rank \(48\) to be a multiple of 32"),
+        ("tensorwise", 2, r"intermediate size .*\(24\) .*multiple of 16"),
+        ("mxfp8", 1, r"intermediate size .*\(48\) .*multiple of 32"),
     ],
 )
 def test_widths_that_fp8_cannot_multiply_are_refused(recipe: str, tp: int, message: str) -> None:
@@ -250,7 +243,7 @@ def test_gathered_blocks_need_a_hidden_size_of_whole_blocks() -> None:
         fp8_recipe="blockwise",
     )
     check_widths({"hidden size": 896, "intermediate size": 48}, parallel)
-    with pytest.raises(ValueError, match=r"hidden size of a rank \(96\) to be a multiple of 128"):
+    with pytest.raises(ValueError, match=r"hidden size .*\(96\) .*multiple of 128"):
         check_widths({"hidden size": 96}, parallel)
 
 

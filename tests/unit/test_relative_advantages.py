@@ -134,11 +134,11 @@ def test_kl_estimators_are_unbiased():
 def test_errors():
     with pytest.raises(ValueError, match="at least 2 trajectories"):
         starpo.group_relative(torch.ones(3), torch.tensor([0, 0, 1]), normalize_std=True)
-    with pytest.raises(ValueError, match="set one of the two"):
+    with pytest.raises(ValueError, match="one of the two"):
         starpo.group_relative(torch.ones(2), torch.zeros(2), normalize_std=True, leave_one_out=True)
     with pytest.raises(ValueError, match="unknown reward normalisation"):
         starpo.normalize_rewards(torch.ones(2), torch.zeros(2), method="median")
-    with pytest.raises(ValueError, match="at least 2 sampled tokens"):
+    with pytest.raises(ValueError, match="2 sampled tokens"):
         starpo.whiten(torch.ones(2), torch.tensor([True, False]))
     with pytest.raises(ValueError, match="unknown KL estimator"):
         starpo.kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

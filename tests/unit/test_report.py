@@ -274,4 +274,4 @@ def test_returns_that_a_summary_lacks_are_one_line(
     with pytest.raises(SystemExit):
         report.main([*flags, "--return-of", "rule=0.125"])
     error = capsys.readouterr().err
-    assert "summary.json of old has no reward of bandit" in error and error.count("\n") == 1
+    assert "old has no reward of bandit" in error and error.count("\n") == 1

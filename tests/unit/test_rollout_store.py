@@ -73,7 +73,7 @@ def bits(groups: list[TrajectoryGroup]) -> list:
     return [
         (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version,
          t.terminated, t.truncated, t.rank,
-         exact(t.tokens), exact(t.loss_mask), exact(t.rollout_logprobs),
+         exact(t.tokens[:]), exact(t.loss_mask[:]), exact(t.rollout_logprobs[:]),
          [(turn.start, turn.end, exact(turn.reward), exact(turn.info)) for turn in t.turns])
         for group in groups
         for t in group.trajectories

@@ -118,7 +118,7 @@ def test_what_is_not_ours_stays(output: Path, content: str) -> None:
 def test_a_finished_run_says_what_to_do(output: Path) -> None:
     directory = begin(settings(output, "--name", "a"), "summary.json")
     before = (directory / "config.json").read_bytes()
-    with pytest.raises(Finished, match="has done its 200 steps.*raise --num-steps to train on"):
+    with pytest.raises(Finished, match="200 steps.*raise --num-steps"):
         check_finished(settings(output, "--name", "a", "--resume", "--keep-last", "3"))
     with pytest.raises(ValueError, match="lr would change nothing") as refused:
         check_finished(settings(output, "--name", "a", "--resume", "--lr", "1"))
@@ -144,12 +144,12 @@ def test_a_damaged_config_is_named(output: Path, content: str) -> None:
 
 
 def test_a_place_that_makes_its_directories_itself() -> None:
-    with pytest.raises(ValueError, match=r"/proc/x cannot be made \(No such .*another --output"):
+    with pytest.raises(ValueError, match="/proc/x cannot be made .*--output"):
         lock_run(Path("/proc/x/run"))
 
 
 def test_a_place_that_cannot_be_written_to(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output.mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: False)  # as for root on a read-only disk
-    with pytest.raises(ValueError, match=f"{output} cannot be written to .*another --output"):
+    with pytest.raises(ValueError, match=f"{output} cannot be written .*--output"):
         check_directory(output / "a" / "b", resume=False, overwrite=False)

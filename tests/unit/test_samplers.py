@@ -425,7 +425,7 @@ def test_messages_keep_their_order_whatever_their_size() -> None:
             " --max-sampling-rounds 2 --filter-strategy top_fraction",
             "carry_over 0.5 does not go with max_sampling_rounds 2",
         ),
-        (f"{SEPARATE} --carry-over-cache keep", "carry_over_cache keep does nothing without"),
+        (f"{SEPARATE} --carry-over-cache keep", "carry_over_cache does nothing without"),
     ],
 )
 def test_settings_that_cannot_work_are_one_line(flags: str, message: str) -> None:

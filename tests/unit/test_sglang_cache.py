@@ -24,8 +24,8 @@ def test_a_small_cache_is_no_secret(tmp_path: Path) -> None:
         check_cache(8192, settings)
     with pytest.warns(
         UserWarning,
-        match="memory for 5000 tokens of key-value cache and was asked for 8192; lower --kv-cache",
+        match="5000 tokens .* 8192; lower --kv-cache",
     ):
         check_cache(5000, settings)
-    with pytest.raises(EngineError, match="memory for 399 tokens .* a trajectory has up to 400"):
+    with pytest.raises(EngineError, match="399 tokens .* up to 400"):
         check_cache(399, settings)

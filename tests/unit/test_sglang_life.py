@@ -191,7 +191,7 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
         assert asked(engine) == WAKE
         engine.load_weights(shards())
         assert asked(engine) == SEND
-        with pytest.raises(RuntimeError, match="is loaded and must be started"):
+        with pytest.raises(RuntimeError, match="loaded and must be started"):
             generate(engine)
         for expected in (START, []):
             engine.start()
@@ -199,7 +199,7 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
             assert asked(engine) == expected + GENERATE
         engine.pause()
         assert asked(engine) == FREE
-        with pytest.raises(RuntimeError, match="is awake and must be started"):
+        with pytest.raises(RuntimeError, match="awake and must be started"):
             generate(engine)
         engine.load_weights(shards(), again=True)
         assert asked(engine) == WAKE + SEND
@@ -225,9 +225,7 @@ def test_a_server_that_keeps_its_memory_asleep_is_an_error(
     monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
     with contextlib.ExitStack() as stack:
         if not frees:
-            stack.enter_context(
-                pytest.raises(EngineError, match="must give its memory back, .* and 0 more are")
-            )
+            stack.enter_context(pytest.raises(EngineError, match="give its memory back, .* 0 more"))
         with engine.awake():
             engine.load_weights(shards())
     if frees:  # later another program may take what the server gives back
@@ -452,16 +450,16 @@ def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLang
 
     with engine.awake():
         (directory / "refuse").touch()
-        with pytest.raises(EngineError, match="rank 0 .* did not take the weights .*no room"):
+        with pytest.raises(EngineError, match="rank 0 .* the weights .*no room"):
             engine.load_weights(stream())
         assert len(taken) == len(dict(shards()))
-        with pytest.raises(RuntimeError, match="is awake and must be loaded"):
+        with pytest.raises(RuntimeError, match="awake and must be loaded"):
             engine.start()
         (directory / "refuse").unlink()
         (directory / "broken").touch()
         kill(engine)
         taken.clear()
-        with pytest.raises(ServerFailed, match="lost 3 times without a completion"):
+        with pytest.raises(ServerFailed, match="lost 3 times"):
             engine.load_weights(stream())
         assert len(taken) == len(dict(shards()))
 
@@ -486,9 +484,7 @@ def test_full_shared_memory_is_named_and_the_stream_ends(
     num_bytes = sum(tensor.nbytes for _, tensor in shards())
     monkeypatch.setattr(os, "posix_fallocate", full_after(2))
     with engine.awake():
-        named = (
-            rf"/dev/shm has no room .* hold {num_bytes} bytes .*--shm-size.*--weight-transfer ipc"
-        )
+        named = f"/dev/shm has no room .*{num_bytes} bytes .*--shm-size.*--weight-transfer ipc"
         with pytest.raises(EngineError, match=named):
             engine.load_weights(weights)
         assert next(weights, None) is None
@@ -512,7 +508,7 @@ def test_full_shared_memory_ends_all_ranks_of_a_server(num_files: int) -> None:
         weights = cut_stream(
             Qwen2ForCausalLM(CONFIG).state_dict().items(), CONFIG, *EngineShard(index, 2)
         )
-        with pytest.raises(EngineError, match="/dev/shm has no room for the weights"):
+        with pytest.raises(EngineError, match="/dev/shm has no room"):
             for _ in transfer.receive(weights):
                 continue
         assert next(weights, None) is None

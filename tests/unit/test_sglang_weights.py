@@ -125,10 +125,10 @@ def test_the_old_weights_go_when_new_ones_come(
             lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
             "missing: model.norm.weight",
         ),
-        (lambda w: w | {"wte": torch.zeros(1)}, "weight 'wte' came with shape"),
+        (lambda w: w | {"wte": torch.zeros(1)}, "'wte' came with shape"),
         (
             lambda w: w | {"model.norm.weight": torch.zeros(16)},
-            r"came with shape \[16\], .*, this one with \[32\]",
+            r"shape \[16\], .* \[32\]",
         ),
     ],
 )
@@ -142,9 +142,9 @@ def test_what_is_refused(
 
 def test_a_name_twice_is_refused(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> None:
     first = next(iter(weights.items()))
-    with pytest.raises(ValueError, match="takes each of its 16 weights once"):
+    with pytest.raises(ValueError, match="its 16 weights once"):
         list(transfer.receive([*weights.items(), first]))
-    with pytest.raises(ValueError, match="takes each of its 16 weights once"):
+    with pytest.raises(ValueError, match="its 16 weights once"):
         list(transfer.receive([("model.norm.weight", weights["model.norm.weight"])] * 2))
 
 
@@ -197,7 +197,7 @@ def test_the_loader_reports_what_it_cannot_take(
     for changed, message in (
         (
             shapes | {"model.norm.weight": torch.Size([16])},
-            "SGLang holds model.norm.weight as [16] torch.float32 and got [32]",
+            "model.norm.weight as [16] torch.float32",
         ),
         (shapes | {"model.extra": torch.Size([3])}, "missing: model.extra"),
         (
@@ -218,10 +218,7 @@ def test_a_flipped_bit_is_noticed(transfer: FileTransfer, weights: dict[str, tor
     errors = reports_of_loading(
         transfer, Holder({name: tensor.shape for name, tensor in weights.items()})
     )
-    assert (
-        errors[:-1] == [None] * (len(errors) - 1)
-        and "must hold the bits that were sent" in errors[-1]
-    )
+    assert errors[:-1] == [None] * (len(errors) - 1) and "the bits that were sent" in errors[-1]
 
 
 def test_two_shared_buffers_are_filled_in_turns(weights: dict[str, torch.Tensor]) -> None:
@@ -258,7 +255,7 @@ def test_a_buffer_that_changes_too_early_is_noticed(weights: dict[str, torch.Ten
     next(messages)
     weight_loader.load(Holder({name: tensor.shape for name, tensor in weights.items()}), late)
     report = weight_loader.report_of(file).read_text()
-    assert "must hold the bits that were sent, and all of a bucket that has changed since" in report
+    assert "all of a bucket that has changed" in report
     transfer.close()
 
 
@@ -429,7 +426,7 @@ def test_an_answer_that_says_no_is_an_error_whatever_its_status(
     ("report", "message"),
     [
         (None, "did not read its weights"),
-        ("no room", "rank 0 of the SGLang server did not .*no room"),
+        ("no room", "rank 0 of the SGLang server .*no room"),
     ],
 )
 def test_a_server_that_says_yes_is_not_believed(

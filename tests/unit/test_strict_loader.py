@@ -265,7 +265,7 @@ def test_numbers_that_are_none_are_refused_when_they_are_read(value: float, tmp_
         lambda: load_weights(model, open_model(start)),
         lambda: convert(start, tmp_path / "target"),
     ):
-        with pytest.raises(ValueError, match=f"{K_PROJ}.* holds NaN or infinite numbers"):
+        with pytest.raises(ValueError, match=f"{K_PROJ}.* NaN or infinite"):
             use()
     assert not (tmp_path / "target").exists()
 
@@ -414,5 +414,5 @@ def test_a_critic_may_start_from_a_policy_and_a_policy_not_from_a_critic(tmp_pat
     with pytest.raises(ValueError, match="lacks lm_head.weight"):
         open_model(critic)
     edit_config(rms_norm_eps=1e-3)(critic)
-    with pytest.raises(ValueError, match="must hold a model of the policy's shape"):
+    with pytest.raises(ValueError, match="policy's shape"):
         open_model(critic, hf, is_critic=True)

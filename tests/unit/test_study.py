@@ -75,15 +75,15 @@ def tiny(tmp_path: Path) -> Path:
         ('better = "high"', 'better = "higher"', "names no arm: higher"),
         ("[small]", "[small", "no TOML"),
         ('recipe = "bandit"', "", "has no recipe"),
-        ('name = "low"', "name = 1", "an arm has name = 1; it takes a string"),
+        ('name = "low"', "name = 1", "an arm has name = 1; .*string"),
         (
             '"--lr 1e-4"',
             '["--lr", "1e-4"]',
-            r"an arm has flags = \['--lr', '1e-4'\]; it takes a str",
+            r"arm has flags = \['--lr', '1e-4'\]",
         ),
-        ('"--lr 1e-4"', '"--lr \'1e-4"', r"""flags "--lr '1e-4" cannot be split: No closing"""),
-        ('title = "Tiny"', 'title = "Tiny"\nmetrics = "a"', "has metrics = 'a'; it takes at least"),
-        ('title = "Tiny"', 'title = "Tiny"\npaper = 1', "a study has paper = 1; it takes a table"),
+        ('"--lr 1e-4"', '"--lr \'1e-4"', r"""flags "--lr '1e-4" cannot be split"""),
+        ('title = "Tiny"', 'title = "Tiny"\nmetrics = "a"', "has metrics = 'a'"),
+        ('title = "Tiny"', 'title = "Tiny"\npaper = 1', "study has paper = 1; .*table"),
         ('set = "bandit"', 'set = ["bandit"]', "a claim has set = "),
     ],
 )
@@ -98,8 +98,8 @@ def test_wrong_files_are_one_line(tiny: Path, old: str, new: str, said: str) -> 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("arms = []", r"has arms = \[\]; it takes at least one table"),
-        ("arms = [1]", r"has arms = \[1\]; it takes at least one table"),
+        ("arms = []", r"arms = \[\]; .*at least one"),
+        ("arms = [1]", r"arms = \[1\]; .*table"),
     ],
 )
 def test_wrong_tables_are_one_line(tmp_path: Path, lines: str, said: str) -> None:
@@ -298,7 +298,7 @@ def test_optimizer_steps_are_those_that_training_takes(flags: str, kept: int | N
     words = "--recipe none --num-groups 6 --group-size 8 --minibatch-size 4 --updates-per-rollout 2"
     config = parse([*words.split(), *flags.split()])
     if kept is None:
-        with pytest.raises(ValueError, match="top_p_softmax decides by what is played"):
+        with pytest.raises(ValueError, match="top_p_softmax decides"):
             study_runs.optimizer_steps(config)
     else:
         drawn = minibatch_ids(kept * 8, 4, 2, torch.Generator())
@@ -316,7 +316,7 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
         study_runs.claim_folder(folder, study, "none", mixed=False)
     assert study_runs.claim_folder(folder, study, "none", mixed=True) is True
     assert study_runs.claim_folder(folder, study, "none", mixed=False) is True  # it stays said
-    with pytest.raises(ValueError, match=r"other match \(none, not steps\)"):
+    with pytest.raises(ValueError, match=r"match \(none, not steps\)"):
         study_runs.claim_folder(folder, study, "steps", mixed=False)
     with pytest.raises(ValueError, match="other ranks"):
         study_runs.claim_folder(folder, study, "none", mixed=False, ranks=2)
@@ -435,7 +435,7 @@ def test_a_report_leaves_the_record_as_it_is(
         found = report_on(tiny, tmp_path, *flags)
         assert found["study"]["flags"] == [*run.flags] and not found["is_mixed"]
     for flags, said in (
-        (("--match", "steps"), "other match (tokens, not steps); give the --preset, --match"),
+        (("--match", "steps"), "match (tokens, not steps); "),
         (("--flags", "--lr-warmup 2"), "--lr-warmup 2)"),
     ):
         with pytest.raises(SystemExit) as left:
@@ -453,7 +453,7 @@ def test_a_preset_is_not_reported_as_another(
     finish(tmp_path / "runs" / "low-seed0")
     with pytest.raises(SystemExit):
         report_on(two_presets, tmp_path, preset="paper")
-    assert "other study preset (small, not paper); give the --preset" in capsys.readouterr().err
+    assert "preset (small, not paper); give the --preset" in capsys.readouterr().err
 
 
 def test_other_numbers_of_prompts_are_one_line(
@@ -467,7 +467,7 @@ def test_other_numbers_of_prompts_are_one_line(
     write_json(path, summary)
     with pytest.raises(SystemExit):
         report_on(two_presets, tmp_path)
-    assert "of bandit high-seed1 has 2 and" in capsys.readouterr().err
+    assert "bandit high-seed1 has 2" in capsys.readouterr().err
     assert not (tmp_path / "reports").exists()
 
 
@@ -545,7 +545,7 @@ def test_ranks_that_do_not_fit_are_refused_before_anything_runs(
         tool.main(words)
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1 and not runs.exists()
-    assert "arm fresh: rollout_ranks (1) must leave a rank that trains" in error
+    assert "arm fresh: rollout_ranks (1)" in error
     tool.main([*words, "--ranks", "2"])
     assert len(lines.read_text().splitlines()) == 21
 
@@ -750,8 +750,8 @@ def test_the_price_of_a_study_counts_its_runs(
     ("flags", "said"),
     [
         ([], "add --hardware"),
-        (["--hardware", "H9"], "--hardware must be one of"),
-        (["--hardware", "H100"], "the size of the model is not known"),
+        (["--hardware", "H9"], "--hardware must be"),
+        (["--hardware", "H100"], "size of the model"),
     ],
 )
 def test_a_price_is_refused_in_one_line(

@@ -30,6 +30,7 @@ from ragen_mega.algorithm.tables import (
 from ragen_mega.config import AdvantageConfig, FilterConfig, LoggingConfig, StarPOConfig, parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
+from ragen_mega.run.check import check_environments
 
 SHIPPED = {
     ESTIMATORS: "gae bilevel_gae grpo dr_grpo rloo reinforce_plus_plus",
@@ -135,7 +136,7 @@ def test_help_lists_what_ships(capsys):
 )
 def test_bad_names_are_one_line(flags, message):
     with pytest.raises(ValueError, match=message) as caught:
-        parse(list(flags))
+        check_environments(parse(list(flags)).environment)
     assert "\n" not in str(caught.value)
 
 

@@ -131,7 +131,7 @@ def test_an_own_parser_reads_what_follows_the_thought() -> None:
         def parse(self, text):
             return [text, 3]
 
-    with pytest.raises(TypeError, match="parse must return a step or a list of them"):
+    with pytest.raises(TypeError, match="parse must return"):
         play(Odd(), "</think>x")
 
 
@@ -173,7 +173,7 @@ def test_limits_are_the_environments_unless_a_flag_sets_them() -> None:
     assert Episode(Walk(), EpisodeConfig()).budget.max_actions == 300
     assert Episode(Walk(), EpisodeConfig(max_actions=7)).budget.max_actions == 7
     Walk.max_turns = 0
-    with pytest.raises(ValueError, match="max_turns must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_turns .* 1, not 0"):
         Episode(Walk(), EpisodeConfig())
 
 
@@ -246,30 +246,30 @@ def test_the_policy_sees_what_the_chat_template_makes_of_tools_and_results() -> 
     assert tokenizer.decode(tokens) == expected
     assert expected.count("<tool_response>") == 3 and expected.count("<|im_start|>user") == 3
     tokenizer.chat_template = TEMPLATE.replace("tools", "nothing")
-    with pytest.raises(ValueError, match="leaves out the environment's tools"):
+    with pytest.raises(ValueError, match="leaves out .*tools"):
         ChatRenderer(tokenizer, think=False).start(messages, SCHEMAS)
     tokenizer.chat_template = (
         "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
         + TEMPLATE
     )
-    with pytest.raises(ValueError, match="does not take messages with the roles .*tool: no tools"):
+    with pytest.raises(ValueError, match="roles .*tool: no tools"):
         ChatRenderer(tokenizer, think=False).observe([Message("tool", "x")], True)
 
 
 @pytest.mark.parametrize(
     ("observation", "message"),
     [
-        (None, "must be text .str. or messages"),
-        ([], "must be text .str. or messages"),
-        ([("oracle", "hi")], "one of the roles system, user, tool, assistant, not 'oracle'"),
+        (None, "must be text"),
+        ([], "must be text"),
+        ([("oracle", "hi")], "roles .*assistant, not 'oracle'"),
         ([("user", None)], "must be text"),
         ("x" * 1_000_001, "has 1000001 characters"),
         ([("user", "x" * 1_000_001)], "has 1000001 characters"),
         ("\ud800", "surrogates not allowed"),
         (7, "must be text"),
-        ([7], "must be text .str. or messages"),
-        (("Begin.", {}), "must be text .str. or messages .*, not .'Begin.', {}.; convert it"),
-        (["hi"], "must be text .str. or messages"),
+        ([7], "must be text"),
+        (("Begin.", {}), "must be text .*, not .'Begin.', {}.; convert"),
+        (["hi"], "must be text"),
     ],
 )
 def test_observations_of_the_wrong_kind(observation: object, message: str) -> None:

@@ -959,28 +959,28 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--hardware", "H9000"), "--hardware must be one of A100, H100"),
+        (("--hardware", "H9000"), "--hardware must be one of A100"),
         (("--hardware", "missing.json"), "missing.json"),
-        (("--num-gpus", "0"), "--num-gpus must be positive and finite, not 0"),
-        (("--dollars-per-gpu-hour", "-1"), "must be positive and finite, not -1"),
-        (("--response-tokens", "nan"), "must be positive and finite, not nan"),
-        (("--environment-seconds", "-1"), "must be at least 0 and finite, not -1"),
+        (("--num-gpus", "0"), "--num-gpus must be .*, not 0"),
+        (("--dollars-per-gpu-hour", "-1"), "--dollars-per-gpu-hour must be .*, not -1"),
+        (("--response-tokens", "nan"), "--response-tokens must be .*, not nan"),
+        (("--environment-seconds", "-1"), "--environment-seconds must be .*, not -1"),
         (
             ("--num-gpus", "32", "--response-tokens", "5000"),
-            "--response-tokens (5000) must not be above --max-response-length (400), which",
+            r"--response-tokens \(5000\) .*--max-response-length \(400\)",
         ),
-        (("--validate", "--bf16"), "--validate and --calibrate take no flags of training: --bf16;"),
+        (("--validate", "--bf16"), "--validate .*no flags of training: --bf16"),
         (
             ("--tensor-model-parallel-size", "3", "--num-gpus", "32"),
-            "tensor_model_parallel_size (3) x pipeline_model_parallel_size (1) must divide",
+            r"tensor_model_parallel_size \(3\) x .* must divide",
         ),
         (
             ("--rollout-tensor-parallel-size", "3", "--num-gpus", "3"),
-            "rollout_tensor_parallel_size (3) must divide the model's attention heads (64)",
+            r"rollout_tensor_parallel_size \(3\) .*attention heads \(64\)",
         ),
         (
             ("--hardware", "A100", "--bf16", "--fp8", "hybrid", "--rollout-engine", "sglang"),
-            "need a GPU that computes in FP8, and --hardware A100 does not; drop them",
+            "FP8, and --hardware A100 .*drop",
         ),
     ],
 )
@@ -988,7 +988,7 @@ def test_bad_input(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = run_plan(capsys, "--model", "Qwen2.5-72B", *flags)
-    assert code == 2 and message in said and said.count("\n") == 1
+    assert code == 2 and re.search(message, said) and said.count("\n") == 1
 
 
 def test_advice_fits_with_what_is_shared() -> None:
@@ -1060,9 +1060,9 @@ def test_what_is_played_fits_the_context(flags: str, turns: int, length: float) 
 @pytest.mark.parametrize(
     ("flag", "file", "said"),
     [
-        ("--calibrate", "nowhere/machine.json", "must be a file in an existing folder"),
-        ("--calibrate", "machine", "must end in .json, by which --hardware tells a file"),
-        ("--plot", "nowhere/step.svg", "must be a file in an existing folder"),
+        ("--calibrate", "nowhere/machine.json", "existing folder"),
+        ("--calibrate", "machine", "must end in .json"),
+        ("--plot", "nowhere/step.svg", "existing folder"),
     ],
 )
 def test_nothing_is_measured_for_a_file_that_cannot_be_used(
@@ -1101,13 +1101,13 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
     row = content["training"][0]
     nameless = {name: value for name, value in row.items() if name != "id"}
     for wrong, said in (
-        (json.dumps(content | {"training": [nameless]}), "row 1 of training has not: it must have"),
+        (json.dumps(content | {"training": [nameless]}), "row 1 of training has not"),
         (json.dumps(content | {"decode": [nameless | {"unpredicted": "why"}]}), "and lacks id"),
         (
             json.dumps(content | {"models": {"A": {"layers": 2}}}),
-            "model A has not: it must have no",
+            "model A has not",
         ),
-        ('{"models": ', "the file has not: Expecting value"),
+        ('{"models": ', "Expecting value"),
     ):
         path.write_text(wrong)
         code, text = run_plan(capsys, "--validate", str(path))
@@ -1118,52 +1118,52 @@ def test_rows_of_others_judge_and_bad_ones_are_refused(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cut": {"dp": 8}}, "cut.dp fills the GPUs of the row and must not be given; drop it"),
-        ({"cut": {"sp": 1}}, "cut must have no entry but tp, pp, cp,"),
-        ({"cut": {"tp": 5}}, "gpus (16) must be a multiple of the 5 of its cut"),
-        ({"cut": {"tp": 0}}, "cut.tp must be a whole number from 1, not 0"),
-        ({"cut": {"fp8": 1}}, "cut.fp8 must be true or false, not 1"),
-        ({"cut": {"recompute": "selectve"}}, "cut.recompute must be one of none, attention, "),
-        ({"tunned": False}, "a row must have no entry but id, model,"),
-        ({"batch": 1000}, "or a rank would have 62.5 microbatches"),
-        ({"gpus": "16"}, "gpus must be a whole number from 1, not '16'"),
-        ({"model": "none"}, "model must be one of Llama-1B, Llama-8B"),
+        ({"cut": {"dp": 8}}, "cut.dp .* drop it"),
+        ({"cut": {"sp": 1}}, "cut must have no entry but"),
+        ({"cut": {"tp": 5}}, r"gpus \(16\) must be a multiple of"),
+        ({"cut": {"tp": 0}}, "cut.tp must be .*, not 0"),
+        ({"cut": {"fp8": 1}}, "cut.fp8 must be .*, not 1"),
+        ({"cut": {"recompute": "selectve"}}, "cut.recompute must be one of none"),
+        ({"tunned": False}, "row must have no entry but"),
+        ({"batch": 1000}, "62.5 microbatches"),
+        ({"gpus": "16"}, "gpus must be .*, not '16'"),
+        ({"model": "none"}, "model must be one of Llama"),
         ({"hardware": "H9000"}, "--hardware must be one of A100"),
-        ({"measured": [1]}, "measured must be an object, not [1]"),
-        ({"measured": {"tflop": 3}}, "measured must have no entry but tokens_per_second, tflops"),
-        ({"measured": {"tflops": math.nan}}, "measured.tflops must be a positive finite number"),
-        ({"measured": {"tflops": -3}}, "measured.tflops must be a positive finite number, not -3"),
-        ({"rollout_gpus": 8}, "a row must have no entry but id, model,"),
+        ({"measured": [1]}, r"measured must be .*, not \[1\]"),
+        ({"measured": {"tflop": 3}}, "measured must have no entry but"),
+        ({"measured": {"tflops": math.nan}}, "measured.tflops .* finite"),
+        ({"measured": {"tflops": -3}}, "measured.tflops .* positive .*, not -3"),
+        ({"rollout_gpus": 8}, "row must have no entry but"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_named(change: dict, said: str, tmp_path: Path) -> None:
     content, path = json.loads(validation.ROWS.read_text()), tmp_path / "rows.json"
     row = content["training"][0] | change
     path.write_text(json.dumps(content | {"training": [row]}))
-    with pytest.raises(ValueError, match=r"row 1 of training has not: ") as error:
+    with pytest.raises(ValueError, match="row 1 of training ") as error:
         validation.read_points(path)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert re.search(said, str(error.value)) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rollout_gpus": 0}, "rollout_gpus must be a whole number from 1, not 0"),
-        ({"rollout_gpus": 16}, "gpus (16) without rollout_gpus (16) must be a multiple of the 2"),
-        ({"rollout_gpus": 7}, "gpus (16) without rollout_gpus (7) must be a multiple of the 2"),
-        ({"staleness": 1}, "staleness does nothing without rollout_gpus; give both or none"),
-        ({"engine_fp8": 1}, "engine_fp8 must be true or false, not 1"),
-        ({"engine_ep": 2}, "engine_ep must divide engine_tp"),
-        ({"padding": -0.5}, "padding must be a finite number from 0, not -0.5"),
-        ({"placement": "separate"}, "a row must have no entry but id, model,"),
+        ({"rollout_gpus": 0}, "rollout_gpus must be .*, not 0"),
+        ({"rollout_gpus": 16}, r"without rollout_gpus \(16\) .*multiple of the 2"),
+        ({"rollout_gpus": 7}, r"without rollout_gpus \(7\) .*multiple of the 2"),
+        ({"staleness": 1}, "staleness .* rollout_gpus; give both"),
+        ({"engine_fp8": 1}, "engine_fp8 must be .*, not 1"),
+        ({"engine_ep": 2}, "engine_ep must divide"),
+        ({"padding": -0.5}, "padding must be .*, not -0.5"),
+        ({"placement": "separate"}, "row must have no entry but"),
     ],
 )
 def test_a_split_that_cannot_be_is_named(change: dict, said: str, tmp_path: Path) -> None:
     content, path = json.loads(validation.ROWS.read_text()), tmp_path / "rows.json"
     path.write_text(json.dumps(content | {"rl": [content["rl"][0] | change]}))
-    with pytest.raises(ValueError, match=r"row 16a of rl has not: ") as error:
+    with pytest.raises(ValueError, match="row 16a of rl ") as error:
         validation.read_points(path)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert re.search(said, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_a_row_may_name_a_file_of_hardware(tmp_path: Path) -> None:
@@ -1221,5 +1221,5 @@ def test_hardware_that_cannot_be_is_refused(
 
 
 def test_constants_out_of_their_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="constant product must be from 0.1 to 0.95, not 2"):
+    with pytest.raises(ValueError, match="constant product must be .*, not 2"):
         Constants(product=2.0)

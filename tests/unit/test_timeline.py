@@ -48,7 +48,7 @@ def test_what_is_timed_is_on_the_timeline_and_what_is_not_counted_costs_no_metri
     with timers.timed("rollout"), timers.timed("sync"):
         pass
     timers.close_step(metrics)
-    with timers.uncounted("evaluation"), timers.timed("handover"):
+    with timers.timeline_only("evaluation"), timers.timed("handover"):
         pass
     spans = timers.take_spans()
     assert [name for name, _, _ in spans] == ["sync", "rollout", "handover", "evaluation"]

@@ -147,9 +147,9 @@ class Array(Plain):
     ("kind", "why"),
     [
         ("Plain", None),
-        ("Slow", r"render\(\) is called where the class declares is_instant = True"),
+        ("Slow", "declares is_instant = True"),
         ("Broken", r"KeyError: 'picture' \(in render, .*test_traces.py:\d+\)"),
-        ("Array", r"TypeError: render must return text or SVG \(str\), not \[\[0, 255\]\]"),
+        ("Array", r"TypeError: render must return .*\[\[0, 255\]\]"),
     ],
 )
 def test_why_there_is_no_picture_is_said_once(tmp_path: Path, kind: str, why: str | None) -> None:
@@ -158,7 +158,7 @@ def test_why_there_is_no_picture_is_said_once(tmp_path: Path, kind: str, why: st
     for step in range(2):
         writer.write_step(step, [TrajectoryGroup(0, [Trajectory(0, name), Trajectory(0, name)])])
     assert len(said) == (why is not None)
-    assert not said or re.search(f"pictures of {name} are missing in the viewer: {why}", said[0])
+    assert not said or re.search(f"pictures of {name} .*{why}", said[0])
 
 
 def test_equal_seeds_give_one_board_and_other_seeds_others() -> None:

@@ -349,7 +349,7 @@ def test_splits_are_ragens() -> None:
     assert splits.test == tuple(goals[:500])
     assert splits.validation == tuple(goals[500:1500])
     assert splits.train == tuple(goals[1500:])
-    with pytest.raises(ValueError, match="more than 1500 goals.*has 1500"):
+    with pytest.raises(ValueError, match="1500 goals.*has 1500"):
         split_goals(goals[:1500])
 
 
@@ -587,20 +587,20 @@ def test_what_people_asked_for(tmp_path: Path) -> None:
     ("items", "about", "message"),
     [
         ([{k: v for k, v in ITEM.items() if k != "name"}], {},
-         "items_shuffle_1000.json, product 0: name must be a text, not None"),
-        ([ITEM | {"pricing": "cheap"}], {}, "product 0: pricing must be"),
-        ([ITEM | {"pricing": "$ten"}], {}, "product 0: pricing must be"),
-        ([ITEM | {"customization_options": [1]}], {}, "customization_options must be an object"),
-        ([ITEM], {"B07XYZ1234": {"instruction": "it"}}, "B07XYZ1234: instruction_attributes must"),
-        (["mug"], {}, "product 0: asin must be a text"),
-        ([ITEM | {"full_description": ["a mug"]}], {}, "0: full_description must be a text"),
-        ([ITEM | {"customization_options": {"Color": 3}}], {}, "options of Color must be a list"),
-        ([ITEM], {"B07XYZ1234": None}, "_v2_1000.json, B07XYZ1234: the entry must be an object"),
-        ([ITEM], {"B07XYZ1234": {"attributes": None}}, "B07XYZ1234: attributes must be a list"),
+         "items_shuffle_1000.json, product 0: name .*None"),
+        ([ITEM | {"pricing": "cheap"}], {}, "product 0: pricing"),
+        ([ITEM | {"pricing": "$ten"}], {}, "product 0: pricing"),
+        ([ITEM | {"customization_options": [1]}], {}, "customization_options must be"),
+        ([ITEM], {"B07XYZ1234": {"instruction": "it"}}, "B07XYZ1234: instruction_attributes"),
+        (["mug"], {}, "product 0: asin"),
+        ([ITEM | {"full_description": ["a mug"]}], {}, "product 0: full_description"),
+        ([ITEM | {"customization_options": {"Color": 3}}], {}, "options of Color must be"),
+        ([ITEM], {"B07XYZ1234": None}, "_v2_1000.json, B07XYZ1234: the entry"),
+        ([ITEM], {"B07XYZ1234": {"attributes": None}}, "B07XYZ1234: attributes"),
         ([ITEM], {"B07XYZ1234": ABOUT | {"instruction_attributes": "stone"}},
-         "instruction_attributes must be a list of texts, not 'stone'"),
-        ({"B07XYZ1234": ITEM}, {}, "items_shuffle_1000.json must hold a list"),
-        ([ITEM], [ABOUT], "items_ins_v2_1000.json must hold an object"),
+         "instruction_attributes must be .*, not 'stone'"),
+        ({"B07XYZ1234": ITEM}, {}, "items_shuffle_1000.json must hold"),
+        ([ITEM], [ABOUT], "items_ins_v2_1000.json must hold"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_file_is_named(
@@ -614,10 +614,10 @@ def test_a_mistake_in_a_file_is_named(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (None, "the entry must be a list, not None"),
-        (["a mug"], "a request must be an object, not 'a mug'"),
-        ([{"instruction_options": "red"}], "instruction_options must be a list of texts"),
-        ([{"instruction_options": [1]}], "instruction_options must be a list of texts"),
+        (None, "the entry .*None"),
+        (["a mug"], "a request .*'a mug'"),
+        ([{"instruction_options": "red"}], "instruction_options must be"),
+        ([{"instruction_options": [1]}], "instruction_options must be"),
     ],
 )
 def test_a_mistake_in_what_people_asked_for_is_named(
@@ -640,5 +640,5 @@ def test_a_file_that_is_not_there_or_cut_off_is_named(tmp_path: Path) -> None:
         WebShop(goals="human")
     for cut in ('[{"asin": "B1"', ""):
         (tmp_path / "items_shuffle_1000.json").write_text(cut)
-        with pytest.raises(ValueError, match="items_shuffle_1000.json is not whole JSON"):
+        with pytest.raises(ValueError, match="items_shuffle_1000.json .* JSON"):
             WebShop(data=str(tmp_path))

@@ -82,13 +82,13 @@ COLUMNS = {
 
 
 def median_time(device: str, work: Callable[[], object], repetitions: int) -> float:
-    """Milliseconds of a job that leaves its state as it found it."""
+    """Return the milliseconds of a job that leaves its state as it found it."""
     job = {"": lambda: milliseconds_of(work, device)}
     return statistics.median(interleave(job, repetitions, warmups=WARMUPS)[""])
 
 
 def copy_bandwidth(device: str, repetitions: int) -> float:
-    """Bytes per second of a device copy, read plus write."""
+    """Return the bytes per second of a device copy, read plus write."""
     num_bytes = CPU_COPY_BYTES if device == "cpu" else long_copy_bytes()
     source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -97,8 +97,8 @@ def copy_bandwidth(device: str, repetitions: int) -> float:
 
 
 def gemm_milliseconds(device: str, shape: tuple[int, int, int], repetitions: int) -> float:
-    """The three GEMMs of an LM head, back to back: logits, d_hidden, and d_weight accumulated in
-    float32.
+    """Return the three GEMMs of an LM head, back to back: logits, d_hidden, and d_weight
+    accumulated in float32.
     """
     num_rows, vocab, width = shape
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -116,7 +116,7 @@ def gemm_milliseconds(device: str, shape: tuple[int, int, int], repetitions: int
 
 
 def first_call(provider: Provider, inputs: Any, device: str) -> dict[str, float | None]:
-    """The checks before any timing: seconds with compilation, peak extra memory and error."""
+    """Check before any timing: seconds with compilation, peak extra memory and error."""
     seconds = seconds_of(lambda: provider.run(provider.prepare(inputs)))
     state, is_cuda = provider.prepare(inputs), device == "cuda"
     if is_cuda:
@@ -134,7 +134,7 @@ def run_case(
     """Check every implementation once, then time them in turns: medians, quantiles and rates."""
     device = arguments.device
     sets = [case.make_inputs(seed) for seed in range(arguments.input_sets)]
-    checks = {one.name: first_call(one, sets[0], device) for one in case.providers}
+    checks = {provider.name: first_call(provider, sets[0], device) for provider in case.providers}
 
     def job(provider: Provider) -> Callable[[], float]:
         rotation = itertools.cycle(sets)
@@ -145,7 +145,7 @@ def run_case(
 
         return turn
 
-    jobs = {one.name: job(one) for one in case.providers}
+    jobs = {provider.name: job(provider) for provider in case.providers}
     readings = interleave(jobs, arguments.repetitions, warmups=WARMUPS)
     for provider in case.providers:
         ordered = sorted(readings[provider.name])
@@ -167,7 +167,9 @@ def run_case(
 
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Those that --cases names, by default all. Raises ValueError for a word that names none."""
+    """Select the cases that --cases names, by default all. Raises ValueError for a word that names
+    none.
+    """
     device = arguments.device
     compiled = None if arguments.no_compile else torch.compile
     sizes = "cpu" if arguments.small else device
@@ -187,7 +189,9 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def by_turns(cases: Sequence[Case]) -> list[Case]:
-    """First one shape of every job, then a second one, so that a budget leaves no job out."""
+    """Order the jobs: first one shape of every job, then a second one, so that a budget leaves no
+    job out.
+    """
     seen = Counter[str]()
     turns = []
     for case in cases:
@@ -237,7 +241,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def name_of(case: Case) -> str:
-    """Job and shape."""
+    """Return the job and shape."""
     return f"{case.name} {shape_of(case.shape)}"
 
 
@@ -247,7 +251,7 @@ def shape_of(shape: Mapping[str, float]) -> str:
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         (
             row["case"],
@@ -275,7 +279,7 @@ def tables(report: Mapping[str, Any]) -> str:
 
 
 def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Job -> shape and implementation -> what is plotted: 20 % quantile, median, 80 % quantile."""
+    """Return a map: job -> shape and implementation -> plotted quantiles: 20 %, median, 80 %."""
     drawn: dict[str, dict[str, list[float]]] = {}
     for row in results:
         name = f"{shape_of(row['shape'])}  {row['provider']}"
@@ -285,7 +289,7 @@ def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float
 
 
 def count_instructions(arguments: argparse.Namespace) -> int:
-    """Compile every kernel, publish what it uses; returns the exit code."""
+    """Compile every kernel and publish its resources; returns the exit code."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError(
             "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"

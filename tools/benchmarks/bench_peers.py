@@ -79,7 +79,7 @@ class Side:
         self._replies = os.fdopen(reading)
 
     def reply(self) -> dict[str, float]:
-        """What it says next. Raises ValueError if it ended instead."""
+        """Read the next reply of the process. Raises ValueError if it ended instead."""
         if line := self._replies.readline():
             return json.loads(line)
         said = self.log.read_text(errors="replace").splitlines()  # it goes with the scratch folder
@@ -104,7 +104,7 @@ class Side:
 
 @contextlib.contextmanager
 def sides(python: str, settings: Path) -> Iterator[dict[str, Side]]:
-    """Both processes, which end with the block."""
+    """Start both processes, which end with the block."""
     with contextlib.ExitStack() as stack:
         started = {}
         for side, interpreter in {"ours": sys.executable, "trl": python}.items():
@@ -114,7 +114,7 @@ def sides(python: str, settings: Path) -> Iterator[dict[str, Side]]:
 
 
 def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
-    """One case. Raises ValueError if the two do not compute the same."""
+    """Measure one case. Raises ValueError if the two do not compute the same."""
     file = scratch / "settings.json"
     file.write_text(json.dumps(dataclasses.asdict(settings)))
     with sides(python, file) as both:
@@ -129,20 +129,27 @@ def measure(python: str, settings: Settings, scratch: Path, repeats: int) -> dic
         steps = {name: side.step for name, side in both.items()}
         readings = interleave(steps, repeats, warmups=WARMUPS)
     expected = settings.groups * settings.group_size * settings.turns * settings.max_tokens
-    for name, of in readings.items():
-        if wrong := {one["num_sampled"] for one in of} - {expected}:
+    for name, repetitions in readings.items():
+        if wrong := {reading["num_sampled"] for reading in repetitions} - {expected}:
             raise ValueError(
                 f"a step of {name} must sample {expected} tokens, not {wrong.pop()}; the steps are"
                 " not comparable"
             )
     clocks = {
-        clock: {name: [one[clock] for one in of] for name, of in readings.items()}
+        clock: {
+            name: [reading[clock] for reading in repetitions]
+            for name, repetitions in readings.items()
+        }
         for clock in ("wall", "cpu")
     }
     spreads = {
-        clock: {name: spread(values) for name, values in of.items()} for clock, of in clocks.items()
+        clock: {name: spread(values) for name, values in sides.items()}
+        for clock, sides in clocks.items()
     }
-    ratios = {clock: of["trl"]["median"] / of["ours"]["median"] for clock, of in spreads.items()}
+    ratios = {
+        clock: medians["trl"]["median"] / medians["ours"]["median"]
+        for clock, medians in spreads.items()
+    }
     return (
         {"turns": settings.turns, "compared": compared, "ratio": ratios}
         | spreads
@@ -159,7 +166,9 @@ def _has_trl(python: Path) -> bool:
 
 
 def trl_python(named: str | None) -> str:
-    """The Python of TRL's environment, which is made if none is named and there is none with it."""
+    """Return the Python of TRL's environment, which is made if none is named and there is none with
+    it.
+    """
     python = ENVIRONMENT / "bin" / "python"
     if named is None and not _has_trl(python):  # there may be one whose making was cut short
         print(f"making {ENVIRONMENT} with {', '.join(PACKAGES)}", flush=True)
@@ -169,14 +178,14 @@ def trl_python(named: str | None) -> str:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         (
             case["turns"],
             name,
             *(
-                f"{of['median']:.2f} ({of['min']:.2f} - {of['max']:.2f})"
-                for of in (case["wall"][name], case["cpu"][name])
+                f"{clock['median']:.2f} ({clock['min']:.2f} - {clock['max']:.2f})"
+                for clock in (case["wall"][name], case["cpu"][name])
             ),
             *(f"{case['ratio'][clock]:.2f}" if name == "ours" else "" for clock in ("wall", "cpu")),
         )

@@ -69,8 +69,8 @@ FLAGS = (
 
 
 def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[str, Any]:
-    """Wall-clock seconds of the steps of one run with so many passes over a rollout, and its rows
-    of metrics. If it fails, leave with the end of its log.
+    """Return the wall-clock seconds of the steps of one run with so many passes over a rollout, and
+    its rows of metrics. If it fails, leave with the end of its log.
     """
     directory = arguments.output / placement
     metrics, log = directory / METRICS_FILE, arguments.output / f"{placement}.log"
@@ -114,8 +114,8 @@ def train(arguments: argparse.Namespace, placement: str, updates: int) -> dict[s
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of a step of separate runs: what the sampling rank and the training rank did
-    and waited, and of the latter the passes over the rollout.
+    """Return the median seconds of a step of separate runs: what the sampling rank and the training
+    rank did and waited, and of the latter the passes over the rollout.
     """
     steps = [step for run in runs for step in zip(run["seconds"], run["rows"])]
     readings = {
@@ -129,15 +129,15 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def equal_updates(arguments: argparse.Namespace) -> int:
-    """Passes over a rollout with which training takes about as long as sampling, by a run with
-    one.
+    """Return the passes over a rollout with which training takes about as long as sampling, by a
+    run with one.
     """
-    one = parts([train(arguments, "separate", 1)])
-    return max(1, 1 + round((one["sampling"] - one["training"]) / one["updates"]))
+    times = parts([train(arguments, "separate", 1)])
+    return max(1, 1 + round((times["sampling"] - times["training"]) / times["updates"]))
 
 
 def described(report: dict[str, Any]) -> str:
-    """The result as a table and in words."""
+    """Return the result as a table and in words."""
     rows = [
         (
             name,
@@ -147,15 +147,15 @@ def described(report: dict[str, Any]) -> str:
         )
         for name, at in report["seconds"].items()
     ]
-    one = report["of_one_rank"]
+    times = report["of_one_rank"]
     alike = "about as long" if report["is_alike"] else "not as long, so that one waits"
     return (
         table(("placement", "s/step", "spread", "steps an hour"), rows)
         + f"\n\nseparate is {report['speedup']:.2f} times as fast, expected"
         f" {report['expected']:.2f};"
         f" with --updates-per-rollout {report['updates']} one rank samples a step in"
-        f" {one['sampling']:.3f} s (and waits {one['sampler_waits']:.3f} s), the other trains on it"
-        f" in {one['training']:.3f} s (and waits {one['trainer_waits']:.3f} s): {alike}"
+        f" {times['sampling']:.3f} s (and waits {times['sampler_waits']:.3f} s), the other trains"
+        f" on it in {times['training']:.3f} s (and waits {times['trainer_waits']:.3f} s): {alike}"
     )
 
 
@@ -171,21 +171,23 @@ def main(arguments: argparse.Namespace) -> None:
     updates = arguments.updates or equal_updates(arguments)
     jobs = {name: lambda name=name: train(arguments, name, updates) for name in PLACEMENTS}
     runs = interleave(jobs, arguments.repeats)
-    seconds = {name: [one for run in of for one in run["seconds"]] for name, of in runs.items()}
-    medians = {name: statistics.median(of) for name, of in seconds.items()}
-    one, elapsing = parts(runs["separate"]), arguments.turns * arguments.latency
-    longer = max(one["sampling"], one["training"])
+    seconds = {
+        name: [value for run in group for value in run["seconds"]] for name, group in runs.items()
+    }
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    times, elapsing = parts(runs["separate"]), arguments.turns * arguments.latency
+    longer = max(times["sampling"], times["training"])
     report = provenance() | {
         "latency": arguments.latency,
         "trajectories": arguments.num_groups * arguments.group_size,
         "turns": arguments.turns,
         "response_length": arguments.response_length,
         "updates": updates,
-        "seconds": {name: spread(of) for name, of in seconds.items()},
-        "of_one_rank": one,
-        "is_alike": abs(one["sampling"] - one["training"]) <= ALIKE * longer,
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "of_one_rank": times,
+        "is_alike": abs(times["sampling"] - times["training"]) <= ALIKE * longer,
         "speedup": medians["colocated"] / medians["separate"],
-        "expected": (elapsing + (one["sampling"] - elapsing + one["training"]) / 2) / longer,
+        "expected": (elapsing + (times["sampling"] - elapsing + times["training"]) / 2) / longer,
         "all_seconds": seconds,
     }
     publish(arguments, report, described(report), {"seconds per step": seconds})

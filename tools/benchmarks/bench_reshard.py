@@ -87,9 +87,9 @@ FLAGS = (
 
 
 def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedConfig:
-    """The largest part of the model that fits into `budget` bytes of all processes: the weights
-    once, and per rank a bucket and the largest tensor in three stages each. Raises ValueError if
-    not even the smallest does.
+    """Return the largest part of the model that fits into `budget` bytes of all processes: the
+    weights once, and per rank a bucket and the largest tensor in three stages each. Raises
+    ValueError if not even the smallest does.
     """
     itemsize, pp = DTYPES[arguments.dtype].itemsize, arguments.pipeline_model_parallel_size
     num_ranks = pp * arguments.tensor_model_parallel_size
@@ -113,7 +113,7 @@ def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedCo
 
 
 def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool) -> None:
-    """The bound: the collectives of one sync on prepared buffers, and one copy as large as the
+    """Run the bound: the collectives of one sync on prepared buffers, and one copy as large as the
     engine's shard.
     """
     tp, pp = plan.groups.tp, plan.groups.pp
@@ -134,7 +134,9 @@ def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Body of one rank: both paths and their bounds, interleaved; the same result on all ranks."""
+    """Run the body of one rank: both paths and their bounds, interleaved; the same result on all
+    ranks.
+    """
     torch.set_num_threads(1)
     hf = model_config(
         arguments.model, num_hidden_layers=arguments.num_layers, vocab_size=arguments.vocab_size
@@ -200,7 +202,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def summary(
     traffic: Traffic, engine_bytes: int, seconds: list[float], bound: list[float]
 ) -> dict[str, Any]:
-    """The result of one path, from its repetitions."""
+    """Return the result of one path, from its repetitions."""
     median, bound_median = statistics.median(seconds), statistics.median(bound)
     return {
         "pp_bytes": traffic.pp_bytes,
@@ -217,7 +219,7 @@ def summary(
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
         (
             path,
@@ -255,7 +257,9 @@ def complete(arguments: argparse.Namespace) -> None:
     """
     if arguments.rollout_tensor_parallel_size is None:
         arguments.rollout_tensor_parallel_size = arguments.tensor_model_parallel_size
-    sizes = [f"{of}_parallel_size" for of in ("tensor_model", "pipeline_model", "rollout_tensor")]
+    sizes = [
+        f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "rollout_tensor")
+    ]
     for name in (*sizes, "bucket_mb", "repeats"):
         if getattr(arguments, name) < 1:
             raise ValueError(

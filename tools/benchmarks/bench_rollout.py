@@ -59,14 +59,14 @@ SHAPE = (
 def play_with_generate(
     model: PreTrainedModel, renderer: ChatRenderer, tasks: Sequence[Task], max_tokens: int
 ) -> int:
-    """One rollout with `generate` per turn; the number of sampled tokens."""
+    """Play one rollout with `generate` per turn; return the number of sampled tokens."""
     return sum(map(sum, play_turns(model, renderer, tasks, max_tokens)["env_mask"]))
 
 
 def measure(
     arguments: argparse.Namespace, environment: EnvironmentConfig, directory: Path
 ) -> dict[str, Any]:
-    """The report; both players take turns. Raises ValueError if a trajectory was cut."""
+    """Return the report; both players take turns. Raises ValueError if a trajectory was cut."""
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -103,7 +103,7 @@ def measure(
             sampled / (time.process_time() - cpu),
         )
 
-    # As train does: a full collection need not look at what was imported.
+    # A full collection need not visit imported objects; train does the same.
     gc.collect()
     gc.freeze()
     inputs = (model, renderer, tasks, arguments.max_tokens)
@@ -143,10 +143,10 @@ def measure(
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     rows = [
-        (name, f"{of['median']:.0f}", f"{of['min']:.0f} - {of['max']:.0f}", f"{cpu:.0f}")
-        for (name, of), cpu in zip(
+        (name, f"{speed['median']:.0f}", f"{speed['min']:.0f} - {speed['max']:.0f}", f"{cpu:.0f}")
+        for (name, speed), cpu in zip(
             report["spread"].items(), report["tokens_per_cpu_second"].values()
         )
     ]

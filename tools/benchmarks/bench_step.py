@@ -87,8 +87,8 @@ FLAGS = (
 
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
-    """Flags of one run: no warm start, no checkpoint, one evaluated episode before it, and a last
-    step that is not measured, because the final evaluation is part of it.
+    """Return the flags of one run: no warm start, no checkpoint, one evaluated episode before it,
+    and a last step that is not measured, because the final evaluation is part of it.
     """
     kept = "--filter-strategy none"
     if keep < 1:
@@ -106,7 +106,7 @@ def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float)
 
 
 def run_name(keep: float) -> str:
-    """Of the run directory."""
+    """Name the run directory."""
     return f"keep_{100 * keep:g}"
 
 
@@ -116,9 +116,9 @@ def train(
     keep: float,
     report: Callable[[list[dict[str, Any]], list[float]], None],
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """One run; returns the rows of metrics of its measured steps and the wall-clock seconds between
-    them, which `report` gets after every step that counts. If the run fails, leave with the end of
-    its log.
+    """Train one run; returns the rows of metrics of its measured steps and the wall-clock seconds
+    between them, which `report` gets after every step that counts. If the run fails, leave with the
+    end of its log.
     """
     run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
     metrics = run / METRICS_FILE
@@ -151,11 +151,11 @@ def train(
         raise SystemExit(1)
     return read_metrics(metrics)[: arguments.steps], gaps_of(
         stamps
-    )  # a row more may be there by now
+    )  # another row may have been written meanwhile
 
 
 def gaps_of(stamps: Sequence[float]) -> list[float]:
-    """Seconds from each stamp to the next."""
+    """Return the seconds from each stamp to the next."""
     return [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
@@ -168,7 +168,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         everything: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # what has ended by itself
+        with suppress(psutil.NoSuchProcess):  # a process may have ended by itself
             launcher = psutil.Process(process.pid)
             everything = launcher.children(recursive=True)
             for rank in launcher.children():
@@ -182,8 +182,8 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def summarize(
     model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
 ) -> dict[str, Any]:
-    """What a run took per step; the first steps do not count. `gaps` are the wall-clock seconds of
-    all but the first.
+    """Summarize the time of a run per step; the first steps do not count. `gaps` are the wall-clock
+    seconds of all steps but the first.
     """
     counted, gaps, median = rows[WARMUP:], gaps[WARMUP - 1 :], statistics.median
     seconds, num_trajectories = median(gaps), counted[0]["rollout/num_trajectories"]
@@ -231,7 +231,7 @@ def summarize(
 
 
 def rate_of(rows: Sequence[Mapping[str, Any]], amount: str, seconds: str) -> float | None:
-    """Median of an amount over its seconds; None where a step does not say both."""
+    """Return the median of an amount over its seconds; None where a step does not say both."""
     if not all(amount in row and row.get(seconds) for row in rows):
         return None
     return statistics.median([row[amount] / row[seconds] for row in rows])
@@ -256,18 +256,18 @@ def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | N
 
 
 def bfloat16_peak() -> float | None:
-    """Operations a second of this GPU's data sheet; None without one that is known."""
+    """Return the operations a second of this GPU's data sheet; None without one that is known."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((one.bf16 for name, one in HARDWARE.items() if name in device), None)
+    return next((hardware.bf16 for name, hardware in HARDWARE.items() if name in device), None)
 
 
 def is_phase(key: str) -> bool:
-    """Whether a metric is the seconds of a phase, none of which is inside another."""
+    """Return whether a metric is the seconds of a phase, none of which is inside another."""
     return key.startswith("time/") and key != "time/step" and not key.startswith("time/sync_")
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     runs = report["runs"]
     totals = [
         (
@@ -327,7 +327,7 @@ def main(arguments: argparse.Namespace) -> None:
             def keep_result(
                 rows: list[dict[str, Any]], gaps: list[float], keep=keep, done=done
             ) -> None:
-                """After every step: a later failure loses nothing."""
+                """Publish the result after every step, so that a later failure loses nothing."""
                 report["runs"] = [*done, summarize(arguments.model, keep, rows, gaps)]
                 if arguments.json:
                     write_json(arguments.json, report)

@@ -1,5 +1,5 @@
-"""What FP8 costs and brings here: drift of log-probabilities against bfloat16, and the shapes from
-which a recipe pays.
+"""Measure the costs and gains of FP8 on this machine: drift of log-probabilities against bfloat16,
+and the shapes from which a recipe pays.
 
     python tools/benchmarks/fp8_report.py --json fp8.json --markdown fp8.md
     python tools/benchmarks/fp8_report.py --load MODEL --recipes tensorwise blockwise
@@ -93,7 +93,7 @@ def random_batch(num_tokens: int, length: int, vocab_size: int, seed: int) -> To
 
 
 def sample_labels(policy: MegatronPolicy, batch: TokenBatch) -> TokenBatch:
-    """The batch with labels that the policy samples at each position."""
+    """Return the batch with labels that the policy samples at each position."""
     module = policy.module
 
     def sample(_: TokenBatch, output: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def measure_drift(
     groups: Any,
     max_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """Variant -> statistics against the first one, all with the same weights and on tokens that the
-    first one samples.
+    """Return a map: variant -> statistics against the first one, all with the same weights and on
+    tokens that the first one samples.
     """
     train, reference, rows = TrainConfig(max_tokens_per_microbatch=max_tokens), None, {}
     for name, parallel in variants.items():
@@ -132,7 +132,7 @@ def measure_drift(
 
 
 def timed_model(hidden: int) -> PretrainedConfig:
-    """Layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
+    """Return the layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
     heads = max(1, hidden // 128)
     return Qwen2Config(
         vocab_size=256,
@@ -153,8 +153,8 @@ def measure_ratios(
     groups: Any,
     repetitions: int,
 ) -> list[dict[str, Any]]:
-    """For each number of tokens the median milliseconds of every variant and their ratio to the
-    first one's.
+    """Measure the median milliseconds of every variant for each number of tokens, and their ratio
+    to the first variant's.
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
     models = {
@@ -197,14 +197,14 @@ def measure_ratios(
 
 
 def free() -> None:
-    """Return memory that is no longer referenced to the device."""
+    """Return unreferenced memory to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
-    """Statistics of `other - reference`, log-probabilities [N] of tokens that the reference
-    sampled.
+    """Return the statistics of `other - reference`, log-probabilities [N] of tokens that the
+    reference sampled.
 
     `kl` estimates KL(reference || other) by the mean of r - 1 - log r with r = exp(other -
     reference), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html).
@@ -229,22 +229,22 @@ def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int | None]:
-    """Hidden size -> fewest measured tokens from which on every ratio (time over bfloat16's) is
-    below 1, None if none is.
+    """Return a map: hidden size -> fewest measured tokens from which on every ratio (time over
+    bfloat16's) is below 1, None if none is.
 
     `ratios` maps (tokens, hidden size) to the ratio.
     """
     return {
         hidden: break_even_size(
-            {(tokens, 1): ratio for (tokens, of), ratio in ratios.items() if of == hidden}
+            {(tokens, 1): ratio for (tokens, width), ratio in ratios.items() if width == hidden}
         )
         for hidden in sorted({hidden for _, hidden in ratios})
     }
 
 
 def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
-    """Smallest measured tokens x hidden size from which on every ratio is below 1, None if that of
-    the largest is not.
+    """Return the smallest measured tokens x hidden size from which on every ratio is below 1, None
+    if that of the largest is not.
     """
     losing = [tokens * hidden for (tokens, hidden), ratio in ratios.items() if not ratio < 1]
     paying = [
@@ -254,7 +254,7 @@ def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
 
 
 def summarize(report: dict[str, Any]) -> dict[str, Any]:
-    """The break-even shapes of every recipe in the report's table of times."""
+    """Return the break-even shapes of every recipe in the report's table of times."""
     tables = {
         name: {(row["tokens"], row["hidden"]): row["ratios"][name] for row in report["time"]}
         for name in report["recipes"]
@@ -269,7 +269,7 @@ def summarize(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     recipes = report["recipes"]
     drifts = [
         (name, *(f"{value:.2e}" for value in row.values())) for name, row in report["drift"].items()
@@ -287,7 +287,9 @@ def tables(report: dict[str, Any]) -> str:
         (
             name,
             report["alignment"][name],
-            ", ".join(f"{of}: {least or 'never'}" for of, least in row["tokens_by_hidden"].items()),
+            ", ".join(
+                f"{width}: {least or 'never'}" for width, least in row["tokens_by_hidden"].items()
+            ),
             row["tokens_x_hidden"] or "never",
         )
         for name, row in report["break_even"].items()
@@ -313,8 +315,8 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
-    """The recipes to measure. Raises ValueError if the machine supports none of them, or not one
-    that was named.
+    """Return the recipes to measure. Raises ValueError if the machine supports none of them, or not
+    one that was named.
     """
     if machine.capability is None or machine.transformer_engine is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.sh will measure on one GPU, predicted from the plan and from rooflines:
+"""Predict the measurements of tools/gpu_check.sh on one GPU, from the plan and from rooflines:
 
     python tools/benchmarks/gpu_predict.py > docs/benchmarks/gpu_day_predicted.md
 
@@ -60,7 +60,7 @@ Figures = Iterator[tuple[str, str, float]]
 
 
 def kernels(machine: Machine) -> Figures:
-    """The kernel benchmark."""
+    """Predict the kernel benchmark."""
     copy = COPY * machine.hardware.memory
     one_pass = 1e3 * 2.0 * ROWS * VOCAB / (SHARE * copy)  # bfloat16 logits, in milliseconds
     ours = "bench_kernels/results/case={}&N={}&V={}{}&provider=ragen/milliseconds"
@@ -76,7 +76,7 @@ def kernels(machine: Machine) -> Figures:
 
 
 def steps(machine: Machine, keep: float) -> Figures:
-    """A StarPO step of tools/benchmarks/bench_step.py that keeps a share of the groups."""
+    """Predict a StarPO step of tools/benchmarks/bench_step.py that keeps a share of the groups."""
     asked = SimpleNamespace(
         num_groups=8,
         group_size=16,
@@ -112,7 +112,9 @@ def steps(machine: Machine, keep: float) -> Figures:
 
 
 def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) -> Figures:
-    """What is free as soon as the server has the weights, and while it sleeps between updates."""
+    """Predict the free memory as soon as the server has the weights, and while it sleeps between
+    updates.
+    """
     phases = plan(shape, Setting.from_config(config, 1))
     passing = ("activations", "workspace", "fragmentation")
     asleep = sum(size for name, size in phases["train actor"].items() if name not in passing)
@@ -123,14 +125,14 @@ def memory(machine: Machine, shape: ModelShape, config: StarPOConfig, run: str) 
 
 
 def reshard(machine: Machine) -> Figures:
-    """The weight sync of a 7B model: every byte is gathered into a bucket, then copied."""
+    """Predict the weight sync of a 7B model: every byte is gathered into a bucket, then copied."""
     rate = RESHARD * COPY * machine.hardware.memory / 4 / 1e9
     yield "weight sync of 7B, GB/s", "reshard/paths/gather/gbytes_per_second", rate
     yield "- share of plain copies", "reshard/paths/gather/share_of_bound", RESHARD / 2
 
 
 def table() -> list[str]:
-    """Rows of the table, its head first."""
+    """Return the rows of the table, its head first."""
     columns = []
     for name in GPUS:
         machine = Machine(find_hardware(name))

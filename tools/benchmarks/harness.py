@@ -35,9 +35,9 @@ OUTPUTS = (
 def interleave(
     jobs: Mapping[str, Callable[[], T]], repetitions: int, *, warmups: int = 0
 ) -> dict[str, list[T]]:
-    """What every job returned in each repetition. They take turns, so that other load on
-    the machine affects all alike; the first `warmups` turns do not count. Raises ValueError, before
-    any turn, for no repetition.
+    """Return the results of every job in each repetition. The jobs take turns, so that other load
+    on the machine affects all alike; the first `warmups` turns do not count. Raises ValueError,
+    before any turn, for no repetition.
     """
     if repetitions < 1:
         raise ValueError(f"a benchmark needs at least 1 repetition that counts, not {repetitions}")
@@ -51,8 +51,8 @@ def interleave(
 
 
 def long_copy_bytes() -> int:
-    """Far more than a GPU's caches hold, about a millisecond of its memory's bandwidth: a 32nd of
-    its memory, at most 4 GiB.
+    """Return a size far beyond a GPU's caches, about a millisecond of its memory's bandwidth: a
+    32nd of its memory, at most 4 GiB.
     """
     return min(4 << 30, torch.cuda.mem_get_info()[1] // 32)
 
@@ -63,8 +63,9 @@ def _larger_than_caches() -> torch.Tensor:
 
 
 def milliseconds_of(work: Callable[[], object], device: str) -> float:
-    """Milliseconds of work on the device. On a GPU between two events, after a write that flushes
-    its caches and lets the host run ahead by about 1 ms, so that launches do not count.
+    """Return the milliseconds of work on the device. On a GPU between two events, after a write
+    that flushes its caches and lets the host run ahead by about 1 ms, so that launches do not
+    count.
     """
     if device == "cpu":
         return 1e3 * seconds_of(work)
@@ -78,7 +79,7 @@ def milliseconds_of(work: Callable[[], object], device: str) -> float:
 
 
 def spread(readings: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
+    """Return the median, smallest and largest."""
     return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
 
 

@@ -1,10 +1,10 @@
-"""One side of bench_peers.py: trains, a step whenever it is told to, with ragen_mega or with
-TRL's GRPOTrainer, each in its own process and environment.
+"""One side of bench_peers.py: it trains a step at every request, with ragen_mega or with TRL's
+GRPOTrainer, each in its own process and environment.
 
     python tools/benchmarks/peers.py ours|trl SETTINGS.json REPLY_FD
 
 Both sample a fixed number of tokens in every turn: stop tokens are ignored and the environment is
-given an empty answer. Of ragen_mega TRL's side uses the environment, the prompts and the renderer.
+given an empty answer. TRL's side uses the environment, the prompts and the renderer of ragen_mega.
 """
 
 import gc
@@ -37,7 +37,7 @@ REWARDS.register("tokens_mod_7", lambda trajectory: float(sum(trajectory.tokens)
 
 @dataclass(frozen=True)
 class Settings:
-    """What both sides train with."""
+    """Settings that both sides train with."""
 
     model: str
     output: str
@@ -51,7 +51,7 @@ class Settings:
     num_steps: int
 
     def config(self) -> StarPOConfig:
-        """The same as flags of the program."""
+        """Return the same as flags of the program."""
         return parse(
             f"--load {self.model} --output {self.output} --name ours-{self.turns} --overwrite"
             f" --environments frozen_lake --prompt-style {self.prompt_style}"
@@ -87,18 +87,18 @@ class Pace:
         """Tokens of the step."""
 
     def say(self, **facts: Any) -> None:
-        """One line of facts for the benchmark."""
+        """Write one line of facts for the benchmark."""
         self._reply.write(json.dumps(facts) + "\n")
         self._reply.flush()
 
     def begin(self) -> None:
-        """Wait for the word; raises SystemExit when there are no more steps."""
+        """Wait for the next request; raises SystemExit when there are no more steps."""
         if not sys.stdin.readline():
             raise SystemExit
         self._started = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        """The step is over."""
+        """Report the end of a step."""
         wall, cpu = time.perf_counter(), time.process_time()
         wall, cpu = wall - self._started[0], cpu - self._started[1]
         self.say(wall=wall, cpu=cpu, num_sampled=self.num_sampled)
@@ -137,10 +137,10 @@ def train_ours(settings: Settings, pace: Pace) -> None:
     batch = ComparedBatch.of(run.policy.hf.vocab_size)
     trajectories = []
     for prompt, completion in zip(batch.prompts.tolist(), batch.completions.tolist(), strict=True):
-        one = Trajectory(group_id=0)
-        one.append_observation(prompt)
-        one.append_action(Completion(completion, [0.0] * len(completion), "length"))
-        trajectories.append(one)
+        trajectory = Trajectory(group_id=0)
+        trajectory.append_observation(prompt)
+        trajectory.append_action(Completion(completion, [0.0] * len(completion), "length"))
+        trajectories.append(trajectory)
     packed = pack(trajectories)
     zeros = torch.zeros(packed.num_positions)
     spread = batch.advantages[:, None].expand_as(batch.completions)
@@ -232,7 +232,7 @@ def train_trl(settings: Settings, pace: Pace) -> None:
 
 
 def first_prompt(renderer: ChatRenderer, task: Task) -> tuple[Any, list[int]]:
-    """A new episode of the task, and the tokens that it begins with."""
+    """Return a new episode of the task, and the tokens that it begins with."""
     episode = task.make_episode()
     messages = episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
     return episode, renderer.start(messages)
@@ -241,8 +241,9 @@ def first_prompt(renderer: ChatRenderer, task: Task) -> tuple[Any, list[int]]:
 def play_turns(
     model: Any, renderer: ChatRenderer, tasks: Sequence[Task], max_tokens: int
 ) -> dict[str, Any]:
-    """What a `rollout_func` of TRL returns. All prompts of a turn are one left-padded batch for
-    `generate`, as in TRL's examples; what the environment says is masked by `env_mask`.
+    """Play all turns and return the dictionary of a `rollout_func` of TRL. All prompts of a turn
+    are one left-padded batch for `generate`, as in TRL's examples; `env_mask` masks the
+    environment's text.
     """
     playing = [(row, *first_prompt(renderer, task)) for row, task in enumerate(tasks)]
     prompts = [context for _, _, context in playing]
@@ -272,7 +273,7 @@ def play_turns(
 
 
 def compare_trl(trainer: Any) -> dict[str, float]:
-    """Loss and gradient norm of the compared batch."""
+    """Return the loss and gradient norm of the compared batch."""
     batch = ComparedBatch.of(trainer.model.config.vocab_size)
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(

@@ -21,7 +21,9 @@ NUM_EPISODES = 60
 NUM_MERGES = 2000
 """More than the texts yield, so that every word of a prompt is one token, as with Qwen's own."""
 STOP = 256.0
-"""How far, times an activation of order 1, the logits of stop tokens lie below all others."""
+"""Distance of the logits of stop tokens below all others, as a multiple of an activation of order
+1.
+"""
 
 
 def write_checkpoint(
@@ -46,13 +48,13 @@ def write_checkpoint(
     hf.update({f"{name}_token_id": token for name, token in tokens.items()})
     weights = random_weights(hf, seed, "cuda" if torch.cuda.is_available() else "cpu")
     hf.dtype = str(dtype).removeprefix("torch.")  # initialisation has set float32
-    never_stop(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
+    forbid_stop_tokens(weights, ChatRenderer(tokenizer, think=True).stop_token_ids)
     weights = {name: weight.to("cpu", dtype) for name, weight in weights.items()}
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
     return sum(weight.numel() for weight in weights.values())
 
 
-def never_stop(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
+def forbid_stop_tokens(weights: dict[str, Tensor], stop_token_ids: tuple[int, ...]) -> None:
     """Make a random model, in place, unable to sample a stop token.
 
     Coordinate 0 of the residual stream becomes a constant: every word has 1 there, which no layer

@@ -18,7 +18,7 @@ class SlowWorld:
         return f"Board {seed % 10}"
 
     def parse(self, text: str) -> list[str]:
-        """The whole text is one step."""
+        """Return the whole text as one step."""
         return [text]
 
     def step(self, action: Any) -> StepResult:

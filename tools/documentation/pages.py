@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the READMEs, flags, metrics and the code of every formula, made
+"""Pages of the site besides docs/: the READMEs, flags, metrics and the code of every formula, made
 when it is built; and the files elsewhere in the repository that pages link to.
 """
 
@@ -13,8 +13,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from ragen_mega.config import StarPOConfig
 from ragen_mega.config.flags import Flag, all_flags
-from ragen_mega.config.schema import StarPOConfig, flag_of
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.report.glossary import GLOSSARY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are generated or lie outside of docs/, and what they link to."""
+    """Add the pages that are generated or lie outside of docs/, and the files that they link to."""
     texts = {name: path.read_text() for name, path in ADDED.items()}
     texts |= {"flags.md": flags_page(), "metrics.md": metrics_page(), "code.md": code_page()}
     for name, text in texts.items():
@@ -87,34 +88,36 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def flags_page() -> str:
-    """Every setting of training, by section."""
+    """Return every setting of training, by section."""
     parts = [
         "# Flags of training",
         "What `ragen-mega train` and `examples/pretrain_starpo.sh` take, made from"
-        " `ragen_mega/config/schema.py`. A switch is turned off by `--no-...`; a later flag wins,"
+        " `ragen_mega/config/sections/`. A switch is turned off by `--no-...`; a later flag wins,"
         " and any flag over the recipe's. `--help` says the same.",
     ]
     sections = {name: field.default_factory for name, field in _fields(StarPOConfig).items()}
-    for section, of in sections.items():
-        about = " ".join((of.__doc__ or "").split())
-        rows = [_row(one) for one in all_flags() if one.section == section and one.name != "recipe"]
+    for section, settings in sections.items():
+        about = " ".join((settings.__doc__ or "").split())
+        rows = [
+            _row(flag) for flag in all_flags() if flag.section == section and flag.name != "recipe"
+        ]
         head = "| flag | takes | default | |\n|---|---|---|---|"
         title = section.replace("_", " ").capitalize()
         parts.append("\n".join((f"## {title}", "", about, "", head, *rows)))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(one: Flag) -> str:
-    takes = "" if one.is_switch else f"`{one.metavar}`"
-    default = {True: "on", False: "off", "": "empty"}.get(one.default, f"`{one.default}`")
-    if one.default is None and "default" in one.about:
+def _row(flag: Flag) -> str:
+    takes = "" if flag.is_switch else f"`{flag.metavar}`"
+    default = {True: "on", False: "off", "": "empty"}.get(flag.default, f"`{flag.default}`")
+    if flag.default is None and "default" in flag.about:
         default = "as said"
-    cells = (f"`{flag_of(one.name)}`", takes, default, one.about)
+    cells = (f"`{flag_of(flag.name)}`", takes, default, flag.about)
     return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def metrics_page() -> str:
-    """Every key of metrics.jsonl and its meaning, by stage."""
+    """Return every key of metrics.jsonl and its meaning, by stage."""
     parts = [
         "# Metrics",
         "Keys of `metrics.jsonl`, TensorBoard and W&B, as the viewer explains them; made from"
@@ -132,7 +135,7 @@ def metrics_page() -> str:
 
 
 def code_page() -> str:
-    """The source of everything that the algorithm's page names."""
+    """Return the source of everything that the algorithm's page names."""
     parts = [
         "# The code of every formula",
         "What [the algorithm's page](algorithm.md) names, as it runs.",
@@ -164,7 +167,7 @@ def _source(path: Path, *names: str) -> str:
     text = path.read_text()
     node: ast.AST = ast.parse(text)
     for name in names:
-        members = {getattr(one, "name", None): one for one in ast.iter_child_nodes(node)}
+        members = {getattr(child, "name", None): child for child in ast.iter_child_nodes(node)}
         if name not in members:
             raise ValueError(f"docs/algorithm.md names {name}, which {path} does not have; mend it")
         node = members[name]
@@ -195,8 +198,8 @@ def _flat(lists: Any) -> list[Any]:
     return [entry for part in lists for entry in part]
 
 
-def _fields(of: Any) -> dict[str, Any]:
-    return of.__dataclass_fields__
+def _fields(settings: Any) -> dict[str, Any]:
+    return settings.__dataclass_fields__
 
 
 def _cell(text: str) -> str:

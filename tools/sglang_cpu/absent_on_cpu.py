@@ -16,7 +16,9 @@ from typing import Any
 
 
 class _NamesItself(type):
-    """Of a class: an attribute that it lacks is its own name, as `InterpolationMode.BICUBIC`."""
+    """Metaclass of a class whose missing attributes are their own names, as
+    `InterpolationMode.BICUBIC`.
+    """
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -84,8 +86,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(package: str, called: Callable[..., Any]) -> Callable[[str], Any]:
-    """From now on every `import package.x` succeeds; calling what is found there calls `called`.
-    Returns the `__getattr__` of the package.
+    """Let every `import package.x` succeed; a call of anything in it calls `called`. Returns the
+    `__getattr__` of the package.
     """
     sys.meta_path.insert(0, _Finder(package, called))
 
@@ -98,7 +100,7 @@ def stand_in(package: str, called: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def refuse(package: str) -> Callable[..., Any]:
-    """What says that `package` is a stand-in when it is called."""
+    """Return a function that, when called, says that `package` is a stand-in."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         raise NotImplementedError(

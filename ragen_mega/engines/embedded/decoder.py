@@ -37,8 +37,8 @@ class _Layer:
 
 
 class Workspace:
-    """Where a pass over T tokens puts what it computes: tensors for the matrix products, and the
-    same memory as arrays for what is compiled.
+    """Buffers for the results of a pass over T tokens: tensors for the matrix products, and the
+    same memory as arrays for the compiled kernels.
 
     Steps of one size share it: on a small model allocations and views take as long as the
     arithmetic.
@@ -122,7 +122,7 @@ class Decoder:
         )
 
     def workspace(self, num_tokens: int) -> Workspace:
-        """For passes over `num_tokens` tokens, under these weights or others of their shape."""
+        """Make the buffers of passes over `num_tokens` tokens, for any weights of this shape."""
         return Workspace(self.shape, num_tokens, self.embedding.dtype)
 
     def forward(

@@ -92,7 +92,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Weights and KV cache exist only inside; `load_weights` comes first."""
+        """Hold weights and KV cache for the block; `load_weights` comes first."""
         if self._slots is not None:
             raise RuntimeError(
                 "the engine is awake already; leave the first `with engine.awake()` before the next"
@@ -130,9 +130,7 @@ class EmbeddedEngine(RolloutEngine):
         self.weight_version += not again
 
     def seal_caches(self) -> None:
-        """Before other weights come while sessions go on: what these have cached serves no other
-        session.
-        """
+        """Stop sharing the present caches, before other weights come while sessions go on."""
         self._slots.seal()
 
     async def generate(
@@ -165,12 +163,12 @@ class EmbeddedEngine(RolloutEngine):
                 self._forget(session)
 
     async def meanwhile(self, answer: Awaitable[T]) -> T:
-        """The result of `answer`, handed over once nobody is left to decode, whenever it really
-        came.
+        """Return the result of `answer`, handed over once nobody is left to decode, whenever it
+        really came.
 
-        Others are decoded meanwhile. What shares a batch, and so every log-probability to the bit,
-        does not depend on the speed of the answer. With nothing left to do the engine waits for all
-        answers together, so that slow ones overlap.
+        Other requests are decoded meanwhile. The composition of a batch, and so every
+        log-probability to the bit, does not depend on the speed of the answer. With nothing left to
+        do the engine waits for all answers together, so that slow ones overlap.
         """
         absence = _Absence(
             asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()
@@ -186,7 +184,9 @@ class EmbeddedEngine(RolloutEngine):
                 self._absences.remove(absence)
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
-        """Done after that many more steps; the engine then pauses until the next call."""
+        """Return a future that is done after that many more steps; the engine then pauses until the
+        next call.
+        """
         self._last_step = math.inf if steps is None else self._step + steps
         self._stands_still = asyncio.get_running_loop().create_future()
         if self._waiting or self._running or self._absences:
@@ -261,7 +261,9 @@ class EmbeddedEngine(RolloutEngine):
                 self._answer(self._slots.decode(self._decoder))
                 self._step += 1
                 self.counts.steps += 1
-            elif awaited := [one.answer for one in self._absences if not one.is_overdue]:
+            elif awaited := [
+                absence.answer for absence in self._absences if not absence.is_overdue
+            ]:
                 await asyncio.wait(awaited, timeout=MAX_PATIENCE)
                 self._end_absences(overdue=False)
             elif self._absences:
@@ -271,10 +273,10 @@ class EmbeddedEngine(RolloutEngine):
                 return
 
     def _end_absences(self, *, overdue: bool) -> None:
-        """Among those already overdue, or those not yet (`overdue`), resume those whose answer has
-        come, in order; the rest are overdue from now on.
+        """Resume the absences whose answer has come, in order, among the overdue ones or the others
+        (`overdue`); the rest become overdue.
         """
-        for absence in [one for one in self._absences if one.is_overdue == overdue]:
+        for absence in [absence for absence in self._absences if absence.is_overdue == overdue]:
             absence.is_overdue = True
             if not absence.answer.done():
                 continue

@@ -165,14 +165,14 @@ def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, ou
 @jit(fastmath=EXACT)
 def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
-    one = out.dtype.type(1)
+    unit = out.dtype.type(1)
     for t in range(first, last):
         x, up, y = gate_up[t, 0], gate_up[t, 1], out[t]
         for i in range(len(y)):
             y[i] = -abs(x[i])
         _exponentials(y, out.dtype.type(0))
         for i in range(len(y)):
-            sigmoid = (one if x[i] > 0 else y[i]) / (one + y[i])
+            sigmoid = (unit if x[i] > 0 else y[i]) / (unit + y[i])
             y[i] = x[i] * sigmoid * up[i]
 
 

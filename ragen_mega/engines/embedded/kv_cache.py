@@ -83,7 +83,7 @@ class KVCache:
 
 
 def shared_length(ids: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many leading tokens rows of ids [..., >= n] and of tokens [..., n] have in common:
+    """Count the leading tokens that rows of ids [..., >= n] and of tokens [..., n] have in common:
     [...].
     """
     num_tokens = tokens.shape[-1]

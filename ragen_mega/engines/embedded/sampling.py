@@ -16,7 +16,7 @@ from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float64]:
-    """The first `count` numbers in [0, 1) of the stream that `seed` names, [count]."""
+    """Return the first `count` numbers in [0, 1) of the stream that `seed` names, [count]."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
@@ -59,7 +59,7 @@ def _nucleus(weights: Reals, total: NDArray[np.float64], top_p: NDArray[np.float
     """
     kept = np.zeros_like(weights)
     for row, nucleus, mass, share in zip(weights, kept, total, top_p, strict=True):
-        # What is below this has less mass than what the nucleus leaves out, and need not be sorted.
+        # Weights below the floor have less mass than the nucleus leaves out: do not sort them.
         floor = mass * (1.0 - share) / len(row)
         candidates = np.flatnonzero(row >= floor)
         order = candidates[np.argsort(-row[candidates], kind="stable")]

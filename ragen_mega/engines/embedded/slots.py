@@ -24,7 +24,9 @@ _MIN_COPIED = 16
 computes it.
 """
 _MAX_PREFILL_TOKENS = 1024
-"""Of one pass; bounds its memory, and longer passes are hardly faster."""
+"""Most tokens of one prefill pass; the limit bounds its memory, and longer passes are hardly
+faster.
+"""
 
 
 class Prefill(NamedTuple):
@@ -45,8 +47,8 @@ class _Suffix(NamedTuple):
 
 
 class _Rows:
-    """What is known about every slot; the first index is the slot. Tokens live at their position in
-    the trajectory.
+    """State of every slot; the first index is the slot. Tokens live at their position in the
+    trajectory.
 
     Arrays, not tensors: a step touches a few numbers per row, and small tensor operations cost
     several times as much.
@@ -90,7 +92,7 @@ class SlotTable:
         self._workspace: Workspace | None = None
 
     def stop(self, slot: int) -> None:
-        """The slot's completion is no longer wanted; its cache stays."""
+        """Stop the slot's completion and keep its cache."""
         self._rows.running[slot] = False
 
     def remove(self, slot: int) -> None:
@@ -100,7 +102,7 @@ class SlotTable:
         self._rows.running[slot] = self._rows.sealed[slot] = False
 
     def seal(self) -> None:
-        """Keep what is cached to the rows that have it: other weights come."""
+        """Confine cached tokens to the rows that hold them, because other weights come."""
         self._rows.sealed[:] = self._rows.length > 0
 
     @torch.inference_mode()
@@ -149,8 +151,8 @@ class SlotTable:
         return finished
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
-        """What to compute now, and the requests that wait because another's row will hold their
-        prefix.
+        """Return the suffixes to compute, and the requests that wait because the row of another
+        request will hold their prefix.
         """
         suffixes, deferred = [], []
         ids, length, sealed = self._rows.ids, self._rows.length, self._rows.sealed
@@ -159,7 +161,7 @@ class SlotTable:
             source = slot = request.slot
             num_tokens = len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
-            # What a changed history leaves behind is nobody's prefix.
+            # The rest of a changed history is nobody's prefix.
             self._cache.cut(slot, cached)
             length[slot] = planned[slot] = cached
             if cached == 0:  # a new trajectory

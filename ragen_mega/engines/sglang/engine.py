@@ -44,7 +44,7 @@ _FLUSH_SECONDS = 600
 
 
 class _Stage(enum.IntEnum):
-    """What the server holds in device memory."""
+    """Contents of the device memory of the server."""
 
     ASLEEP = 0
     AWAKE = 1  # room for weights
@@ -94,7 +94,7 @@ class SGLangEngine(RolloutEngine):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The server has device memory only inside: at first only for the weights that
+        """Give the server device memory for the block: at first only for the weights that
         `load_weights` sends.
         """
         if self._stage is not _Stage.ASLEEP:
@@ -143,11 +143,9 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.LOADED
 
     def start(self) -> None:
-        """The server takes memory for its key-value cache; from now on it generates. Safe to call
-        again.
-        """
+        """Let the server take memory for its key-value cache and generate. Safe to call again."""
         self._require(_Stage.LOADED)
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
         try:
             self._resume("kv_cache", "cuda_graph")
         except ConnectionLost as error:
@@ -155,14 +153,14 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.STARTED
 
     def pause(self) -> None:
-        """The server gives its memory back, in the middle of a rollout. The requests that it works
-        on are aborted, and sent again after `start`.
+        """Take the server's memory back, in the middle of a rollout. Its running requests are
+        aborted, and sent again after `start`.
         """
         self._require(_Stage.AWAKE)
         self._num_pauses += 1
         self._stage = _Stage.AWAKE
         self._sleep()
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -194,7 +192,7 @@ class SGLangEngine(RolloutEngine):
                     if num_pauses == self._num_pauses or not is_aborted(answer):
                         break
                     self.counts.reissued += 1
-                except RequestRefused:  # how SGLang aborts what it has not queued yet
+                except RequestRefused:  # SGLang aborts a request that it has not queued yet
                     if num_pauses == self._num_pauses:
                         raise
                     self.counts.reissued += 1
@@ -240,7 +238,7 @@ class SGLangEngine(RolloutEngine):
             self._restart(str(error), [])
 
     def _replace(self, why: str) -> bool:
-        """Another server with the weights of the lost one, if there is a copy of them."""
+        """Return another server with the weights of the lost one, if there is a copy of them."""
         weights = self._transfer.again()
         if weights is None:
             self.server.stop()
@@ -305,7 +303,7 @@ class SGLangEngine(RolloutEngine):
     def _start(self) -> None:
         self._released = set()
         about = self.server.start().call("GET", "/server_info")
-        # what starts the server may leave it out, as tools/gpu_check.sh does in the last resort
+        # the server's starter may leave it out, as tools/gpu_check.sh does in the last resort
         has_saver = about.get("enable_memory_saver", True)
         self._must_free = has_saver and self._settings.has_memory_saver
         check_cache(
@@ -347,8 +345,8 @@ class SGLangFollower(RolloutEngine):
         )
 
     def awake(self) -> AbstractContextManager[None]:
-        """The first rank wakes the server, once this one has made room, and puts it to sleep before
-        this one goes on.
+        """Wait until the first rank has woken the server, once this rank has made room, and at the
+        end until it has put the server to sleep.
         """
         return _among(self._transfer)
 
@@ -362,11 +360,11 @@ class SGLangFollower(RolloutEngine):
 
     def start(self) -> None:
         """Let the first rank take memory on this rank's device."""
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     def pause(self) -> None:
         """Wait until the first rank has given it back."""
-        self._transfer.meet()
+        self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -384,13 +382,13 @@ def _among(transfer: WeightTransfer) -> Iterator[None]:
 
     A rank that fails leaves alone; an interruption reaches all of them.
     """
-    transfer.meet()
+    transfer.wait_for_all_ranks()
     try:
         yield
     except Interrupted:
-        transfer.meet()
+        transfer.wait_for_all_ranks()
         raise
-    transfer.meet()
+    transfer.wait_for_all_ranks()
 
 
 def check_cache(tokens: int, settings: ServerSettings) -> None:

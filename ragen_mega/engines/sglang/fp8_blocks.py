@@ -2,8 +2,8 @@
 (DeepSeek-V3, arXiv:2412.19437, 3.3).
 
 The format of SGLang's block quantization, which scales activations by itself. Embeddings, LM head,
-norms and biases stay as they are. What the engine then samples differs from what the trainer
-computes: correct for it with --importance-cap.
+norms and biases stay as they are. The engine's log-probabilities then differ from the trainer's:
+correct for the difference with --importance-cap.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""What the config.json of such a model says."""
+"""Entry `quantization_config` in the config.json of an FP8 model."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-12  # lower bound of a scale, for blocks of zeros
 

@@ -34,9 +34,9 @@ class JSONClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The decoded answer, however long it takes. Raises ConnectionLost if there is none and
-        RequestRefused for a status of 400 or more. A request that the server may have begun is not
-        sent twice.
+        """Return the decoded answer, however long it takes. Raises ConnectionLost if there is none
+        and RequestRefused for a status of 400 or more. A request that the server may have begun is
+        not sent twice.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
@@ -52,7 +52,7 @@ class JSONClient:
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float = 600.0
     ) -> Any:
-        """As `post`, but blocking, and for at most `timeout` seconds of silence."""
+        """Call the server like `post`, but block, for at most `timeout` seconds of silence."""
         try:
             answer = self._blocking.request(method, path, json=body, timeout=timeout)
         except httpx2.TransportError as error:
@@ -71,7 +71,7 @@ class JSONClient:
 
 
 async def _close_with_loop(client: httpx2.AsyncClient) -> AsyncIterator[None]:
-    """Started in an event loop, whose end closes such generators, and so the connections."""
+    """Close the connections at the end of the event loop, which closes such generators."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Completions of an SGLang server: what is sent, what must hold for the answer, and when to stop
+"""Completions of an SGLang server: the request, the conditions on its answer, and the end of
 waiting for one.
 """
 
@@ -16,7 +16,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int) -> dict[str, Any]:
-    """The body of a request to `/generate`."""
+    """Return the body of a request to `/generate`."""
     return {
         "input_ids": tokens,
         "return_logprob": True,
@@ -33,7 +33,7 @@ def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int
 
 
 def is_aborted(answer: dict[str, Any]) -> bool:
-    """Whether the server was told to end this request before it was complete."""
+    """Return whether the server was asked to end this request early."""
     reason = answer["meta_info"]["finish_reason"]
     return reason is not None and reason["type"] == "abort"
 
@@ -41,7 +41,7 @@ def is_aborted(answer: dict[str, Any]) -> bool:
 def read_completion(
     answer: dict[str, Any], sampling: SamplingParams, *, version: int, log: Path
 ) -> Completion:
-    """The completion that `/generate` answered with.
+    """Return the completion that `/generate` answered with.
 
     Raises RuntimeError if it is not a completion, or comes from other weights than `version`, and
     FloatingPointError for non-finite numbers.
@@ -83,7 +83,7 @@ class Requests:
         self._probe: asyncio.Task[bool] | None = None
 
     async def ask(self, client: JSONClient, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer. Raises ConnectionLost also when the server hangs."""
+        """Return the server's answer. Raises ConnectionLost also when the server hangs."""
         request = asyncio.ensure_future(client.post("/generate", body))
         self._last_answer = time.monotonic()
         try:
@@ -98,7 +98,7 @@ class Requests:
         return answer
 
     async def _is_alive(self, client: JSONClient) -> bool:
-        """Whether the server still generates; asked once for all requests that wait."""
+        """Return whether the server still generates; asked once for all requests that wait."""
         loop = asyncio.get_running_loop()
         if self._probe is None or self._probe.done() or self._probe.get_loop() is not loop:
             self._probe = loop.create_task(asyncio.to_thread(self._is_healthy, client))

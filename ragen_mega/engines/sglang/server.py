@@ -163,7 +163,7 @@ class ServerSettings:
                 )
 
     def arguments(self, model: Path, port: int) -> list[str]:
-        """The server's command line. Weights are random until the first update."""
+        """Return the server's command line. Weights are random until the first update."""
         on_cpu = self.device == "cpu"
         arguments: dict[str, _Option] = {
             "model-path": model,
@@ -233,7 +233,7 @@ class ServerSettings:
         )
 
     def link_cuda_runtime(self) -> Path:
-        """A folder with the CUDA runtime that torch uses in the server's environment.
+        """Return a folder with the CUDA runtime that torch uses in the server's environment.
 
         The memory saver is preloaded and needs this runtime, which the loader does not find inside
         torch's wheels. The folder is empty where torch has none of its own.
@@ -247,8 +247,8 @@ class ServerSettings:
         return folder
 
     def environment(self, rendezvous: Path) -> dict[str, str]:
-        """The server's environment variables: of the trainer's only what every program needs, no
-        secrets, nothing of torchrun, no paths.
+        """Return the server's environment variables: of the trainer's only what every program
+        needs, no secrets, nothing of torchrun, no paths.
         """
         kept = {
             name: value
@@ -315,7 +315,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the root of the server's process tree."""
+        """Process id of the root of the server's process tree."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> JSONClient:
@@ -329,7 +329,7 @@ class SGLangServer:
         self._weights.mkdir(mode=0o700, exist_ok=True)
         rendezvous = self._weights / "rendezvous"
         rendezvous.unlink(missing_ok=True)
-        # In a file, because every user of the machine can read the arguments of a process.
+        # The key is in a file, because every user can read the arguments of a process.
         secret = _write_private(self._weights / "key.yaml", f"api-key: {api_key}\n")
         arguments = [*self.settings.arguments(self._model, port), "--config", str(secret)]
         command = [sys.executable, "-I", supervisor.__file__, str(self._weights)]
@@ -367,7 +367,7 @@ class SGLangServer:
         self._process, self._client = None, None
 
     def is_healthy(self, client: JSONClient) -> bool:
-        """Whether the server of `client` generates a token."""
+        """Return whether the server of `client` generates a token."""
         try:
             client.call("GET", "/health_generate", timeout=self.settings.hang_timeout + 5)
         except (ConnectionLost, RequestRefused):
@@ -375,7 +375,7 @@ class SGLangServer:
         return True
 
     def failure(self, what: str) -> ServerFailed:
-        """An error that says what happened and what the server's log ends with."""
+        """Return an error that says what happened and what the server's log ends with."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         tail = "\n".join(lines[-_LOG_TAIL_LINES:])
         return ServerFailed(f"{what}; the log {self.log} ends with:\n{tail}")
@@ -397,8 +397,8 @@ class SGLangServer:
         )
 
     def _listens(self, port: int) -> bool:
-        """Whether it is the server that listens on its port. The port was free when it was chosen,
-        and whoever has taken it since must not be sent the key.
+        """Return whether it is the server that listens on its port. The port was free when it was
+        chosen, and whoever has taken it since must not be sent the key.
         """
         tree = {self.pid}
         with suppress(psutil.NoSuchProcess):  # it has just ended
@@ -414,7 +414,7 @@ class SGLangServer:
 def _write_model_config(
     directory: Path, config: PretrainedConfig, context: int, *, fp8: bool
 ) -> None:
-    """A model directory without weights.
+    """Write a model directory without weights.
 
     Without end tokens, because a completion ends where its request says, and without
     generation_config.json, whose top-k SGLang would take as the default.

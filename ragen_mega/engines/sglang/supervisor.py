@@ -81,8 +81,8 @@ def kill_descendants(root: int) -> None:
 
 
 def shared_memory(root: int) -> set[int]:
-    """Inodes of the shared memory in use below `root`; by inode, because a semaphore is mapped
-    under another name than its file has.
+    """Return the inodes of the shared memory in use below `root`; by inode, because a semaphore is
+    mapped under another name than its file has.
     """
     inodes = set()
     for pid in descendants(root):
@@ -103,7 +103,7 @@ def remove_left_behind(inodes: set[int]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below `root` that still run; zombies do not, but those below them may."""
+    """Return the processes below `root` that still run: no zombies, but processes below them."""
     # Not Process.children, which leaves out what seems older than `root` after the clock was set.
     found = {process.pid: process.info for process in psutil.process_iter(["ppid", "status"])}
 

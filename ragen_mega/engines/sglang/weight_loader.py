@@ -21,31 +21,31 @@ from ragen_mega.data.checksums import check_names, checksum
 LOADER = f"{__name__}.load"
 """The name by which SGLang finds it."""
 ALIGNMENT = 16
-"""In bytes."""
+"""Alignment of a parameter in a bucket, in bytes."""
 
 
 class Place(NamedTuple):
-    """Where a run of a parameter's elements lies in the bytes of a bucket."""
+    """Position of a run of a parameter's elements in the bytes of a bucket."""
 
     offset: int
     dtype: str
     shape: list[int]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     """The first of the elements, in the flattened parameter."""
     count: int
 
     @property
     def end(self) -> int:
-        """Its end in the bucket, in bytes; the next run begins at a multiple of ALIGNMENT."""
+        """End of the run in the bucket, in bytes; the next begins at a multiple of ALIGNMENT."""
         return self.offset + self.count * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """The elements in `memory`, [bytes] uint8."""
+        """Return the elements in `memory`, [bytes] uint8."""
         return memory[self.offset : self.end].view(self._dtype)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The elements in the parameter."""
+        """Return the elements in the parameter."""
         return parameter.view(-1)[self.start : self.start + self.count]
 
     def fill(self, memory: Tensor, elements: Tensor) -> None:
@@ -60,15 +60,15 @@ class Place(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a bucket must hold, written as a JSON file."""
+    """Required contents of a bucket, written as a JSON file."""
 
     places: list[tuple[str, Place]]
-    """By SGLang's names."""
+    """Places of the parameters, by SGLang's names."""
     num_bytes: int
     checksum: int
-    """Of these bytes."""
+    """Checksum of these bytes."""
     all_names: list[str] | None
-    """In the last bucket, the names of the whole set."""
+    """Names of the whole set, in the last bucket only."""
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(self._asdict()))
@@ -80,7 +80,7 @@ class Contents(NamedTuple):
 
 
 def bytes_of(file: Path) -> Path:
-    """The file with a bucket's bytes, where they are not sent along."""
+    """Return the file with a bucket's bytes, where they are not sent along."""
     return file.with_suffix(".bytes")
 
 
@@ -91,7 +91,7 @@ def map_bytes(file: Path) -> Tensor:
 
 
 def report_of(file: Path) -> Path:
-    """The file in which this rank of the server reports what became of a bucket."""
+    """Return the file in which this rank of the server reports what became of a bucket."""
     return file.with_suffix(".report")
 
 

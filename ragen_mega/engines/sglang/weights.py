@@ -52,7 +52,7 @@ class Message(NamedTuple):
     """One rank's part of a bucket, as SGLang takes it."""
 
     file: Path
-    """What `weight_loader` reads; its report is written beside it."""
+    """Path of the file that `weight_loader` reads; its report is written beside it."""
     payload: str
     """The file's name and a tensor, serialized."""
     is_last: bool
@@ -66,7 +66,7 @@ class Bucket:
     memory: Tensor  # [bytes] uint8
     places: list[tuple[str, Place]] = field(default_factory=list)
     num_bytes: int = 0
-    """In use."""
+    """Number of bytes in use."""
 
     @property
     def is_full(self) -> bool:
@@ -141,22 +141,22 @@ class WeightTransfer(ABC):
             for messages in self._describe(weights):
                 sent.append(messages)
                 yield messages
-                self.meet()
+                self.wait_for_all_ranks()
         except (EngineError, ValueError):
             for _ in weights:
                 continue
             raise
         yield []
-        self.meet()
+        self.wait_for_all_ranks()
         self._sent = sent
 
     def again(self) -> list[list[Message]] | None:
-        """The messages of the last complete stream, for another server; None where what they name
-        is not kept.
+        """Return the messages of the last complete stream, for another server; None where what they
+        name is not kept.
         """
         return self._sent
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """Wait for all ranks of the server."""
         if self._group is not None:
             dist.barrier(group=self._group)
@@ -167,13 +167,13 @@ class WeightTransfer(ABC):
 
     def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
         """Fill buckets; yields for each the messages of all ranks."""
-        for message in self._messages(weights):
-            messages = [message] * self._shard.size
+        for own_message in self._messages(weights):
+            messages = [own_message] * self._shard.size
             if self._group is not None:
-                dist.all_gather_object(messages, message, group=self._group)
-            for one in messages:
-                if isinstance(one, EngineError):
-                    raise one
+                dist.all_gather_object(messages, own_message, group=self._group)
+            for message in messages:
+                if isinstance(message, EngineError):
+                    raise message
             yield messages
 
     def _messages(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Message | EngineError]:
@@ -224,11 +224,13 @@ class WeightTransfer(ABC):
 
     @abstractmethod
     def _open(self, file: Path) -> Bucket:
-        """An empty bucket."""
+        """Return an empty bucket."""
 
     @abstractmethod
     def _pickle(self, bucket: Bucket) -> bytes:
-        """What SGLang is sent: [(file, memory, or an empty tensor where the file is enough)]."""
+        """Pickle the message to SGLang: [(file, memory, or an empty tensor where the file is
+        enough)].
+        """
 
 
 class FileTransfer(WeightTransfer):
@@ -259,12 +261,14 @@ class IpcTransfer(WeightTransfer):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As any transfer."""
+        """Start a transfer without buffers."""
         super().__init__(*arguments, **options)
         self._buffers: list[Tensor] = []  # the one in use last
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
-        """As for any transfer; at the end the buffers' device memory is free again."""
+        """Receive the weights as every transfer does, and free the device memory of the buffers at
+        the end.
+        """
         yield from super().receive(weights)
         self._buffers.clear()
         if torch.cuda.is_available():
@@ -272,7 +276,7 @@ class IpcTransfer(WeightTransfer):
             torch.cuda.empty_cache()
 
     def again(self) -> None:
-        """None."""
+        """Return None."""
 
     def _open(self, file: Path) -> Bucket:
         if len(self._buffers) < 2:

@@ -26,7 +26,7 @@ _COLORED = re.compile(r"(?:\x1b\[(?!0m)[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What Gymnasium does not tell about one of its environments."""
+    """Facts about an environment of Gymnasium that Gymnasium does not expose."""
 
     instruction: str
     actions: tuple[str, ...]
@@ -151,8 +151,8 @@ class GymnasiumWorld:
         self._environment.close()
 
     def _is_legal(self, move: Any) -> bool:
-        """Whether the environment takes a move in its present state: by its space, and by the mask
-        that many environments give in their info.
+        """Return whether the environment takes a move in its present state: by its space, and by
+        the mask that many environments give in their info.
         """
         space = self._environment.action_space
         obeys = self._known is None or self._known.obeys_mask
@@ -172,7 +172,9 @@ class GymnasiumWorld:
 
 
 def _plain(value: Any) -> Any:
-    """An observation with Python's numbers in place of NumPy's, whose names are in their text."""
+    """Return an observation with Python's numbers in place of NumPy's, whose names are in their
+    text.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -189,7 +191,7 @@ def _plain_part(value: Any) -> Any:
 def _action_names(
     environment: gymnasium.Env, known: _Known | None, space: spaces.Discrete
 ) -> tuple[str, ...]:
-    """One name for each action: the environment's own meanings, the table's, or numbers."""
+    """Return one name for each action: the environment's own meanings, the table's, or numbers."""
     meanings = getattr(environment.unwrapped, "get_action_meanings", None)
     names = meanings() if meanings else known.actions if known else ()
     names = tuple(map(str, names))
@@ -267,8 +269,8 @@ class TextWorld(gymnasium.Env[str, int | str]):
 
 
 def environment_id(name: str) -> str:
-    """Gymnasium's id of the environment `name`: sokoban_large is ragen_mega/SokobanLarge-v0. An
-    environment that was added after the import of this module is registered here.
+    """Return Gymnasium's id of the environment `name`: sokoban_large is ragen_mega/SokobanLarge-v0.
+    An environment that was added after the import of this module is registered here.
     """
     words = re.split(r"\W+|_", name)
     identifier = f"ragen_mega/{''.join(word[:1].upper() + word[1:] for word in words)}-v0"

@@ -23,7 +23,7 @@ _PATIENCE = 30.0  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
 _TROUBLES = (OSError, RuntimeError, TimeoutError, ValueError)
-"""What openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
+"""Errors that openenv-core raises if a server is gone, refuses, times out or answers nonsense."""
 _INVALID = "(code: VALIDATION_ERROR)"
 
 
@@ -63,7 +63,7 @@ class OpenEnvWorld:
             try:
                 result = await self._client.reset(**seeds)
                 self._is_playing = True
-                self._see_actions(result.observation)
+                self._update_actions(result.observation)
                 return _words(result.observation)
             except self._troubles as error:
                 await self.close()
@@ -96,13 +96,13 @@ class OpenEnvWorld:
                 )
             await self.close()  # a late answer must not be taken for that of another step
             raise
-        told = result.observation
-        self._see_actions(told)
-        info = told.get("info") if isinstance(told.get("info"), Mapping) else {}
-        info = {key: told[key] for key in ("success",) if key in told} | dict(info)
-        truncated = bool(told.get("truncated", False))
+        answer = result.observation
+        self._update_actions(answer)
+        info = answer.get("info") if isinstance(answer.get("info"), Mapping) else {}
+        info = {key: answer[key] for key in ("success",) if key in answer} | dict(info)
+        truncated = bool(answer.get("truncated", False))
         return StepResult(
-            _words(told),
+            _words(answer),
             float(result.reward or 0.0),
             bool(result.done) and not truncated,
             truncated,
@@ -113,10 +113,10 @@ class OpenEnvWorld:
         self._is_playing = False
         await self._client.close()
 
-    def _see_actions(self, told: Mapping[str, Any]) -> None:
+    def _update_actions(self, answer: Mapping[str, Any]) -> None:
         """Take over the names of the present state, which our own servers tell."""
-        if self._is_ours and told.get("actions"):
-            self.actions = tuple(told["actions"])
+        if self._is_ours and answer.get("actions"):
+            self.actions = tuple(answer["actions"])
             self._values = dict(zip(self.actions, self.actions))
 
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
@@ -157,8 +157,8 @@ class OpenEnvWorld:
 
 @cache
 def _get(url: str) -> dict[str, Any]:
-    """What a server says about itself. Cached, so that a new session can be made while the server
-    is down. Raises ValueError if it does not answer.
+    """Read a server's description of itself. The answer is cached, so that a new session can be
+    made while the server is down. Raises ValueError if the server does not answer.
     """
     try:
         is_local = urlsplit(url).hostname in _LOCAL  # bypass proxies
@@ -172,11 +172,11 @@ def _get(url: str) -> dict[str, Any]:
         ) from error
 
 
-def _words(told: Mapping[str, Any]) -> Observation:
-    """The messages of an observation, else its text field, else all fields as text."""
-    if told.get("messages"):
-        return told["messages"]
-    texts = [told[name] for name in _TEXTS if isinstance(told.get(name), str)]
+def _words(answer: Mapping[str, Any]) -> Observation:
+    """Return the messages of an observation, else its text field, else all fields as text."""
+    if answer.get("messages"):
+        return answer["messages"]
+    texts = [answer[name] for name in _TEXTS if isinstance(answer.get(name), str)]
     if texts:
         return texts[0]
-    return "\n".join(f"{name}: {value}" for name, value in told.items() if value is not None)
+    return "\n".join(f"{name}: {value}" for name, value in answer.items() if value is not None)

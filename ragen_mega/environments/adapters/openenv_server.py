@@ -35,7 +35,7 @@ class WorldObservation(Observation):
     messages: list[dict[str, str]] = []
     truncated: bool = False
     actions: list[str] = []
-    """Their names in the present state, where answers are names."""
+    """Names of the actions in the present state, where answers are names."""
     info: dict[str, bool] = {}
     """The entries of `StepResult.info` that the protocol defines."""
 
@@ -77,16 +77,16 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
             try:
                 steps = calls.parse(self._world, action.action)[:most]
             except ValueError as error:
-                return _unread(f"Unreadable: {error}")
+                return _stepless_result(f"Unreadable: {error}")
         results: list[StepResult] = []
-        for one in steps:
-            results.append(calls.step(self._world, one))
+        for step in steps:
+            results.append(calls.step(self._world, step))
             self._is_over = results[-1].terminated or results[-1].truncated
             if self._is_over:
                 break
         self._state.step_count += 1
         if not results:
-            return _unread("Nothing was done.")
+            return _stepless_result("Nothing was done.")
         return self._with_actions(_step_observation(results))
 
     @property
@@ -107,7 +107,7 @@ class ServedWorld(Environment[Any, WorldObservation, State]):
 
 
 def application(name: str, options: Mapping[str, Any], max_sessions: int) -> FastAPI:
-    """The FastAPI application of the server. Raises ValueError as `make` does."""
+    """Return the FastAPI application of the server. Raises ValueError as `make` does."""
     world = make(name, **options)
     reads_text = hasattr(world, "parse")  # whatever else it declares
     actions = [] if reads_text else list(getattr(world, "actions", ()))
@@ -138,26 +138,28 @@ def _observation(words: Words) -> WorldObservation:
     return WorldObservation(messages=[_as_json(message) for message in words])
 
 
-def _unread(reason: str) -> WorldObservation:
-    """The answer to a text without a step."""
+def _stepless_result(reason: str) -> WorldObservation:
+    """Return the answer to a text without a step."""
     return WorldObservation(text=reason, reward=0.0, info={"is_action_valid": False})
 
 
 def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
-    """The outcome of the steps of one answer, taken together as `Episode.respond` does."""
+    """Return the outcome of the steps of one answer, taken together as `Episode.respond` does."""
     last = results[-1]
     words = last.observation
     if not isinstance(words, str):
-        told = (one.observation for one in results if not isinstance(one.observation, str))
-        words = [message for messages in told for message in messages]
+        observations = (
+            result.observation for result in results if not isinstance(result.observation, str)
+        )
+        words = [message for messages in observations for message in messages]
     info = {name: bool(last.info[name]) for name in STEP_INFO if name in last.info}
     if last.terminated:  # or the client would judge by the sum of the rewards
         info["success"] = is_success(last)
     for name, together in (("is_action_valid", all), ("is_action_effective", any)):
-        said = [bool(one.info[name]) for one in results if name in one.info]
+        said = [bool(result.info[name]) for result in results if name in result.info]
         info |= {name: together(said)} if said else {}
     observation = _observation(words)
-    observation.reward = math.fsum(one.reward for one in results)
+    observation.reward = math.fsum(result.reward for result in results)
     observation.done = last.terminated or last.truncated
     observation.truncated = last.truncated and not last.terminated
     observation.info = info

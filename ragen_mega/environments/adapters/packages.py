@@ -1,4 +1,4 @@
-"""What the adapters share: importing optional packages, and isolating packages that draw from the
+"""Helpers of all adapters: importing optional packages, and isolating packages that draw from the
 global random generators.
 """
 
@@ -48,8 +48,8 @@ class ProcessRandomness:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the global generators have this environment's state; their previous state is
-        restored afterwards. One environment at a time.
+        """Install this environment's state in the global generators for the block, and restore
+        their previous state afterwards. One environment at a time.
         """
         with _swapping:
             others = random.getstate(), np.random.get_state()

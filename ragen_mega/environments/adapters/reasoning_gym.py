@@ -10,7 +10,7 @@ from ragen_mega.environments.adapters.packages import MAX_SEED, required
 from ragen_mega.environments.protocol import StepResult
 
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError)
-"""What scorers raise for answers that they cannot read."""
+"""Errors that scorers raise for answers that they cannot read."""
 
 
 class ReasoningTask:

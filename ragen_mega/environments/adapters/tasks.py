@@ -39,7 +39,7 @@ _LONGEST_DRAWN = 64
 Split = Literal["train", "validation"]
 Score = Callable[[str, Any, Mapping[str, Any]], float]
 _File = tuple[str, int, int]
-"""Path, time of the last change in nanoseconds, bytes: the key of what is kept of a file."""
+"""Path, time of the last change in nanoseconds, bytes: the cache key of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class FileTasks:
 
     def step(self, text: str) -> StepResult:
         score = _number(self._score(text, self._task.reference, self._task.row))
-        told = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
-        return StepResult(told, score, terminated=True, info={"success": score == 1})
+        verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
+        return StepResult(verdict, score, terminated=True, info={"success": score == 1})
 
     def _parse(self, text: str) -> str:
         if not (answer := _cut(text, self._after)):
@@ -126,7 +126,7 @@ class FileTasks:
         return answer
 
     def _random_answer(self, draw: random.Random) -> str:
-        """The reference of any row to train on: what can be answered without the question."""
+        """Draw the reference of any row to train on: an answer made without the question."""
         answer = str(_listed(draw.choice(self._trained).reference)[0])
         return f"{self._after} {answer}" if self._after else answer
 
@@ -141,12 +141,12 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
             " its part by the option answer_column, such as reward_model.ground_truth"
         )
     given = _normal(answer)
-    return float(any(given == _normal(str(one)) for one in _listed(reference)))
+    return float(any(given == _normal(str(accepted)) for accepted in _listed(reference)))
 
 
 def read_rows(path: str) -> tuple[dict[str, Any], ...]:
-    """The rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They are
-    kept in memory until the file changes, and shared: do not write into them.
+    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
+    are kept in memory until the file changes, and shared: do not write into them.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
@@ -223,8 +223,8 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
 
 @lru_cache(maxsize=16)
 def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ...]]:
-    """The tasks to train on, and those to evaluate: this share of the prompts, drawn by their text,
-    so that the order of rows decides nothing and no prompt is in both.
+    """Return the tasks to train on, and those to evaluate: this share of the prompts, drawn by
+    their text, so that the order of rows decides nothing and no prompt is in both.
     """
     tasks = _tasks(file, columns)
     prompts = sorted({text_of(task.prompt) for task in tasks}, key=text_seed)
@@ -244,15 +244,15 @@ def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ..
 @lru_cache(maxsize=16)
 def _is_short(file: _File, columns: _Columns) -> bool:
     return all(
-        not isinstance(one, Mapping) and len(str(one)) <= _LONGEST_DRAWN
+        not isinstance(answer, Mapping) and len(str(answer)) <= _LONGEST_DRAWN
         for task in _tasks(file, columns)
-        for one in _listed(task.reference)[:1]
+        for answer in _listed(task.reference)[:1]
     )
 
 
 @lru_cache(maxsize=16)
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
-    """The function of that name, after it has judged the reference of the first row."""
+    """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
     _number(score(str(_listed(first.reference)[0]), first.reference, first.row))
     return score
@@ -269,7 +269,7 @@ def _number(score: Any) -> float:
 def _column(
     place: str, row: Mapping[str, Any], option: str, name: str | None, known: Sequence[str]
 ) -> Any:
-    """The first of these columns that the row has."""
+    """Return the first of these columns that the row has."""
     names = [name] if name else known
     for path in names:
         value: Any = row
@@ -292,11 +292,15 @@ def _paths(row: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _observation(place: str, prompt: Any) -> Observation:
-    """A text, or messages; a single message of the user is a text too."""
+    """Return a text, or messages; a single message of the user is a text too."""
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else []
-    pairs = [(one.get("role"), one.get("content")) for one in messages if isinstance(one, Mapping)]
+    pairs = [
+        (message.get("role"), message.get("content"))
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
     are_texts = all(role in ROLES and isinstance(content, str) for role, content in pairs)
     if not pairs or len(pairs) < len(messages) or not are_texts:
         raise ValueError(
@@ -313,7 +317,9 @@ def _listed(reference: Any) -> list[Any]:
 
 
 def _cut(text: str, after: str | None) -> str:
-    """What follows the last `after` on its line; the whole text if that is empty."""
+    """Return the text behind the last `after`, up to the end of its line; the whole text if `after`
+    is empty.
+    """
     if not after:
         return text.strip()
     _, found, rest = text.rpartition(after)

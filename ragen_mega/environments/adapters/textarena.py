@@ -40,7 +40,7 @@ class TextArenaGame:
             self._game.reset(num_players=1, seed=seed)
         if outcome_seed is not None:
             self._random.seed(outcome_seed)
-        return self._said()
+        return self._new_messages()
 
     def step(self, text: str) -> StepResult:
         with self._random.installed():
@@ -48,7 +48,7 @@ class TextArenaGame:
         state = self._game.state
         reward = float(state.rewards[0]) if is_over else 0.0
         is_invalid = state.error_count > 0 or state.game_info[0]["invalid_move"]
-        said = self._said()
+        said = self._new_messages()
         return StepResult(
             said or str(state.game_info[0].get("reason") or "The game goes on."),
             reward,
@@ -60,8 +60,8 @@ class TextArenaGame:
             },
         )
 
-    def _said(self) -> str:
-        """What the game has said since the last call, without the player's own words."""
+    def _new_messages(self) -> str:
+        """Return the messages of the game since the last call, without the player's own words."""
         _, messages = self._game.get_observation()
         return "\n".join(
             text.strip() for _, text, kind in messages if kind is not self._player

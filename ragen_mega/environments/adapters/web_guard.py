@@ -69,7 +69,7 @@ def guard(application: Application, idle_seconds: float) -> Application:
 
 
 def _is_own_page(headers: dict[str, str]) -> bool:
-    """Whether a request comes from a program, which names no origin, or from a page of this
+    """Return whether a request comes from a program, which names no origin, or from a page of this
     server.
     """
     origin = headers.get("origin")

@@ -58,7 +58,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 def is_active() -> bool:
-    """Whether this process trains on the CPU."""
+    """Return whether this process trains on the CPU."""
     return not torch.cuda.is_available()
 
 
@@ -97,7 +97,8 @@ def install() -> None:
 
 
 def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Inside: `.cuda()` is the identity, `.type()` reports CUDA names, device="cuda" means the CPU.
+    """Redefine for the block: `.cuda()` is the identity, `.type()` reports CUDA names,
+    device="cuda" means the CPU.
 
     Optimizers need it while they are built, stepped (see `stepping`) and saved.
     """
@@ -105,10 +106,10 @@ def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def stepping(optimizers: Iterable[MegatronOptimizer]) -> contextlib.AbstractContextManager[Any]:
-    """What a step of the optimizers needs: in float32 nothing, or each of its operations would pass
+    """Return the context of an optimizer step: nothing in float32, where every operation would pass
     through Python once more.
     """
-    if all(isinstance(one, FP32Optimizer) for one in optimizers):
+    if all(isinstance(optimizer, FP32Optimizer) for optimizer in optimizers):
         return contextlib.nullcontext()
     return cuda_literals_as_cpu()
 
@@ -165,8 +166,8 @@ def _clip_grad_by_total_norm(
 def _norm(
     chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """The norm [1] of all gradients together, which megatron-core's fallback takes a dozen
+    """Return the norm [1] of all gradients together, which megatron-core's fallback takes a dozen
     operations for each of them to learn.
     """
-    norms = torch._foreach_norm([one for gradients in lists for one in gradients])
+    norms = torch._foreach_norm([gradient for gradients in lists for gradient in gradients])
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None

@@ -44,8 +44,8 @@ _P5 = np.float32(0.00019875691500)
 def forest_attention(
     query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float
 ) -> Tensor:
-    """Attention of the nodes of a forest to their paths, themselves included: query [N, heads, d],
-    key and value [N, kv_heads, d] to [N, heads * d].
+    """Return the attention of the nodes of a forest to their paths, themselves included: query [N,
+    heads, d], key and value [N, kv_heads, d] to [N, heads * d].
     """
     starts = np.array([*(chain.start for chain in forest.chains), forest.num_nodes])
     lengths = np.array([len(chain.path) for chain in forest.chains])
@@ -252,7 +252,7 @@ def _fill_columns(x, g, group, start, stop, factor, rows, columns, width):
 
 
 @jit(fastmath=EXACT)
-def _hide(scores, first, count, seen, group, width):
+def _mask_future(scores, first, count, seen, group, width):
     """Let no query score a key behind itself: of `count` keys from key `first` on, the query nodes
     see `seen` and one more each.
     """
@@ -298,7 +298,7 @@ def attend_forest(
                 width = (count + LANES - 1) // LANES * LANES
                 _fill_columns(q, g, group, start, end, scale, rows, queries, width)
                 _put_product(keys, 0, d, 1, queries, 0, scores, 0, width, used, d, width)
-                _hide(scores, 0, used, before + start + 1, group, width)
+                _mask_future(scores, 0, used, before + start + 1, group, width)
                 columns = scores[: used * width].reshape(used, width)
                 top, total = tops[:width], totals[:width]
                 top[:] = -np.inf
@@ -365,7 +365,7 @@ def attend_forest_backward(
                 end = min(start + tile, starts[c + 1])
                 count, used = (end - start) * group, (before + end + 1) // 2 * 2
                 width = (count + LANES - 1) // LANES * LANES
-                depth = count + count % 2  # of a product, which is even
+                depth = count + count % 2  # depth of a product, which is even
                 _fill_columns(q, g, group, start, end, scale, rows, queries, width)
                 _fill_columns(d_out, g, group, start, end, real(1), d_rows, d_outs, width)
                 rows[count * d : depth * d] = 0
@@ -383,7 +383,7 @@ def attend_forest_backward(
                     at, some = j * d, min(KEYS, used - j)
                     _put_product(keys, at, d, 1, queries, 0, p, 0, width, some, d, width)
                     _put_product(values, at, d, 1, d_outs, 0, ds, 0, width, some, d, width)
-                    _hide(p, j, some, before + start + 1, group, width)
+                    _mask_future(p, j, some, before + start + 1, group, width)
                     for i in range(some):
                         weights, slopes = p[i * width :][:width], ds[i * width :][:width]
                         _subtract_and_exponentiate(weights, tops[:width])

@@ -10,7 +10,7 @@ FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3, LLAMA, MISTRA
 
 
 def find_family(model_type: object) -> Family:
-    """The family of this name. Raises ValueError if it is unknown."""
+    """Return the family of this name. Raises ValueError if it is unknown."""
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type must be one of {', '.join(FAMILIES)}, not {model_type!r}; pick another"

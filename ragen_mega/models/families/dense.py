@@ -61,16 +61,16 @@ COMPUTED = frozenset(
     " num_key_value_heads head_dim max_position_embeddings rms_norm_eps".split()
 )
 NEUTRAL = frozenset(
-    # how weights are stored, drawn or trained elsewhere, what is returned, and classification
+    # storage, initialisation and training of weights, returned values, classification
     "transformers_version dtype initializer_range use_cache output_hidden_states return_dict"
     " chunk_size_feed_forward id2label label2id problem_type"
-    # the tokenizer's
+    # ids of the tokenizer
     " pad_token_id bos_token_id eos_token_id".split()
 )
 
 
 def _is_default_rope(value: Any) -> bool:
-    """RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
+    """Check for the RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
     rest = dict(value)
     kinds = {rest.pop(name, "default") for name in ("rope_type", "type")}
     theta, share = rest.pop("rope_theta", 0), rest.pop("partial_rotary_factor", 1.0)
@@ -79,7 +79,7 @@ def _is_default_rope(value: Any) -> bool:
 
 
 def limits(architecture: str, rope_remedy: str = "load another model") -> dict[str, Limit]:
-    """The entries of a dense decoder of this class that are supported for some values only;
+    """Return the entries of a dense decoder of this class that are supported for some values only;
     `rope_remedy` is for a model whose positions are scaled.
     """
     return {

@@ -19,7 +19,7 @@ _QKV_BIAS = Weight(
 
 
 def limits(architecture: str) -> dict[str, Limit]:
-    """The entries of Qwen2 and Qwen3 that are supported for some values only."""
+    """Return the entries of Qwen2 and Qwen3 that are supported for some values only."""
     yarn = (
         "YaRN and the like only lengthen the context: delete them from config.json, and stay"
         " within max_position_embeddings"

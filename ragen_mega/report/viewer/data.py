@@ -1,4 +1,4 @@
-"""What the viewer's page shows of a run, as JSON values; traces stay compressed files."""
+"""Data of a run for the viewer's page, as JSON values; traces stay compressed files."""
 
 import gzip
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from ragen_mega.report.traces import TRACES, traces
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Everything but the traces: `name`, `config`, `summary` (None while it trains), `alike` (equal
-    for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one per step,
-    None where it was not measured}, `events`, the index of `traces` and whether there is a
+    """Return everything but the traces: `name`, `config`, `summary` (None while it trains), `alike`
+    (equal for runs that differ by their seed only), `metrics` {`steps`, `values`: key -> one per
+    step, None where it was not measured}, `events`, the index of `traces` and whether there is a
     `timeline`.
 
     Raises ValueError if the directory holds no run or a damaged one.
@@ -43,8 +43,8 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def trace_bytes(directory: Path, trace: str) -> bytes:
-    """The compressed JSON of one trace, or of the `timeline`. Raises ValueError if the run has none
-    of this name.
+    """Return the compressed JSON of one trace, or of the `timeline`. Raises ValueError if the run
+    has none of this name.
     """
     if trace == "timeline" and _has(directory, TIMELINE):
         return gzip.compress((directory / TIMELINE).read_bytes(), mtime=0)

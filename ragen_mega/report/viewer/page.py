@@ -25,7 +25,7 @@ _POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self';"
     " img-src data: blob:; style-src 'unsafe-inline'; script-src "
 )
-"""What a browser may load for the page, besides the hashes of its scripts."""
+"""Content security policy of the page, without the hashes of its scripts."""
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names under which a live page is asked for; another one is a foreign page's, by its own DNS."""
 
@@ -71,15 +71,15 @@ def write_page(
 def _thinned(
     sizes: Sequence[tuple[int, str, float]], keep: str | None, stride: int
 ) -> list[tuple[int, str, float]]:
-    """Every `stride`-th, the last one and `keep` of the first run always."""
+    """Select every `stride`-th trace; always the last one, and `keep` of the first run."""
     last = len(sizes) - 1
     return [
-        one for at, one in enumerate(sizes) if (last - at) % stride == 0 or one[:2] == (0, keep)
+        size for at, size in enumerate(sizes) if (last - at) % stride == 0 or size[:2] == (0, keep)
     ]
 
 
 def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str, bytes]]) -> str:
-    """The whole page; without `runs` it asks its server for them."""
+    """Return the whole page; without `runs` it asks its server for them."""
     parts = {
         "STYLE": _HERE.joinpath("viewer.css").read_text(),
         "PLOTLY": get_plotlyjs(),
@@ -100,7 +100,7 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
 
 
 def _hash(script: str) -> str:
-    """By which the page's policy knows a script, so that no other one is executed."""
+    """Hash a script for the page's policy, so that no other script is executed."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -111,7 +111,7 @@ def _json(value: Any) -> str:
 
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
+    """Return a server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
     ValueError for a directory that holds no run, and for a port that cannot be had.
     """
     for run in runs:
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(*answer)
 
     def _answer(self) -> tuple[bytes, str]:
-        """What is asked for, and its content type."""
+        """Return the requested content and its type."""
         match unquote(urlsplit(self.path).path).strip("/").split("/"):
             case [""]:
                 return _page(None, []).encode(), "text/html; charset=utf-8"
@@ -163,4 +163,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
-        """Requests are not worth a line each."""
+        """Print nothing: requests are not worth a line each."""

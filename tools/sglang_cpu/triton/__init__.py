@@ -10,7 +10,7 @@ __version__ = "3.6.0"
 
 
 def _decorate(*arguments: Any, **options: Any) -> Any:
-    """As a decorator, with or without options, changes nothing."""
+    """Act as a decorator, with or without options, that changes nothing."""
     if len(arguments) == 1 and callable(arguments[0]) and not options:
         return arguments[0]
     return lambda function: function
@@ -36,7 +36,7 @@ class JITFunction(Placeholder):
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Decorator of a kernel, with or without options."""
+    """Return the decorator of a kernel, with or without options."""
     return JITFunction if fn is None else JITFunction(fn)
 
 
@@ -60,7 +60,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Return the smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
@@ -70,7 +70,7 @@ class _Constant:
 
 
 def _fill_submodules() -> None:
-    """The names that SGLang and torch use for more than an annotation."""
+    """Define the names that SGLang and torch use for more than an annotation."""
     language = importlib.import_module(f"{__name__}.language")
     runtime, compiled = (
         importlib.import_module(f"{__name__}.runtime{part}") for part in ("", ".jit")

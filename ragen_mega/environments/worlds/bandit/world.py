@@ -23,20 +23,20 @@ from ragen_mega.environments.protocol import (
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Which arms there are, in the order shown; never which one is better."""
+    """Return which arms there are, in the order shown; never which one is better."""
     first, second = environment.facts()["arms"]
     return f" arms {first} {second}"
 
 
 def references(environment: Any, budget: Budget) -> References:
-    """One pull decides, and only the names of the arms differ: uniformly random play is right half
-    of the time.
+    """Return the references: one pull decides, and only the names of the arms differ: uniformly
+    random play is right half of the time.
     """
     return References(random=0.5, optimum=1.0, optimum_closed_loop=1.0)
 
 
 def optimal_actions(environment: Any, actions_left: int) -> list[str]:
-    """The better arm; nothing once it was pulled."""
+    """Return the better arm; nothing once it was pulled."""
     return [] if environment.is_over else [environment.facts()["high_arm"]]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 Cell = tuple[int, int]  # (row, column), both from 0 at the top left
 
-# In this order, the cyclic neighbours of a move are the moves perpendicular to it.
+# The cyclic neighbours of a move in this order are the moves perpendicular to it.
 DIRECTIONS: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 BOARD_LETTERS = "SFHG"
 """Start, frozen, hole, goal, as boards files write them."""
@@ -24,19 +24,21 @@ class Lake:
     holes: frozenset[Cell]
 
     def neighbour(self, cell: Cell, action: str) -> Cell:
-        """Where a move leads if it does not slip; at the edge of the map the player stays."""
+        """Return the cell that a move leads to if it does not slip; at the edge of the map the
+        player stays.
+        """
         dr, dc = DIRECTIONS[action]
         return min(max(cell[0] + dr, 0), self.size - 1), min(max(cell[1] + dc, 0), self.size - 1)
 
     def rows(self) -> tuple[str, ...]:
-        """The board in the letters S F H G; inverse of `parse_lake`."""
+        """Return the board in the letters S F H G; inverse of `parse_lake`."""
         letters = {**dict.fromkeys(self.holes, "H"), self.start: "S", self.goal: "G"}
         return tuple(
             "".join(letters.get((r, c), "F") for c in range(self.size)) for r in range(self.size)
         )
 
     def is_crossable(self) -> bool:
-        """Whether some path avoids the holes."""
+        """Return whether some path avoids the holes."""
         frontier, seen = [self.start], {self.start}
         while frontier:
             cell = frontier.pop()

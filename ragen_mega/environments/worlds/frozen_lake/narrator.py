@@ -10,12 +10,12 @@ from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, L
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """The four neighbours, each move as what lies behind/ahead of it, and the same pair for the
-    chosen actions.
+    """Describe the four neighbours, each move by the cells behind/ahead of it, and the chosen
+    actions by the same pair.
 
     A move may slip to either side but never backwards, so it cannot lead to what lies behind. The
-    pair is one word, because two words sampled separately might not belong to the same move. What
-    the environment calls `untold` is left out, to see what it is worth.
+    pair is one word, because two words sampled separately might not belong to the same move. The
+    facts that the environment calls `untold` are left out, to measure their worth.
     """
     facts, lake, untold = environment.facts(), environment.lake, environment.untold
     order, player = list(DIRECTIONS), facts["player"]
@@ -50,13 +50,13 @@ _AHEAD = {
     "farther": "off",
     "farther brink": "off",
 }
-"""What is said of a cell ahead: less than of the one behind, because the more pairs there are, the
-rarer each is, and preferences are learned from many noisy returns.
+"""Words for a cell ahead. They distinguish less than the words for a cell behind, because the more
+pairs there are, the rarer each pair is, and preferences are learned from many noisy returns.
 """
 
 
 def _kind(facts: dict[str, Any], lake: Lake, cell: Cell) -> str:
-    """A cell as seen from the player; `brink` is a cell beside a hole."""
+    """Return a cell as seen from the player; `brink` is a cell beside a hole."""
     if cell == facts["player"]:
         return "edge"
     if cell in facts["holes"]:

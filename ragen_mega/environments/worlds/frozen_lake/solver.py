@@ -51,7 +51,7 @@ class LakeSolver:
         return moves, arrivals
 
     def random(self, player: Cell, num_actions: int) -> float:
-        """Success of `num_actions` uniformly random actions."""
+        """Return the success of `num_actions` uniformly random actions."""
         moves, arrivals = (part.mean(axis=0) for part in self._dynamics)
         value = np.zeros(len(self._cells))
         for _ in range(num_actions):
@@ -59,12 +59,12 @@ class LakeSolver:
         return self._at(player, value)
 
     def closed_loop(self, player: Cell, num_actions: int) -> float:
-        """Success of the best player who sees the outcome of every action."""
+        """Return the success of the best player who sees the outcome of every action."""
         return self._at(player, self._action_values(num_actions)[-1].max(axis=0))
 
     def best_action(self, player: Cell, num_actions: int) -> str:
-        """First action of that player; ties go to the action with the higher sum of values over
-        all shorter budgets.
+        """Return the first action of that player; ties go to the action with the higher sum of
+        values over all shorter budgets.
         """
         values = self._action_values(num_actions)[:, :, self._index[player]]  # [budgets, A]
         is_best = values[-1] >= values[-1].max() - _TIE
@@ -73,8 +73,8 @@ class LakeSolver:
     def open_loop(
         self, player: Cell, *, max_turns: int, max_actions_per_turn: int, max_actions: int
     ) -> float | None:
-        """Success of the best player who commits to at most `max_actions_per_turn` actions at a
-        time.
+        """Return the success of the best player who commits to at most `max_actions_per_turn`
+        actions at a time.
 
         None if a turn holds more than `MAX_UNSEEN_ACTIONS` actions: the sequences would be too many
         to enumerate.
@@ -96,7 +96,7 @@ class LakeSolver:
         @cache
         def sequences(turns: int, budget: int, length: int) -> _Array:
             """[number of sequences, n] values of `length` unseen actions, followed by the best play
-            of what is left.
+            of the remaining actions.
             """
             usable = turns * max_actions_per_turn
             if budget > usable:
@@ -130,7 +130,7 @@ class LakeSolver:
 
 
 def references(environment: Any, budget: Budget) -> References:
-    """Success of the reference players from where the player stands."""
+    """Return the success of the reference players from where the player stands."""
     facts = environment.facts()
     solver, player = LakeSolver(environment.lake, facts["success_rate"]), facts["player"]
     return References(
@@ -146,8 +146,8 @@ def references(environment: Any, budget: Budget) -> References:
 
 
 def optimal_actions(environment: Any, actions_left: int) -> list[str]:
-    """The best next action alone, because the one after it depends on where this one slips; none
-    if the episode is over.
+    """Return the best next action alone, because the one after it depends on where this one slips;
+    none if the episode is over.
     """
     facts, lake = environment.facts(), environment.lake
     if facts["player"] == lake.goal or facts["player"] in lake.holes:

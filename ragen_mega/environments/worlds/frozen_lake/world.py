@@ -88,7 +88,7 @@ class FrozenLake:
         return f"frozen_lake_{self._size}x{self._size}_p{self._frozen_probability:g}"
 
     def accepts_board(self, rows: Sequence[str]) -> bool:
-        """Whether a board is a lake of this size. Raises ValueError if it is malformed."""
+        """Return whether a board is a lake of this size. Raises ValueError if it is malformed."""
         return not any("#" in row for row in rows) and parse_lake(rows).size == self._size
 
     def reset(
@@ -133,7 +133,7 @@ class FrozenLake:
         return self._lake
 
     def render(self) -> str:
-        """The lake as SVG."""
+        """Return the lake as SVG."""
         lake = self.lake
         things = [((r, c), "ice") for r in range(lake.size) for c in range(lake.size)]
         things += [(hole, "hole") for hole in lake.holes]
@@ -199,6 +199,6 @@ class FrozenLake:
 
 @lru_cache(maxsize=1024)
 def _drawn_lake(seed: int, size: int, frozen_probability: float) -> Lake:
-    """The lake of a seed, which the trajectories of a group and readers of a run share."""
+    """Return the lake of a seed, which the trajectories of a group and readers of a run share."""
     generator = np.random.default_rng(stable_seed(seed, "frozen_lake/map"))
     return generate_lake(generator, size=size, frozen_probability=frozen_probability)

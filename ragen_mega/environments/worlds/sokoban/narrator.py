@@ -8,12 +8,13 @@ from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Where to stand for a push toward the target, what each move does, and which action is chosen,
-    by its effect first; after `then` the same of the state that it leads to, for a further action.
+    """Describe the place for a push toward the target, the effect of each move, and the chosen
+    action, by its effect first; after `then` describe the state that it leads to in the same way,
+    for a further action.
 
     A move leads into a wall, is stuck (the box cannot move), pushes the box closer to or away from
-    the nearest target, or takes the player nearer to or farther from a place to stand. What the
-    environment calls `untold` is left out, to see what it is worth.
+    the nearest target, or takes the player nearer to or farther from a place to stand. The facts
+    that the environment calls `untold` are left out, to measure their worth.
     """
     facts, untold, parts = environment.facts(), environment.untold, []
     for index, action in enumerate(actions or [None]):
@@ -27,21 +28,21 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         effects = {name: _effect(facts, move, standing) for name, move in DIRECTIONS.items()}
         if not is_blind:
             parts += [f" stand{cell}" for cell in standing if untold != "standing"]
-            parts += [f" {name}{_tell(effects[name], untold)}" for name in effects]
+            parts += [f" {name}{_narrate_move(effects[name], untold)}" for name in effects]
         if action:
             word = "" if is_blind or untold == "effects" else f" {effects[action][2]}"
             parts.append(f" go{word} {action}")
     return "".join(parts)
 
 
-def _tell(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
+def _narrate_move(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
     to, pushed, word = effect
     cells = f" to{to}" + (f" push{pushed}" if pushed else "")
     return ("" if untold == "cells" else cells) + ("" if untold == "effects" else f" {word}")
 
 
 def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
-    """The facts after an action."""
+    """Return the facts after an action."""
     move, boxes = DIRECTIONS[action], facts["boxes"]
     to, pushed, effect = _effect(facts, move, ())
     if effect in ("wall", "stuck"):
@@ -51,7 +52,7 @@ def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
-    """Cells behind a box as seen from its nearest target, ignoring walls."""
+    """Return the cells behind a box as seen from its nearest target, ignoring walls."""
     return [
         (box[0] - move[0], box[1] - move[1])
         for box in facts["boxes"]
@@ -63,7 +64,9 @@ def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
 def _effect(
     facts: dict[str, Any], move: Cell, standing: Sequence[Cell]
 ) -> tuple[Cell, Cell | None, str]:
-    """Cell that a move leads to, cell that a box is pushed to, and the word for the effect."""
+    """Return the cell that a move leads to, cell that a box is pushed to, and the word for the
+    effect.
+    """
     player, free, boxes = facts["player"], facts["free"], facts["boxes"]
     to = _add(player, move)
     if to in boxes:

@@ -51,7 +51,7 @@ class Room:
         return self.boxes == self.targets
 
     def cell_kind(self, cell: Cell) -> int:
-        """One of the constants WALL ... PLAYER_ON_TARGET."""
+        """Return one of the constants WALL ... PLAYER_ON_TARGET."""
         if cell in self.walls:
             return WALL
         on_target = cell in self.targets
@@ -62,7 +62,7 @@ class Room:
         return TARGET if on_target else FLOOR
 
     def rows(self, symbols: str = SYMBOLS) -> tuple[str, ...]:
-        """The board as text, one string per row."""
+        """Return the board as text, one string per row."""
         height, width = self.size
         return tuple(
             "".join(symbols[self.cell_kind((r, c))] for c in range(width)) for r in range(height)
@@ -116,7 +116,7 @@ def generate_room(rng: np.random.Generator, *, dim: int, num_boxes: int, search_
     a solvable room.
     """
     for _ in range(_MAX_ATTEMPTS):
-        floor = _dig(rng, dim)
+        floor = _carve_floor(rng, dim)
         if len(floor) < 2 * num_boxes + 1:
             continue
         places = [floor[i] for i in rng.permutation(len(floor))[: num_boxes + 1].tolist()]
@@ -131,9 +131,9 @@ def generate_room(rng: np.random.Generator, *, dim: int, num_boxes: int, search_
     )
 
 
-def _dig(rng: np.random.Generator, dim: int) -> list[Cell]:
-    """Floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in reading
-    order.
+def _carve_floor(rng: np.random.Generator, dim: int) -> list[Cell]:
+    """Return the floor cells opened by a random walk of int(1.7 * (rows + columns)) stamps, in
+    reading order.
     """
     num_stamps = int(1.7 * (dim + dim))
     turns = (rng.random(num_stamps) < _TURN_PROBABILITY).tolist()
@@ -199,7 +199,9 @@ def _play_backwards(
     if not best:
         return None
     player, boxes = best[int(rng.integers(len(best)))]
-    player = _stroll(rng, floor - set(boxes), player, probability=0.8 if best_score == 1 else 0.5)
+    player = _walk_away(
+        rng, floor - set(boxes), player, probability=0.8 if best_score == 1 else 0.5
+    )
     size = (dim, dim)
     walls = frozenset((r, c) for r in range(dim) for c in range(dim)) - floor
     return Room(size, walls, frozenset(targets), frozenset(boxes), player)
@@ -211,7 +213,7 @@ def _displacement(boxes: tuple[Cell, ...], targets: tuple[Cell, ...]) -> int:
     return sum(abs(b[0] - t[0]) + abs(b[1] - t[1]) for b, t in zip(boxes, targets, strict=True))
 
 
-def _stroll(
+def _walk_away(
     rng: np.random.Generator, free: frozenset[Cell] | set[Cell], player: Cell, probability: float
 ) -> Cell:
     """Walk the player one to three cells away with the given probability, so that its position

@@ -16,8 +16,8 @@ _State = tuple[int, frozenset[int]]  # player, boxes; a cell is row * columns + 
 
 
 def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None:
-    """Action names of a shortest solution; None if there is none, or none of at most `max_length`
-    actions.
+    """Return the action names of a shortest solution; None if there is none, or none of at most
+    `max_length` actions.
     """
     walls, targets, start = _flatten(room)
     width = room.size[1]
@@ -43,7 +43,7 @@ def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None
 
 
 def random_success(room: Room, num_actions: int) -> float:
-    """Probability that `num_actions` uniformly random actions solve the room, exact."""
+    """Return the probability that `num_actions` uniformly random actions solve the room, exact."""
     walls, targets, start = _flatten(room)
     steps = [dr * room.size[1] + dc for dr, dc in DIRECTIONS.values()]
     floor = set(range(math.prod(room.size))) - walls
@@ -64,7 +64,9 @@ def random_success(room: Room, num_actions: int) -> float:
 
 
 def _after(state: _State, step: int, walls: frozenset[int], for_boxes: set[int]) -> _State:
-    """The position after a step; the same if nothing can move. Boxes stay in cells `for_boxes`."""
+    """Return the position after a step; the same if nothing can move. Boxes stay in cells
+    `for_boxes`.
+    """
     player, boxes = state
     ahead, beyond = player + step, player + 2 * step
     if ahead in walls:
@@ -93,8 +95,8 @@ def _flatten(room: Room) -> tuple[frozenset[int], frozenset[int], _State]:
 def _live_cells(
     room: Room, walls: frozenset[int], targets: frozenset[int], steps: tuple[int, ...]
 ) -> set[int]:
-    """Cells from which a box alone on the board can be pushed to a target: pull one backwards from
-    every target.
+    """Return the cells from which a box alone on the board can be pushed to a target: pull one
+    backwards from every target.
     """
     live = set(targets)
     frontier = list(targets)
@@ -118,7 +120,7 @@ def _plan_to(state: _State, parents: dict[_State, tuple[_State, str] | None]) ->
 
 
 def references(environment: Any, budget: Budget) -> References:
-    """Success of the reference players from this position."""
+    """Return the success of the reference players from this position."""
     plan = shortest_plan(environment.room, budget.max_actions)
     return References(
         random=random_success(environment.room, budget.action_budget),
@@ -128,7 +130,7 @@ def references(environment: Any, budget: Budget) -> References:
 
 
 def optimal_actions(environment: Any, actions_left: int) -> list[str]:
-    """A shortest solution from here, cut off at the budget; empty if there is none."""
+    """Return a shortest solution from here, cut off at the budget; empty if there is none."""
     return (shortest_plan(environment.room) or [])[:actions_left]
 
 

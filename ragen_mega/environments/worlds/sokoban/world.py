@@ -93,7 +93,7 @@ class Sokoban:
         return f"sokoban_{self._dim}x{self._dim}_{self._num_boxes}box"
 
     def accepts_board(self, rows: Sequence[str]) -> bool:
-        """Whether a board is a room of this size. Raises ValueError if it is malformed."""
+        """Return whether a board is a room of this size. Raises ValueError if it is malformed."""
         if not any("#" in row for row in rows):
             return False
         room = parse_room(rows)
@@ -129,7 +129,7 @@ class Sokoban:
         return self._room
 
     def render(self) -> str:
-        """The room as SVG."""
+        """Return the room as SVG."""
         room, (rows, columns) = self.room, self.room.size
         cells = ((r, c) for r in range(rows) for c in range(columns))
         things = [(cell, "wall" if cell in room.walls else "floor") for cell in cells]
@@ -208,7 +208,7 @@ class Sokoban:
 
 
 def _move(room: Room, action: str) -> Room:
-    """The position after one action; the same object if nothing can move."""
+    """Return the position after one action; the same object if nothing can move."""
     dr, dc = DIRECTIONS[action]
     ahead = (room.player[0] + dr, room.player[1] + dc)
     if ahead in room.walls:
@@ -229,7 +229,7 @@ def _cells(cells: frozenset[tuple[int, int]] | set[tuple[int, int]]) -> str:
 def _drawn_room(
     seed: int, dim: int, num_boxes: int, search_depth: int, max_shortest: int | None
 ) -> Room:
-    """The room of a seed, which the trajectories of a group and readers of a run share."""
+    """Return the room of a seed, which the trajectories of a group and readers of a run share."""
     rng = np.random.default_rng(stable_seed(seed, "sokoban/room"))
     shape = {"dim": dim, "num_boxes": num_boxes, "search_depth": search_depth}
     if max_shortest is None:

@@ -35,9 +35,9 @@ class Product:
     options: dict[str, tuple[str, ...]]
     """Option name -> values, in lower case."""
     price: float
-    """What it costs, in dollars."""
+    """Price in dollars."""
     price_text: str
-    """What the pages say: one price or `$a to $b`."""
+    """Price as the pages show it: one price or `$a to $b`."""
 
 
 class Request(NamedTuple):
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What an episode asks for; `asin` names a product that fulfils it."""
+    """Task of an episode; `asin` names a product that fulfils it."""
 
     asin: str
     title: str
@@ -73,7 +73,9 @@ class Splits(NamedTuple):
 
 
 def make_goals(entries: Iterable[tuple[Product, Sequence[Request]]], *, seed: int) -> list[Goal]:
-    """Goals of all requests, in WebShop's shuffled order; `seed` draws their price limits."""
+    """Return the goals of all requests, in WebShop's shuffled order; `seed` draws their price
+    limits.
+    """
     generator = random.Random(seed)
     goals = [
         goal
@@ -126,7 +128,7 @@ def _goals_of(product: Product, request: Request, generator: random.Random) -> l
 
 
 def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
-    """The larger of two draws from the next multiples of 10 above a price, and its clause."""
+    """Draw the larger of two draws from the next multiples of 10 above a price, and its clause."""
     limits = range(_PRICE_STEP, _HIGHEST_LIMIT + 1, _PRICE_STEP)
     above = [float(limit) for limit in limits if limit > price][:_LIMITS_DRAWN_FROM]
     if len(above) < 2:
@@ -136,6 +138,6 @@ def _price_limit(price: float, generator: random.Random) -> tuple[float, str]:
 
 
 def _option_clause(options: Sequence[str | tuple[str, str]]) -> str:
-    """The options as a clause of a synthetic goal; human requests already name theirs."""
+    """Return the options as a clause of a synthetic goal; human requests already name theirs."""
     pairs = [f"{option[0]}: {option[1]}" for option in options if isinstance(option, tuple)]
     return " with " + ", and ".join(pairs) if pairs else ""

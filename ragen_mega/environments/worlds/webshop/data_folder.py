@@ -35,7 +35,7 @@ class _Files(NamedTuple):
 def read_folder(
     folder: Path, *, goals: GoalKind, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with their requests; `seed` draws the prices that are given as a range.
+    """Yield the products with their requests; `seed` draws the prices that are given as a range.
 
     The small set (items_shuffle_1000.json) is read if it exists, else the full one. Products with
     an identifier that is longer than 10 characters, or repeated, are left out as in the original.
@@ -63,7 +63,9 @@ def read_folder(
 
 
 def _find(folder: Path, goals: GoalKind) -> _Files:
-    """Paths of the small or the full set. Raises ValueError naming the first missing file."""
+    """Return the paths of the small or the full set. Raises ValueError naming the first missing
+    file.
+    """
     size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
     if not size and not (folder / "items_shuffle.json").is_file():
         size = "_1000"
@@ -81,7 +83,7 @@ def _find(folder: Path, goals: GoalKind) -> _Files:
 
 
 def _entries(path: Path, prefix: str) -> Iterator[Any]:
-    """The entries of the file, one by one: elements of a list (`item`), or (key, value)."""
+    """Yield the entries of the file, one by one: elements of a list (`item`), or (key, value)."""
     read, kind = (ijson.items, "array") if prefix else (ijson.kvitems, "map")
     try:
         with path.open("rb") as file:
@@ -118,7 +120,7 @@ def _product(
 
 
 def _price(text: Any, where: str, generator: random.Random) -> tuple[float, str]:
-    """Price in dollars, and its text on the page; for a range, a price drawn from it."""
+    """Return the price in dollars, and its text on the page; for a range, a price drawn from it."""
     if not text:
         return _DEFAULT_PRICE, f"${_DEFAULT_PRICE}"
     digits = [re.sub(r"[^\d.]", "", part) for part in str(text).split("$")[1:]]
@@ -152,7 +154,7 @@ def _synthetic_requests(about: dict[str, Any], where: str) -> list[Request]:
 
 
 def _human_requests(requests: Any, where: str) -> list[Request]:
-    """The requests that name attributes, as in the original."""
+    """Return the requests that name attributes, as in the original."""
     return [
         Request(
             _text(request, "instruction", where).strip("."),
@@ -172,13 +174,13 @@ def _attributes(about: dict[str, Any], where: str) -> tuple[str, ...]:
 
 
 def _texts(value: Any, key: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{where}: {key} must be a list of texts, not {value!r:.60}")
     return tuple(value)
 
 
 def _checked(value: Any, kind: type, key: str, where: str) -> Any:
-    """A value that is of this kind, list or dict."""
+    """Return a value that is of this kind, list or dict."""
     if not isinstance(value, kind):
         what = "a list" if kind is list else "an object"
         raise ValueError(f"{where}: {key} must be {what}, not {value!r:.60}")

@@ -21,7 +21,7 @@ _BRANDS = "alder bravo cedar delta ember fjord gusto heron indra juno koral lume
 
 
 def _halves(prefix: str, generator: random.Random) -> list[str]:
-    """Distinct halves of identifiers, five characters each."""
+    """Return distinct halves of identifiers, five characters each."""
     size, signs = 5 - len(prefix), string.ascii_uppercase + string.digits
     halves: dict[str, None] = {}
     while len(halves) < _NUM_HALVES:
@@ -87,7 +87,7 @@ DEPARTMENTS = (
 def generate_catalogue(
     *, num_products: int, num_departments: int, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
-    """Products with one request each, the same ones for the same arguments.
+    """Yield the products with one request each, the same ones for the same arguments.
 
     Titles are distinct. Raises ValueError if there are not as many products or departments.
     """
@@ -110,7 +110,7 @@ def generate_catalogue(
     asins: set[str] = set()
     for department, group, noun, brand, attributes in generator.sample(kinds, num_products):
         shown = generator.sample(attributes, len(attributes))
-        others = [one for one in department.attributes if one not in shown]
+        others = [attribute for attribute in department.attributes if attribute not in shown]
         hidden = generator.sample(others, _ATTRIBUTES_PER_PRODUCT - len(shown))
         price = generator.choice(_PRICES)
         product = Product(
@@ -122,7 +122,8 @@ def generate_catalogue(
             product_category=f" {CATEGORY_SEPARATOR} ".join((department.name, group, noun)),
             attributes=(*shown, *hidden),
             options={
-                name: tuple(_some(values, generator)) for name, values in department.options.items()
+                name: tuple(_sample_values(values, generator))
+                for name, values in department.options.items()
             },
             price=price,
             price_text=f"${price}",
@@ -130,8 +131,8 @@ def generate_catalogue(
         yield product, [Request(f"i need a {' '.join(shown)} {noun}", tuple(shown), None)]
 
 
-def _some(values: tuple[str, ...], generator: random.Random) -> list[str]:
-    """Two to four of the values, in their order."""
+def _sample_values(values: tuple[str, ...], generator: random.Random) -> list[str]:
+    """Return two to four of the values, in their order."""
     chosen = generator.sample(values, generator.randint(2, min(4, len(values))))
     return sorted(chosen, key=values.index)
 

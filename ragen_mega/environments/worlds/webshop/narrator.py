@@ -1,7 +1,8 @@
 """Thoughts about a page: what became of the options that are asked for, and what the next action
 clicks, never which action is best.
 
-A result is described by its place on the page. What is clicked is named before it is clicked.
+A result is described by its place on the page. The thought names the target of a click before the
+click.
 """
 
 import re
@@ -23,33 +24,35 @@ _ARGUMENT = re.compile(r"\[(.+)\]")
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """A line such as `go: second B7KVUT98FN` or `red offered | small missing | go: offered red`."""
+    """Return a line such as `go: second B7KVUT98FN` or `red offered | small missing | go: offered
+    red`.
+    """
     facts = environment.facts()
     page: Page = facts["page"]
     (clicked,) = (_ARGUMENT.search(action)[1] for action in actions)
     if page.kind == "start":
         return f"go: {'all' if clicked.split() == keywords(facts['goal']) else 'some'}"
-    told = _told_options(page, facts["goal"], facts["chosen"])
-    parts = [f"{value} {word}" for value, word in told.items()]
+    option_words = _option_words(page, facts["goal"], facts["chosen"])
+    parts = [f"{value} {word}" for value, word in option_words.items()]
     if clicked in page.buttons:
         return " | ".join([*parts, f"go: {'buy' if clicked == BUY else 'page'}"])
-    words = told | dict(zip((one.asin for one in page.products), _PLACES))
+    words = option_words | dict(zip((product.asin for product in page.products), _PLACES))
     word = words.get(clicked, "later" if page.products else "other")
     return " | ".join([*parts, f"go: {word} {clicked}"])
 
 
-def _told_options(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Value of an option that the instruction names -> what became of it, on a product's page."""
+def _option_words(page: Page, goal: Goal, chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return a map: value of a requested option -> its state on a product's page."""
     if page.option_names is None:
         return {}
     named = set(keywords(goal))
-    told = {}
+    option_words = {}
     for option in goal.options:
         value = option if isinstance(option, str) else option[1]
         if set(keywords_of(value)) <= named:
             offer = "offered" if value in page.option_names else "missing"
-            told[value] = "chosen" if value in chosen.values() else offer
-    return told
+            option_words[value] = "chosen" if value in chosen.values() else offer
+    return option_words
 
 
 NARRATOR = Narrator(describe)

@@ -34,7 +34,7 @@ class Page:
 
     @property
     def clickable(self) -> list[str]:
-        """What `click[...]` takes, as the page spells it."""
+        """Return the arguments that `click[...]` accepts, as the page spells them."""
         asins = [product.asin for product in self.products]
         return [*self.buttons, *asins, *(self.option_names or {})]
 
@@ -44,7 +44,7 @@ def start_page(goal: Goal) -> Page:
 
 
 def results_page(goal: Goal, hits: Sequence[Product], number: int) -> Page:
-    """Page `number` of the hits, ten per page; empty beyond the last page."""
+    """Return the page `number` of the hits, ten per page; empty beyond the last page."""
     end = number * RESULTS_PER_PAGE
     products = tuple(hits[end - RESULTS_PER_PAGE : end])
     moves = [PREVIOUS, NEXT] if number > 1 else [NEXT]
@@ -58,20 +58,20 @@ def item_page(goal: Goal, product: Product) -> Page:
     options = [text for name, values in product.options.items() for text in (name, *values)]
     price = f"Price: {product.price_text}"
     texts = [*_head(goal), BACK, PREVIOUS, *options, product.title, price, "Rating: N.A."]
-    # Where two options share a value, the later one has it.
+    # If two options share a value, the later option has it.
     names = {value: name for name, values in product.options.items() for value in values}
     buttons = (BACK, PREVIOUS, *SUB_PAGES, BUY)
     return _page("item", [*texts, *SUB_PAGES, BUY], buttons, option_names=names)
 
 
 def sub_page(goal: Goal, product: Product, name: str) -> Page:
-    """The description, the features or the reviews, of which there are none."""
+    """Return the description, the features or the reviews, of which there are none."""
     texts = {"Description": (product.description,), "Features": product.bullets, "Reviews": ()}
     return _page("sub", [*_head(goal), BACK, PREVIOUS, *texts[name]], (BACK, PREVIOUS))
 
 
 def done_page(product: Product, chosen: Mapping[str, str], score: float) -> Page:
-    """The receipt; the original leaves most of it empty."""
+    """Return the receipt; the original leaves most of it empty."""
     purchased = ["Purchased", "asin", product.asin, "options", json.dumps(chosen)]
     for name in ("attrs", "category", "query", "product category"):
         purchased += [name, "None"]

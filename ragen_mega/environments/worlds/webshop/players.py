@@ -20,20 +20,20 @@ _RANDOM_EPISODES = 8
 
 
 def keywords(goal: Goal) -> list[str]:
-    """Keywords of a request, without its price clause and stop words."""
+    """Return the keywords of a request, without its price clause and stop words."""
     request = goal.instruction.rpartition(", and price lower than")[0] or goal.instruction
     return keywords_of(request)
 
 
 def keywords_of(text: str) -> list[str]:
-    """Distinct words that are no stop words, in lower case and in order."""
+    """Return distinct words that are no stop words, in lower case and in order."""
     words = re.findall(r"[\w'-]+", text.lower())
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
 def random_action(shopper: Any, generator: random.Random) -> str:
-    """One of the clicks that the open page offers; on the start page, a search for all keywords or,
-    as likely, for a random part of them.
+    """Return one of the clicks that the open page offers; on the start page, a search for all
+    keywords or, as likely, for a random part of them.
     """
     page = shopper.page
     if page.kind != "start":
@@ -46,7 +46,7 @@ def random_action(shopper: Any, generator: random.Random) -> str:
 
 
 def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
-    """The oracle's next action: search the title, open the product, choose its options, buy."""
+    """Choose the oracle's action: search the title, open the product, choose its options, buy."""
     facts = shopper.facts()
     goal, page, product, chosen = (facts[key] for key in ("goal", "page", "product", "chosen"))
     if page.kind == "done":
@@ -57,7 +57,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
     if page.kind == "results":
         if goal.asin in page.clickable:
             return [f"click[{goal.asin}]"]
-        asins = [one.asin for one in facts["hits"]]
+        asins = [hit.asin for hit in facts["hits"]]
         ahead = (
             goal.asin in asins
             and page.products
@@ -68,7 +68,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
         return [f"click[{PREVIOUS}]"]
     values = [option if isinstance(option, str) else option[1] for option in goal.options]
     # By the name that a click chooses: options may share a value, and one of them is left as it is.
-    wanted = {page.option_names[one]: one for one in values if one in page.option_names}
+    wanted = {page.option_names[wish]: wish for wish in values if wish in page.option_names}
     for name, value in wanted.items():
         if chosen.get(name) != value and "[" not in value:  # a bracket would end the action
             return [f"click[{value}]"]
@@ -76,7 +76,7 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
 
 
 def rule_actions(shopper: Any, actions_left: int) -> list[str]:
-    """What WebShop's rule does next."""
+    """Return the next action of WebShop's rule."""
     page = shopper.page
     if page.kind == "start":
         return [f"search[{shopper.goal.instruction}]"]
@@ -87,8 +87,8 @@ def rule_actions(shopper: Any, actions_left: int) -> list[str]:
 
 
 def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
-    """The score that a player reaches from the open page; 0 if it buys nothing in time. The shopper
-    itself is not changed.
+    """Return the score that a player reaches from the open page; 0 if it buys nothing in time. The
+    shopper itself is not changed.
     """
     shopper = copy.copy(shopper)  # a step replaces what it changes
     for _ in range(num_actions):
@@ -98,14 +98,14 @@ def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
 
 
 def references(shopper: Any, budget: Budget) -> References:
-    """The oracle's success, and that of eight random shoppers."""
+    """Return the oracle's success, and that of eight random shoppers."""
     generator = random.Random(shopper.goal.instruction)
     num_actions = budget.action_budget
     bought = [
-        play(shopper, lambda one: one.random_answer(generator), num_actions)
+        play(shopper, lambda world: world.random_answer(generator), num_actions)
         for _ in range(_RANDOM_EPISODES)
     ]
-    optimum = float(play(shopper, lambda one: optimal_actions(one, 0)[0], num_actions) >= 1.0)
+    optimum = float(play(shopper, lambda world: optimal_actions(world, 0)[0], num_actions) >= 1.0)
     success = sum(score >= 1.0 for score in bought) / len(bought)
     return References(success, optimum, optimum, is_exact=False)
 

@@ -1,4 +1,4 @@
-"""How well a purchase fits a goal, from 0 to 1.
+"""Reward of a purchase for a goal, from 0 to 1.
 
 Source: WebShop (arXiv:2207.01206, section 3), in the form of its released code:
 r = r_type * (attributes + options + [price <= limit]) / (|attributes| + |options| + 1).
@@ -14,7 +14,7 @@ from rapidfuzz import fuzz, utils
 
 from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 
-_SIMILAR = 85  # of 100; a match must exceed it
+_SIMILAR = 85  # percent; a match must exceed it
 CATEGORY_SEPARATOR = "\u203a"
 
 # A value is replaced by the first of these colours that it contains.
@@ -35,7 +35,7 @@ _PARTICIPLE = re.compile(r"[a-z]{3,}[^e]ed")
 
 
 def reward(goal: Goal, product: Product, chosen: dict[str, str]) -> float:
-    """The score of buying `product` with the options `chosen` (name -> value)."""
+    """Return the score of buying `product` with the options `chosen` (name -> value)."""
     fitting = (
         _fitting_attributes(goal, product)
         + _fitting_options(goal, chosen.values())
@@ -65,7 +65,7 @@ def type_reward(goal: Goal, product: Product) -> float:
 
 
 def title_nouns(title: str) -> list[str]:
-    """Words of a title that count as nouns, in lower case, repetitions included."""
+    """Return the words of a title that count as nouns, in lower case, repetitions included."""
     words = (
         word.replace(".", "").replace("'", "").removesuffix("\u2019s")
         for word in re.split(r"[^\w.'\u2019]+", title.lower())
@@ -85,7 +85,7 @@ def _category_parts(path: str) -> set[str]:
 
 
 def _fitting_attributes(goal: Goal, product: Product) -> int:
-    """Number of requested attributes that the product has or one of its texts mentions."""
+    """Count the requested attributes that the product has or that one of its texts mentions."""
     texts = (product.title, " ".join(product.bullets), product.description)
     return sum(
         any(_is_similar(attribute, own) for own in product.attributes)
@@ -95,8 +95,8 @@ def _fitting_attributes(goal: Goal, product: Product) -> int:
 
 
 def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
-    """Number of requested options that were chosen. A (name, value) pair is compared as the text
-    `name value`, so that the value alone matches it.
+    """Return the number of requested options that were chosen. A (name, value) pair is compared as
+    the text `name value`, so that the value alone matches it.
     """
     values = [_plain_colour(value) for value in chosen]
     return sum(
@@ -111,10 +111,10 @@ def _fitting_options(goal: Goal, chosen: Iterable[str]) -> int:
 
 
 def _plain_colour(value: str) -> str:
-    """The first known colour in a value, else the value itself."""
+    """Return the first known colour in a value, else the value itself."""
     return next((colour for colour in _COLOURS if colour in value), value)
 
 
-def _is_similar(one: str, other: str) -> bool:
-    ascii_only = (text.encode("ascii", "ignore").decode() for text in (one, other))
+def _is_similar(title: str, other: str) -> bool:
+    ascii_only = (text.encode("ascii", "ignore").decode() for text in (title, other))
     return round(fuzz.token_set_ratio(*ascii_only, processor=utils.default_process)) > _SIMILAR

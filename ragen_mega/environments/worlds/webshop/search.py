@@ -27,11 +27,13 @@ class SearchEngine:
         self._products = products
         self._stemmer = Stemmer.Stemmer("porter")
         self._index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-        self._index.index(self._words([_document(one) for one in products]), show_progress=False)
+        self._index.index(
+            self._words([_document(product) for product in products]), show_progress=False
+        )
 
     def search(self, query: str) -> list[Product]:
-        """At most 50 products that share a word with the query, best first; equal ones in the order
-        of the catalogue.
+        """Find at most 50 products that share a word with the query, best first; equal ones in the
+        order of the catalogue.
         """
         (words,) = self._words([query])
         known = [word for word in words if word in self._index.vocab_dict]
@@ -53,7 +55,7 @@ class SearchEngine:
 
 
 def _document(product: Product) -> str:
-    """The indexed text of a product."""
+    """Return the indexed text of a product."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )

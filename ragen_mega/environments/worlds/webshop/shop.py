@@ -45,7 +45,7 @@ class Shop:
     ) -> None:
         """`asin_parts`: texts that all identifiers consist of, if there are such."""
         self.label = label
-        """How results on this shop are to be labelled."""
+        """Label of results on this shop."""
         self.products = {product.asin: product for product, _ in entries}
         self._asins = asin_parts or tuple(self.products)
         self.engine = SearchEngine([product for product, _ in entries])
@@ -57,7 +57,11 @@ class Shop:
         and marks.
         """
         products = self.products.values()
-        texts = {text for one in products for text in (one.title, *one.options, *_values(one))}
+        texts = {
+            text
+            for product in products
+            for text in (product.title, *product.options, *_values(product))
+        }
         texts |= {goal.instruction for split in self.goals for goal in split}
         words = {word for text in texts for word in _WORD.findall(text)}
         prices = {product.price_text for product in products}
@@ -68,7 +72,7 @@ class Shop:
 
 @lru_cache(maxsize=4)
 def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
-    """A shop with a generated catalogue."""
+    """Return a shop with a generated catalogue."""
     entries = list(
         generate_catalogue(num_products=num_products, num_departments=num_departments, seed=seed)
     )
@@ -78,7 +82,7 @@ def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
 
 @lru_cache(maxsize=2)
 def folder_shop(folder: str, goals: GoalKind, seed: int) -> Shop:
-    """A shop with WebShop's own catalogue."""
+    """Return a shop with WebShop's own catalogue."""
     entries = list(read_folder(Path(folder), goals=goals, seed=seed))
     return Shop(entries, label=f"WebShop-compatible, {len(entries)} products", seed=seed)
 

@@ -98,7 +98,7 @@ class WebShop:
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
-        """What the random shopper does on the open page."""
+        """Draw the random shopper's action on the open page."""
         return random_action(self, generator)
 
     @property
@@ -150,7 +150,9 @@ class WebShop:
             self._open_results(1)
         elif kind == "click" and (button := _spelled(argument, page.buttons)):
             self._press(button)
-        elif kind == "click" and (asin := _spelled(argument, [one.asin for one in page.products])):
+        elif kind == "click" and (
+            asin := _spelled(argument, [product.asin for product in page.products])
+        ):
             self._product = self.shop.products[asin]
             self._open_item()
         elif kind == "click" and argument in (page.option_names or {}):
@@ -189,5 +191,5 @@ class WebShop:
 
 
 def _spelled(argument: str, names: Sequence[str]) -> str | None:
-    """The name that lower-case `argument` spells."""
+    """Return the name that lower-case `argument` spells."""
     return next((name for name in names if name.lower() == argument), None)

@@ -1,0 +1,272 @@
+"""Rules among several sections of the configuration."""
+
+from dataclasses import dataclass, field, fields
+
+from ragen_mega.algorithm.tables import find_filter
+from ragen_mega.config.sections.advantage import AdvantageConfig
+from ragen_mega.config.sections.checkpoint import CheckpointConfig
+from ragen_mega.config.sections.environment import EnvironmentConfig
+from ragen_mega.config.sections.evaluation import EvaluationConfig
+from ragen_mega.config.sections.filter import FilterConfig
+from ragen_mega.config.sections.guard import GuardConfig
+from ragen_mega.config.sections.logging import LoggingConfig
+from ragen_mega.config.sections.loss import LossConfig
+from ragen_mega.config.sections.model import ModelConfig
+from ragen_mega.config.sections.parallel import ParallelConfig
+from ragen_mega.config.sections.rollout import RolloutConfig
+from ragen_mega.config.sections.section import check_effects
+from ragen_mega.config.sections.train import TrainConfig
+from ragen_mega.config.sections.warm_start import WarmStartConfig
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections of the configuration, in the order of `--help`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def check_rules(config: Sections) -> None:
+    """Raise ValueError for a field that does nothing beside those of other sections, and for
+    sections that do not go together.
+    """
+    check_effects(*(getattr(config, item.name) for item in fields(config)))
+    for check in (
+        _check_step,
+        _check_directories,
+        _check_guard,
+        _check_groups,
+        _check_objectives,
+        _check_placement,
+        _check_critic,
+    ):
+        check(config)
+
+
+def _check_step(config: Sections) -> None:
+    """Check that a step has what it trains on."""
+    advantage, rollout = config.advantage, config.rollout
+    name = advantage.advantage_estimator
+    kept = find_filter(config.filter.filter_strategy)
+    kept.check(config.filter.filter_strategy, config.filter.value, rollout.num_groups)
+    shares = sum(config.environment.shares.values())
+    num_kept = config.filter.num_kept(rollout.num_groups)
+    minibatch, trained = config.train.minibatch_size, int(num_kept or 0) * rollout.group_size
+    if minibatch < trained and trained % minibatch != 0:
+        raise ValueError(
+            f"minibatch_size ({minibatch}) must divide the {trained} trajectories that a step"
+            f" trains on ({num_kept} groups of {rollout.num_groups}, group_size"
+            f" {rollout.group_size}); set --minibatch-size {_divisor(trained, minibatch)}"
+        )
+    max_response_length = config.environment.max_response_length or 0
+    if max_response_length >= rollout.max_context_length:
+        raise ValueError(
+            f"max_response_length ({max_response_length}) must be below"
+            f" max_context_length ({rollout.max_context_length}), which holds prompts too;"
+            " lower --max-response-length or raise --max-context-length"
+        )
+    if config.train.shared_prefixes == "on" and config.parallel.fp8 != "none":
+        raise ValueError(
+            f"shared_prefixes on does not go with fp8 {config.parallel.fp8}, which rounds a token"
+            " by what else is in its tensor; drop --shared-prefixes or --fp8"
+        )
+    if rollout.num_groups % shares != 0:
+        raise ValueError(
+            f"num_groups ({rollout.num_groups}) must be a multiple of the sum of environment"
+            f" shares ({shares}); set --num-groups"
+            f" {shares * max(1, rollout.num_groups // shares)}"
+        )
+    if rollout.max_sampling_rounds > 1 and (
+        num_kept is None or not kept.drops_constant or config.filter.filter_keep_zero
+    ):
+        raise ValueError(
+            "max_sampling_rounds needs a filter that keeps a known number of groups, none of"
+            f" them constant, and filter_strategy is {config.filter.filter_strategy}"
+            f"{' with filter_keep_zero' if config.filter.filter_keep_zero else ''}; set"
+            " --filter-strategy top_fraction and --no-filter-keep-zero, --filter-value 1 for"
+            " all of them"
+        )
+    if rollout.max_sampling_rounds > 1 and config.filter.filter_start > 0:
+        raise ValueError(
+            "max_sampling_rounds keeps the groups that vary most, and filter_start"
+            f" {config.filter.filter_start} passes over them; drop --max-sampling-rounds or"
+            " --filter-start"
+        )
+    if advantage.estimator.level == "turn" and config.loss.loss_mask == "legacy":
+        raise ValueError(
+            f"{name} works on sampled turns, and loss_mask legacy spreads over states; drop"
+            " --loss-mask"
+        )
+
+
+def _check_directories(config: Sections) -> None:
+    """Check that a run begins and ends with one set of weights."""
+    if config.checkpoint.resume and config.logging.overwrite:
+        raise ValueError(
+            "resume continues a run and overwrite deletes it; drop --resume or --overwrite"
+        )
+    if config.warm_start.warm_start_from is not None and config.model.load is not None:
+        raise ValueError(
+            f"warm_start_from and load ({config.model.load}) both say what to begin with; drop one"
+        )
+    if config.checkpoint.keep_best and config.evaluation.eval_interval == 0:
+        raise ValueError(
+            "keep_best compares evaluations during training; drop it or set --eval-interval"
+        )
+
+
+def _check_groups(config: Sections) -> None:
+    """Check that what compares trajectories has more than one."""
+    advantage, rollout, shares = config.advantage, config.rollout, config.environment.shares
+    size, scope = rollout.group_size, advantage.reward_normalization_scope
+    fewest = {
+        "group": size,
+        "environment": size * rollout.num_groups * min(shares.values()) // sum(shares.values()),
+        "batch": size * rollout.num_groups,
+    }[scope]
+    if size < advantage.estimator.min_group_size:
+        raise ValueError(
+            f"{advantage.advantage_estimator} compares trajectories of a group, but group_size"
+            f" is {size}; raise --group-size"
+        )
+    if size == 1 and find_filter(config.filter.filter_strategy).drops_constant:
+        raise ValueError(
+            "the filter ranks groups by the spread of their returns, but group_size is 1;"
+            " raise --group-size or set --filter-strategy none"
+        )
+    if size == 1 and config.filter.soft_reweighting:
+        raise ValueError(
+            "soft_reweighting scales by the spread of a group's returns, but group_size is 1;"
+            " raise --group-size or drop --soft-reweighting"
+        )
+    if advantage.reward_normalization != "identity" and fewest < 2:
+        raise ValueError(
+            f"reward_normalization {advantage.reward_normalization} compares the trajectories"
+            f" of {'an' if scope == 'environment' else 'a'} {scope}, which are one; raise"
+            " --group-size or drop --reward-normalization"
+        )
+
+
+def _check_objectives(config: Sections) -> None:
+    """Check that objectives over whole trajectories get them."""
+    advantage, window = config.advantage, config.rollout.context_window
+    is_gspo = config.loss.policy_loss == "gspo"
+    if is_gspo and advantage.estimator.level != "trajectory":
+        raise ValueError(
+            "policy_loss gspo has one ratio for a trajectory and needs one advantage for it,"
+            f" and {advantage.advantage_estimator} gives each token its own; set"
+            " --advantage-estimator grpo"
+        )
+    if window > 0 and (is_gspo or config.loss.importance_level == "sequence"):
+        raise ValueError(
+            f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
+            " importance_level sequence need it whole; drop --context-window"
+        )
+
+
+def _check_placement(config: Sections) -> None:
+    """Check that samples of earlier weights can be trained on."""
+    rollout, loss, staleness = config.rollout, config.loss, config.rollout.max_staleness
+    if rollout.carry_over > 0 and staleness < 2:
+        raise ValueError(
+            f"carry_over {rollout.carry_over} leaves trajectories for the next weights, for"
+            f" which the trainers would wait at max_staleness {staleness}; set --max-staleness"
+            " 2 or drop --carry-over"
+        )
+    if rollout.carry_over > 0 and rollout.max_sampling_rounds > 1:
+        raise ValueError(
+            f"carry_over {rollout.carry_over} does not go with max_sampling_rounds"
+            f" {rollout.max_sampling_rounds}, which judges whole rollouts before it goes on;"
+            " drop one of them"
+        )
+    if rollout.carry_over_cache == "keep" and rollout.rollout_engine == "sglang":
+        raise ValueError(
+            "carry_over_cache keep needs rollout_engine embedded: SGLang drops its caches when"
+            " it takes weights; drop --carry-over-cache or --rollout-engine sglang"
+        )
+    if staleness >= config.train.num_steps:
+        raise ValueError(
+            f"max_staleness ({staleness}) must be below num_steps ({config.train.num_steps}), or"
+            " every rollout is sampled under the first weights; lower --max-staleness"
+        )
+    if staleness > 0 and loss.old_logprobs == "auto" and loss.importance_cap is None:
+        raise ValueError(
+            f"max_staleness {staleness} trains on samples of other weights, and nothing"
+            " corrects for that: add --importance-cap 2 (decoupled PPO), or --old-logprobs"
+            " engine (the ratio is to those that sampled), or --old-logprobs recompute to go"
+            " without"
+        )
+    if staleness > 0 and config.advantage.estimator.needs_fresh_samples:
+        raise ValueError(
+            f"{config.advantage.advantage_estimator} needs samples of the present weights, as it"
+            f" declares, and max_staleness is {staleness}; set --max-staleness 0 or another"
+            " --advantage-estimator"
+        )
+
+
+def _check_critic(config: Sections) -> None:
+    """Check that settings of the critic have one."""
+    name, has_none = config.advantage.advantage_estimator, not config.advantage.uses_critic
+    if has_none and config.parallel.offload == "turns":
+        raise ValueError(
+            f"offload turns is for actor and critic, and advantage_estimator {name} has no"
+            " critic; set --offload rollout"
+        )
+    if has_none and config.train.critic_warmup > 0:
+        raise ValueError(
+            f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it"
+        )
+    if config.train.critic_warmup >= config.train.num_steps:
+        raise ValueError(
+            f"critic_warmup ({config.train.critic_warmup}) must be below num_steps"
+            f" ({config.train.num_steps}), or the policy is never trained; lower --critic-warmup"
+            " or raise --num-steps"
+        )
+    if has_none and config.model.critic_load is not None:
+        raise ValueError(
+            f"critic_load does nothing: advantage_estimator {name} has no critic; drop it"
+        )
+    if (
+        config.warm_start.warm_start_critic_steps > 0
+        and config.advantage.reward_normalization != "identity"
+    ):
+        raise ValueError(
+            "warm_start_critic_steps teaches the critic whole returns, but"
+            f" reward_normalization {config.advantage.reward_normalization} subtracts the group's"
+            " mean; drop one of them"
+        )
+
+
+def _check_guard(config: Sections) -> None:
+    """Check that the guard can go back and filter."""
+    if config.guard.guard == "react" and config.checkpoint.save_interval == 0:
+        raise ValueError(
+            "guard react goes back to a checkpoint, and save_interval 0 writes none; set"
+            " --save-interval"
+        )
+    if (
+        config.guard.guard == "react"
+        and config.rollout.group_size == 1
+        and config.guard.guard_filter < 1
+    ):
+        raise ValueError(
+            "guard_filter ranks groups by the spread of their returns, but group_size is 1;"
+            " raise --group-size or set --guard-filter 1"
+        )
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(size for size in range(limit, 0, -1) if number % size == 0)

@@ -1,0 +1,98 @@
+"""Flags of rewards and of how they become advantages."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ragen_mega.algorithm.tables import Estimator, check_estimator, find_estimator, parse_reward
+from ragen_mega.config.sections.section import OnlyWith, Section, Share
+
+
+@dataclass(frozen=True)
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    reward: str = "environment"
+    """What a trajectory earns: a weighted sum of environment, success, format, response_length,
+    overlong, repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative,
+    judges by their URLs and rewards of your own, e.g. "environment + 0.1*format +
+    my_module:my_reward".
+    """
+    advantage_estimator: str = "gae"
+    """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
+    trajectories of a group or batch; or an estimator of your own, my_module:my_estimator.
+    """
+    gamma: Share = 1.0
+    """Discount per token."""
+    lam: Share = 1.0
+    """GAE lambda per token."""
+    turn_gamma: Share | None = None
+    """Discount per turn (bilevel_gae only; default 0.95)."""
+    turn_lam: Share | None = None
+    """GAE lambda per turn (bilevel_gae only; default 1)."""
+    reward_placement: Literal["trajectory", "turn"] = "trajectory"
+    """Where reward enters: the whole return at the last token, or each turn's reward at the turn's
+    end.
+    """
+    reward_normalization: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
+    """Normalisation of returns before the estimator (placement `trajectory` only)."""
+    reward_normalization_scope: Annotated[
+        Literal["group", "environment", "batch"],
+        OnlyWith("reward_normalization", "--reward-normalization mean"),
+    ] = "group"
+    """Trajectories that are normalised together."""
+    whiten_advantages: bool | None = None
+    """Normalise advantages over the batch (default: with a critic)."""
+    kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
+    """KL to the reference policy subtracted from the reward of each token."""
+    kl_reward_coef: float = 0.0
+    """Coefficient of the KL in the rewards."""
+
+    def check(self) -> None:
+        parse_reward(self.reward)
+        name, declared = self.advantage_estimator, self.estimator
+        check_estimator(name)
+        for option in ("turn_gamma", "turn_lam"):
+            if getattr(self, option) is not None and option not in declared.options:
+                raise ValueError(
+                    f"{option} does nothing with advantage_estimator {name}; drop it or set"
+                    " --advantage-estimator bilevel_gae"
+                )
+        if declared.level == "turn" and self.reward_placement != "turn":
+            raise ValueError(f"{name} discounts turn rewards; add --reward-placement turn")
+        if declared.level == "trajectory" and self.reward_placement == "turn":
+            raise ValueError(
+                f"{name} compares whole returns, so reward_placement turn does nothing; drop"
+                " --reward-placement"
+            )
+        if self.reward_normalization != "identity" and self.reward_placement == "turn":
+            raise ValueError(
+                "reward_normalization acts on whole returns; drop it or --reward-placement turn"
+            )
+        if (self.kl_in_reward == "none") != (self.kl_reward_coef == 0.0):
+            raise ValueError(
+                f"kl_in_reward ({self.kl_in_reward}) and kl_reward_coef ({self.kl_reward_coef})"
+                " need each other; set both or none"
+            )
+        if self.kl_in_reward != "none" and declared.level == "trajectory":
+            raise ValueError(
+                f"{name} uses whole returns, so a per-token KL reward does nothing; use --kl-kind"
+                " instead"
+            )
+
+    @property
+    def estimator(self) -> Estimator:
+        """What the estimator declares."""
+        return find_estimator(self.advantage_estimator)
+
+    @property
+    def reward_terms(self) -> dict[str, float]:
+        """Name of a reward -> its weight."""
+        return parse_reward(self.reward)
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.estimator.uses_critic
+
+    @property
+    def whitens(self) -> bool:
+        return self.uses_critic if self.whiten_advantages is None else self.whiten_advantages

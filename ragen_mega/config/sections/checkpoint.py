@@ -1,0 +1,27 @@
+"""Flags of checkpoints and of what is kept of them."""
+
+from dataclasses import dataclass
+
+from ragen_mega.config.sections.section import Natural, Section
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """When a run writes what it can be resumed from, and what of it is kept."""
+
+    save_interval: Natural = 10
+    """Steps between checkpoints (0: only after the last step and on SIGTERM)."""
+    keep_last: Natural = 2
+    """Newest checkpoints that are kept (0: all)."""
+    keep_best: bool = False
+    """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
+    keep_rollouts: Natural | None = None
+    """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint
+    that is kept, the one that the guard may go back to left aside; with placement separate never
+    fewer than those).
+    """
+    resume: bool = False
+    """Go on from the newest intact checkpoint of the run of this name; begin it if there is none.
+    --resume RUN_DIR goes on with that run under the flags that it has recorded, and those given
+    now.
+    """

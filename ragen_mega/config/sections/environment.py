@@ -1,0 +1,178 @@
+"""Flags of what is played, and within which limits."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from ragen_mega.config.sections.section import Bounds, Count, Natural, NonNegative, Section
+from ragen_mega.environments.protocol import Budget
+from ragen_mega.environments.registry import held_out_options
+
+_NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
+"""A number after a colon is the share, but after the host of a URL it is the port."""
+
+
+def parse_shares(environments: str) -> dict[str, int]:
+    """`sokoban:4,my_module:Mine` -> {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError for
+    anything else than distinct names with positive shares.
+    """
+    shares: dict[str, int] = {}
+    for part in environments.split(","):
+        name, share = _NAME_AND_SHARE.fullmatch(part.strip()).groups("1")
+        if int(share) == 0 or not name or name in shares:
+            raise ValueError(
+                "environments must be distinct names with positive shares, not"
+                f" {environments!r}; write e.g. sokoban:4,frozen_lake:4"
+            )
+        shares[name] = int(share)
+    return shares
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig(Section):
+    """What is played, and within which limits."""
+
+    environments: str = "frozen_lake"
+    """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
+    `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`. For questions
+    with reference answers `--tasks FILE [--score my_module:score]` stands for `tasks:FILE`.
+    """
+    eval_environments: str = ""
+    """Further environments, separated by commas, that are evaluated beside those that are trained,
+    e.g. `sokoban_large,frozen_lake`.
+    """
+    environment_options: str = "{}"
+    """JSON object of options per environment, e.g. '{"sokoban": {"observation": "grid_coord"}}'."""
+    curriculum: str = "{}"
+    """JSON object: step -> options per environment that training adds to environment_options from
+    that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
+    {}}'.
+    """
+    max_turns: Count | None = None
+    """Turns per trajectory, K (default: the environment's, else 5)."""
+    max_actions_per_turn: Count | None = None
+    """Actions executed per turn; more are dropped (default: the environment's, else 5)."""
+    max_actions: Count | None = None
+    """Actions per trajectory (default: the environment's, else 10; without limit where it sets its
+    own turns or takes text).
+    """
+    max_response_length: Count | None = None
+    """Tokens that may be sampled in one turn (default: the environment's, else 400)."""
+    format_penalty: Annotated[float, Bounds("at most 0", -math.inf, 0)] | None = None
+    """Reward of a turn whose answer cannot be parsed or holds an unknown action, added to what it
+    earned (default: the environment's, else -0.1).
+    """
+    think: bool = True
+    """Force a `<think>` at the start of every turn."""
+    prompt_style: Literal["full", "system", "brief", "compact"] = "full"
+    """Where the task, the budget and the format are told: `full` in the first user message and
+    every turn, `system` in the system message and every turn, `brief` in the system message alone,
+    `compact` nowhere (small models).
+    """
+    system_prompt: str | None = None
+    """A text with which the system message of every prompt begins; an empty text leaves out that of
+    --prompt-style full (default: "You're a helpful assistant." there, nothing in other styles and
+    before an environment's own messages).
+    """
+    environment_timeout: NonNegative = 60.0
+    """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
+    no limit).
+    """
+
+    environment_processes: Natural = 0
+    """Processes of each rank in which environments live that hold the interpreter while they
+    compute (0: none, they live in threads).
+    """
+
+    def check(self) -> None:
+        base = json_object("environment_options", self.environment_options)
+        self._check_options("environment_options", base)
+        for step, options in json_object("curriculum", self.curriculum).items():
+            if not step.isdigit():
+                raise ValueError(
+                    f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
+                    '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
+                )
+            self._check_options("curriculum", options)
+
+    def _check_options(self, flag: str, options: Any) -> None:
+        if not isinstance(options, dict) or not all(
+            isinstance(value, dict) for value in options.values()
+        ):
+            raise ValueError(
+                f"{flag} must map environment names to objects, not {options!r}; "
+                'write e.g. \'{"sokoban": {"observation": "grid"}}\''
+            )
+        if unknown := set(options) - set(self.evaluated):
+            raise ValueError(
+                f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
+                f" ({', '.join(self.shares)}); drop it or add it to --environments"
+            )
+
+    @property
+    def expected_turns(self) -> int:
+        """Turns of a trajectory at most, as far as flags say it."""
+        return self.max_turns or Budget().max_turns
+
+    @property
+    def expected_response_length(self) -> int:
+        """Tokens of a turn at most, as far as flags say it."""
+        return self.max_response_length or Budget().max_response_length
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Environment name -> share of the groups."""
+        return parse_shares(self.environments)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Names of the environments that are trained, then of those that are only evaluated."""
+        others = [name for part in self.eval_environments.split(",") if (name := part.strip())]
+        if len({*self.shares, *others}) < len(self.shares) + len(others):
+            raise ValueError(
+                f"eval_environments must be distinct and not among {', '.join(self.shares)}, which"
+                f" are evaluated anyway; they are {self.eval_environments!r}"
+            )
+        return [*self.shares, *others]
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Options of one environment's constructor."""
+        return json.loads(self.environment_options).get(name, {})
+
+    def evaluation_options(self, name: str) -> dict[str, Any]:
+        """The options under which it is evaluated: on tasks that are not trained on, where it tells
+        them apart and `options` do not say otherwise.
+        """
+        return held_out_options(name) | self.options(name)
+
+    def training_options(self, name: str, step: int) -> dict[str, Any]:
+        """The options under which a training step plays: those of `options` and of the curriculum's
+        latest entry.
+        """
+        entries = json.loads(self.curriculum)
+        latest = max((key for key in entries if int(key) <= step), key=int, default=None)
+        return self.options(name) | entries.get(latest, {}).get(name, {})
+
+    @property
+    def curriculum_steps(self) -> set[int]:
+        """Steps from which on other tasks are played."""
+        return set(map(int, json.loads(self.curriculum)))
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The object that the text of a flag is. Raises ValueError if it is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r} ({error}); write it in single quotes, e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{flag} must be a JSON object, not {text!r}; write e.g."
+            ' \'{"sokoban": {"observation": "grid"}}\''
+        )
+    return value

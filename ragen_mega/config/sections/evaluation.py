@@ -1,0 +1,21 @@
+"""Flags of evaluations."""
+
+from dataclasses import dataclass
+
+from ragen_mega.config.sections.section import Count, Natural, NonNegative, Section
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Section):
+    """When and on what the policy is evaluated."""
+
+    eval_interval: Natural = 20
+    """Steps between evaluations (0: only at the end)."""
+    eval_prompts: Count = 256
+    """Held-out initial states per evaluation."""
+    eval_samples: Count = 8
+    """Episodes from each of them in the last evaluation; evaluations on the way play one."""
+    eval_temperature: NonNegative = 0.5
+    """Sampling temperature of evaluation."""
+    boards: str | None = None
+    """Boards file to evaluate on instead of the packaged one."""

@@ -1,0 +1,124 @@
+"""Flags of the layout over the ranks, and of precision."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ragen_mega.config.sections.section import Count, Natural, OnlyWith, Positive, Section
+
+OffloadMode = Literal["none", "rollout", "turns"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    """How model and optimizer are laid out over the ranks, and which layers compute in which
+    precision.
+    """
+
+    tensor_model_parallel_size: Count = 1
+    """Ranks that share every matrix (TP)."""
+    pipeline_model_parallel_size: Count = 1
+    """Pipeline stages (PP)."""
+    sequence_parallel: Annotated[
+        bool, OnlyWith("tensor_model_parallel_size", "--tensor-model-parallel-size 2")
+    ] = False
+    """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: the feed-forward part of each layer, which holds
+    most of them, or whole layers. (Attention is fused and never keeps its scores.)
+    """
+    bf16: bool = False
+    """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in
+    float32.
+    """
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers: Transformer Engine's (CUDA and --bf16), or megatron-core's local ones. `auto` takes
+    the former where they can compute and have fused attention for packed trajectories: from compute
+    capability 9.0 on, elsewhere with flash-attn.
+    """
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
+    e5m2 for gradients. The LM head, the critic's head and attention stay in higher precision.
+    """
+    fp8_recipe: Annotated[
+        Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None,
+        OnlyWith("fp8", "--fp8 hybrid"),
+    ] = None
+    """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
+    block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
+    run resumes, but not exactly.
+    """
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Who has the devices: engines and trainer share them, in turns; or (separate) the last ranks
+    of the job only sample, while the others train on what was sampled before.
+    """
+    rollout_ranks: Natural = 0
+    """Ranks that only sample (placement separate): as many that both sides take about as long for
+    a step. Evaluations are played by those that train.
+    """
+    sampler_timeout: Annotated[
+        Positive, OnlyWith("placement", "--placement separate --rollout-ranks 1")
+    ] = 1800.0
+    """Seconds without a finished turn after which ranks that only sample count as lost (placement
+    separate).
+    """
+    offload: OffloadMode = "none"
+    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
+    rollouts; or, besides, actor and critic in turns, each while the other one computes.
+    """
+
+    def check(self) -> None:
+        if (self.placement == "separate") != (self.rollout_ranks > 0):
+            raise ValueError(
+                f"placement {self.placement} and rollout_ranks {self.rollout_ranks} do not go"
+                " together; set --placement separate --rollout-ranks 1 or more, or none of them"
+            )
+        if self.transformer_impl == "transformer_engine" and not self.bf16:
+            raise ValueError(
+                "transformer_impl transformer_engine has no fused attention in float32; add --bf16"
+                " or drop --transformer-impl"
+            )
+        if self.fp8 != "none" and self.transformer_impl == "local":
+            raise ValueError(
+                f"fp8 {self.fp8} needs Transformer Engine's layers; drop --transformer-impl local"
+                " or --fp8"
+            )
+        if self.fp8 != "none" and not self.bf16:
+            raise ValueError(
+                f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
+            )
+
+    @property
+    def recipe(self) -> str:
+        """How FP8 tensors are scaled. With `tensorwise` a log-probability depends on the weights
+        and its own microbatch alone, not on what was computed before.
+        """
+        return self.fp8_recipe or "tensorwise"
+
+    def num_trainers(self, world_size: int) -> int:
+        """Ranks of a job that train. Raises ValueError unless the others are as many as asked for,
+        and the layout fits those that train.
+        """
+        trainers = world_size - self.rollout_ranks
+        if trainers < 1:
+            raise ValueError(
+                f"rollout_ranks ({self.rollout_ranks}) must leave a rank that trains, and the job"
+                f" has {world_size}; lower --rollout-ranks or start more ranks"
+                f" (NPROC_PER_NODE={self.rollout_ranks + 1})"
+            )
+        self.check_world(trainers)
+        return trainers
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError unless the layout fits `world_size` ranks that train."""
+        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        if world_size % model_parallel:
+            raise ValueError(
+                f"tensor_model_parallel_size ({self.tensor_model_parallel_size}) x"
+                f" pipeline_model_parallel_size ({self.pipeline_model_parallel_size}) must divide"
+                f" the world size ({world_size}); start torchrun with --nproc-per-node"
+                f" {model_parallel + self.rollout_ranks} or"
+                f" {'more of them' if self.rollout_ranks else 'a multiple'}, or lower the parallel"
+                " sizes"
+            )

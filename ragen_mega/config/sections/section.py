@@ -1,0 +1,110 @@
+"""The base of every section: bounds of numbers, flags that need another one, and the check of both.
+
+Field docstrings are the text of `--help`. A value that cannot work, or that would do nothing, is a
+ValueError that names the rule, the values and the remedy.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a number must lie, in the words of the error and in numbers."""
+
+    words: str
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+    """Whether `low` itself is excluded."""
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.is_open else self.low <= value) and value <= self.high
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """The other setting, of the same section or of another, without which a field does nothing."""
+
+    name: str
+    remedy: str
+    """Flags with which the field has an effect."""
+    values: tuple[Any, ...] = ()
+    """Values of the setting with which it has one; none are named: all but the default."""
+
+
+Count = Annotated[int, Bounds("at least 1", 1)]
+Natural = Annotated[int, Bounds("at least 0", 0)]
+Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
+NonNegative = Annotated[float, Bounds("at least 0", 0)]
+Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
+BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]
+Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
+
+
+class Section:
+    """A section of the configuration, checked when it is built."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that is not finite or out of bounds, for a field that does
+        nothing, and for a broken rule.
+        """
+        bounds = _declared(type(self), Bounds)
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value}")
+            if name in bounds and value is not None and value not in bounds[name]:
+                raise ValueError(
+                    f"{name} must be {bounds[name].words}, not {value}; set {flag_of(name)}"
+                )
+        check_effects(self)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError if fields do not go together."""
+
+
+def check_effects(*sections: Section) -> None:
+    """Raise ValueError for a field that is not at its default and does nothing (see `OnlyWith`).
+    Settings of other sections than the given ones are not looked at.
+    """
+    settings = {
+        item.name: (getattr(section, item.name), item.default)
+        for section in sections
+        for item in fields(section)
+    }
+    for section in sections:
+        for name, needed in _declared(type(section), OnlyWith).items():
+            own, default = settings[name]
+            if own == default or needed.name not in settings:
+                continue
+            value, usual = settings[needed.name]
+            if value not in needed.values if needed.values else value == usual:
+                without = f"with {needed.name} {value}" if value else f"without {needed.name}"
+                raise ValueError(
+                    f"{name} does nothing {without}; drop {flag_of(name)} or set {needed.remedy}"
+                )
+
+
+@cache
+def _declared(section: type[Section], kind: type) -> dict[str, Any]:
+    """Return field -> what its annotation declares of this kind, of fields that do."""
+    hints = get_type_hints(section, include_extras=True)
+    return {
+        name: item for name, hint in hints.items() for item in _parts(hint) if type(item) is kind
+    }
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and all that it is made of, metadata included."""
+    yield annotation
+    for part in (*get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from _parts(part)
+
+
+def flag_of(name: str) -> str:
+    """Return how a field is set on the command line."""
+    return "--" + name.replace("_", "-")

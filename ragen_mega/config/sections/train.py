@@ -1,0 +1,86 @@
+"""Flags of optimizer steps and their schedule."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ragen_mega.config.sections.section import (
+    BelowOne,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """Optimizer steps and their schedule."""
+
+    num_steps: Count = 200
+    """StarPO steps: one rollout and its updates."""
+    minibatch_size: Count = 32
+    """Trajectories per optimizer step (E); it divides those that the filter keeps, or is larger
+    and one step takes them all. Where constant groups leave fewer, the steps are as equal as can
+    be.
+    """
+    updates_per_rollout: Count = 1
+    """Passes over the kept trajectories of a rollout (Online-k)."""
+    max_tokens_per_microbatch: Count = 16384
+    """Token positions that one forward pass computes, at most."""
+    shared_prefixes: Literal["auto", "on", "off"] = "auto"
+    """Compute once what trajectories of a microbatch share from their beginning: `on` wherever
+    any do, `auto` where it saves at least 3% of the positions, and never with --fp8, which rounds
+    by what else is in a tensor.
+    """
+    lr: Positive = 1e-6
+    """Learning rate of the policy."""
+    decoupled_lr: Positive | None = None
+    """Learning rate of the policy's embedding and LM head (default: that of its layers), as in
+    Megatron-LM. There a policy learns which words it prefers while its layers keep what they know.
+    """
+    critic_lr: Positive = 1e-5
+    """Learning rate of the critic."""
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule over the run."""
+    lr_warmup: Natural = 0
+    """Steps of linear warm-up of both learning rates."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay, as in AdamW."""
+    adam_beta1: BelowOne = 0.9
+    """Decay of Adam's mean of gradients."""
+    adam_beta2: BelowOne = 0.999
+    """Decay of Adam's mean of squared gradients."""
+    adam_eps: Positive = 1e-8
+    """Added to the root mean square of the policy's gradient in Adam. Well above it, Adam becomes
+    gradient descent with momentum, which leaves weights with little gradient where they are: noisy
+    rewards then spare what was learned before.
+    """
+    clip_grad: Positive = 1.0
+    """Largest global gradient norm."""
+    critic_warmup: Natural = 0
+    """First steps in which only the critic is updated."""
+    max_nonfinite_updates: Count = 3
+    """Updates of one model in a row that may be skipped for a non-finite loss or gradient; after
+    that many the run stops.
+    """
+    max_empty_steps: Natural = 10
+    """Steps in a row of which the filter may keep nothing; after that many the run stops and says
+    why (0: it goes on).
+    """
+    seed: Natural = 0
+    """Seed of initial states, outcomes, sampling and minibatches."""
+
+    def schedule(self, step: int) -> float:
+        """The share of both learning rates with which a step is trained."""
+        if step < self.lr_warmup:
+            return step / self.lr_warmup
+        decaying = max(self.num_steps - self.lr_warmup, 1)
+        done = min((step - self.lr_warmup) / decaying, 1.0)
+        cosine = (1 + math.cos(math.pi * done)) / 2
+        return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[self.lr_decay]
+
+    def trains_actor(self, step: int) -> bool:
+        """Whether a step updates the policy too."""
+        return step >= self.critic_warmup

@@ -1,0 +1,58 @@
+"""Flags of behaviour cloning before reinforcement learning."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ragen_mega.config.sections.section import Count, Natural, Positive, Probability, Section
+
+
+@dataclass(frozen=True)
+class WarmStartConfig(Section):
+    """Behaviour cloning of a scripted player, before reinforcement learning."""
+
+    warm_start_first_turn_steps: Natural = 300
+    """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
+    """
+    warm_start_first_turns: Count = 1
+    """How many turns of an episode are its first ones: as many as it takes to meet every kind of
+    state.
+    """
+    warm_start_steps: Natural = 300
+    """Further steps on whole scripted trajectories."""
+    warm_start_batch: Count = 16
+    """Trajectories per step; of first turns twice as many."""
+    warm_start_trajectories: Count = 2000
+    """Scripted trajectories, and four times as many first turns; the steps take as many passes as
+    they need.
+    """
+    warm_start_until_flat: bool = False
+    """End both stages as soon as their loss is flat, and let the learning rate fall then; the steps
+    above are their most.
+    """
+    warm_start_optimizer: Literal["adam", "muon"] = "adam"
+    """Who imitates: muon takes 40% of adam's steps to the same likelihood, at twice the learning
+    rate. A critic is always taught by adam.
+    """
+    warm_start_lr: Positive = 4e-3
+    """Peak learning rate of the warm start."""
+    warm_start_critic_steps: Natural = 0
+    """Steps of regression of the critic to the returns of the whole scripted trajectories (only
+    with a critic).
+    """
+    warm_start_critic_lr: Positive = 1e-3
+    """Peak learning rate of that regression."""
+    warm_start_temperature: Positive = 1.0
+    """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
+    is certain there, and as open where the play is random: reinforcement learning then shifts
+    choices without loosening facts.
+    """
+    warm_start_skill: Probability = 0.0
+    """Probability that the scripted player acts optimally instead of uniformly at random."""
+    warm_start_seed: Natural | None = None
+    """Seed of the small model's first weights and of the minibatches that it is taught with
+    (default: that of --seed), so that runs of several seeds can begin alike.
+    """
+    warm_start_from: str | None = None
+    """Directory of a run whose warm start is taken instead of making one (only without --load), so
+    that runs differ by reinforcement learning alone. Its model and worlds must be the same.
+    """

@@ -1,0 +1,106 @@
+"""The configuration of a run: its sections, what follows from several of them, and its JSON."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ragen_mega.config.rules import Sections, check_rules
+
+
+@dataclass(frozen=True)
+class StarPOConfig(Sections):
+    """Train a language-model agent by StarPO (arXiv:2504.20073) on megatron-core."""
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+
+    @property
+    def seed_of_warm_start(self) -> int:
+        """That of the run unless it has its own."""
+        own = self.warm_start.warm_start_seed
+        return self.train.seed if own is None else own
+
+    @property
+    def warm_starts_critic(self) -> bool:
+        """Whether the warm start makes a critic too."""
+        return self.advantage.uses_critic and self.warm_start.warm_start_critic_steps > 0
+
+    def old_logprobs_from(self, num_updates: int) -> Literal["update", "engine", "pass"]:
+        """Where a step with this many optimizer steps of the actor takes its old log-probabilities
+        from: the update's first pass, the engine, or a pass of their own.
+        """
+        if self.loss.loss_mask == "legacy" or self.loss.old_logprobs == "recompute":
+            return "pass"
+        if self.loss.old_logprobs == "engine":
+            return "engine"
+        is_needed_before = (
+            self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+        )
+        if num_updates == 1 and not is_needed_before:
+            return "update"
+        return "engine" if self._samples_as_trained else "pass"
+
+    @property
+    def _samples_as_trained(self) -> bool:
+        """Whether the engine's log-probabilities are the trainer's up to rounding in float32."""
+        rollout = self.rollout
+        is_same_policy = rollout.max_staleness == 0 and self.loss.importance_cap is None
+        return rollout.rollout_engine == "embedded" and not self.parallel.bf16 and is_same_policy
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether every rank needs the tokens of all trajectories that are trained on."""
+        return self.advantage.estimator.reads_tokens or self.loss.loss_mask == "legacy"
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether trajectories may share what they begin with."""
+        return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy takes part."""
+        return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
+
+    def planned_evaluations(self, num_engines: int) -> dict[int, int]:
+        """After so many steps -> episodes that one of `num_engines` engines then plays."""
+        plan, num_steps = self.evaluation, self.train.num_steps
+        episodes = plan.eval_prompts * len(self.environment.evaluated) // num_engines
+        regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
+        return {step: episodes for step in regular if step} | {
+            num_steps: episodes * plan.eval_samples
+        }
+
+    @property
+    def run_directory(self) -> Path:
+        # A slash, as of a URL, would make two folders of the name.
+        environments = self.environment.environments.translate(
+            str.maketrans({":": "", ",": "+", "/": "."})
+        )
+        estimator = self.advantage.advantage_estimator.replace(":", ".")
+        default = f"{environments}-{estimator}-seed{self.train.seed}"
+        return Path(self.logging.output) / (self.logging.name or default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Section name -> field name -> value, as JSON takes it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "StarPOConfig":
+        """Inverse of `to_dict`; what a config.json says of a run's provenance is left out. Unknown
+        keys raise ValueError.
+        """
+        values = {name: entries for name, entries in values.items() if name != "provenance"}
+        sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
+        known = {
+            name: {item.name for item in dataclasses.fields(part)}
+            for name, part in sections.items()
+        }
+        for section, entries in values.items():
+            if unknown := set(entries) - known.get(section, set()):
+                raise ValueError(
+                    f"config has unknown keys {sorted(unknown)} in {section!r}; load it with the"
+                    " version that wrote it"
+                )
+        return cls(**{section: sections[section](**entries) for section, entries in values.items()})

@@ -1,0 +1,81 @@
+"""The table of per-token fields: what a trajectory records beside each token, and what a batch
+knows about each label.
+
+Packing, compacting, moving between ranks, storing and replaying iterate over the table. A row more,
+of a name that no class declares, travels with the others: trajectories and batches keep its values
+in `further_fields`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenField:
+    """A row of the table."""
+
+    dtype: torch.dtype
+    """Type in a batch, where a value belongs to `labels[t]`."""
+    filled_by: str
+    """Part of the program that knows the value: `trajectory` (recorded while it is played), or the
+    stage of a step that adds it to the batch.
+    """
+    recorded: DTypeLike | None = None
+    """Type in a trajectory, where a value belongs to `tokens[t]`; None: trajectories have none."""
+    shape: tuple[int, ...] = ()
+    """Shape of one value."""
+    default: float = 0
+    """Value of a token for which nothing was recorded."""
+    is_sampled_only: bool = False
+    """Whether tokens that the policy did not sample always have the default."""
+
+    def array(self, values: Any) -> NDArray:
+        """Return the recorded values of L tokens as an array [L, *shape]."""
+        return np.asarray(values, self.recorded).reshape(-1, *self.shape)
+
+    def defaults(self, count: int) -> NDArray:
+        """Return the values [count, *shape] of tokens for which nothing was recorded."""
+        return np.full((count, *self.shape), self.default, self.recorded)
+
+    @property
+    def least(self) -> float:
+        """Least number of the type in a batch."""
+        if self.dtype.is_floating_point:
+            return -math.inf
+        return 0 if self.dtype == torch.bool else torch.iinfo(self.dtype).min
+
+
+TOKEN_FIELDS: dict[str, TokenField] = {
+    "tokens": TokenField(torch.int64, "trajectory", np.int32),
+    "labels": TokenField(torch.int64, "trajectory"),
+    "position_ids": TokenField(torch.int64, "packing"),
+    "loss_mask": TokenField(torch.bool, "packing", np.bool_, is_sampled_only=True),
+    "turn_ids": TokenField(torch.int32, "packing"),
+    "rewards": TokenField(torch.float32, "packing"),
+    "rollout_logprobs": TokenField(torch.float32, "trajectory", np.float64, is_sampled_only=True),
+    "old_logprobs": TokenField(torch.float32, "policy"),
+    "entropies": TokenField(torch.float32, "policy"),
+    "ref_logprobs": TokenField(torch.float32, "reference policy"),
+    "values": TokenField(torch.float32, "critic"),
+    "advantages": TokenField(torch.float32, "estimator"),
+    "returns": TokenField(torch.float32, "estimator"),
+    "weights": TokenField(torch.float32, "aggregation"),
+}
+"""Name -> row. The loss mask follows from the turns, which every rank has; so packing fills it."""
+
+
+def recorded_fields() -> dict[str, TokenField]:
+    """Return the fields that trajectories record."""
+    return {name: row for name, row in TOKEN_FIELDS.items() if row.recorded is not None}
+
+
+def filled_by_trajectories() -> list[str]:
+    """Return the names of batch fields whose values a rank lacks for trajectories that it does not
+    hold.
+    """
+    return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
