@@ -178,13 +178,8 @@ class Player:
 
     async def play(self, attempt: Attempt, seat: Seat) -> Trajectory:
         """Play one trajectory until its episode ends or its context is full."""
-        engine, renderer, settings, task = (
-            self._engine,
-            self._renderer,
-            self._settings,
-            attempt.task,
-        )
-        max_context = settings.max_context_length
+        engine, renderer, settings = self._engine, self._renderer, self._settings
+        task, max_context = attempt.task, settings.max_context_length
         trajectory = Trajectory(
             group_id=task.group_id,
             environment=task.environment,
