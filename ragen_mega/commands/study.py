@@ -58,7 +58,7 @@ from ragen_mega.studies.runs import (
         " the runs)",
     ),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
-    flag("--ranks", "ranks of a run", 1),
+    flag("--ranks", "ranks of a run, unless its arm names them", 1),
     flag("--hardware", "the GPU of --predict, or what `ragen-mega plan --calibrate` wrote"),
     flag("--predict", "only predict what the study takes and costs, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),

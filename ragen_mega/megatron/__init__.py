@@ -35,5 +35,5 @@ def load_cudnn_of_torch() -> list[str]:
     return paths
 
 
-if torch.cuda.is_available():
+if find_spec("transformer_engine") and torch.cuda.is_available():
     load_cudnn_of_torch()

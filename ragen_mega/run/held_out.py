@@ -37,42 +37,41 @@ class Evaluations:
         """
         self._engine, self._renderer, self._console = engine, renderer, console
         self._placement, self._sync, self._log = placement, sync, log
-        self._prompts, self._trained = prompts, [*config.environment.shares]
-        settings = play_settings(
-            config.rollout,
-            config.environment,
-            temperature=config.evaluation.eval_temperature,
-            seed=0,
-        )
-        self._sets = {
-            name: HeldOut(config.environment, settings, prompts[name], references[name])
-            for name in (config.environment.evaluated if prompts else ())
-        }
+        self._config, self._prompts, self._references = config, prompts, references
 
     def play(
         self, step: int, metrics: Metrics | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
         """Play `samples` episodes from every initial state, and add the results to `metrics`."""
+        config, prompts = self._config, self._prompts
+        temperature = config.evaluation.eval_temperature
+        settings = play_settings(
+            config.rollout, config.environment, temperature=temperature, seed=0
+        )
+        sets = {
+            name: HeldOut(config.environment, settings, prompts[name], self._references[name])
+            for name in config.environment.evaluated
+        }
         with self._placement.handover(), self._engine.awake():
             self._sync.send()
             results = evaluate_each(
                 self._engine,
                 self._renderer,
                 self._console,
-                self._sets,
+                sets,
                 samples_per_prompt=samples,
                 send_again=self._sync.send_again,
                 watch=lambda name, groups: self._log.trace_evaluation(
-                    step, name, groups, self._prompts[name]
+                    step, name, groups, prompts[name]
                 ),
             )
         for name, result in results.items():
             self._console.say(f"after {step} steps, {name}: {result}", "bold")
         if metrics is not None:
             numbers = {name: result.to_dict() for name, result in results.items()}
-            metrics.add("eval", evaluation_metrics(numbers, self._trained))
+            metrics.add("eval", evaluation_metrics(numbers, [*config.environment.shares]))
         return results
 
     def mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
         """Return the average success over the trained environments."""
-        return fmean(results[name].success for name in self._trained)
+        return fmean(results[name].success for name in self._config.environment.shares)

@@ -155,9 +155,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     old, new = before["study"], now["study"]
     pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
     pairs |= {f"study {key}": (old[key], new[key]) for key in ("preset", "recipe", "flags")}
-    arms = {arm["name"]: arm["flags"] for arm in old["arms"]}
+    arms = {arm["name"]: arm for arm in old["arms"]}
     for arm in new["arms"]:
-        pairs[f"study arm {arm['name']}"] = (arms.get(arm["name"], arm["flags"]), arm["flags"])
+        known, name = arms.get(arm["name"], arm), f"study arm {arm['name']}"
+        pairs[name] = known["flags"], arm["flags"]
+        pairs[f"ranks of {name}"] = known.get("ranks"), arm.get("ranks")
 
     def shown(value: Any) -> str:
         return (shlex.join(value) or "no flags") if isinstance(value, list) else str(value)

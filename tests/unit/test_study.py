@@ -320,6 +320,9 @@ def test_changed_code_is_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
         study_runs.claim_folder(folder, study, "steps", mixed=False)
     with pytest.raises(ValueError, match="other ranks"):
         study_runs.claim_folder(folder, study, "none", mixed=False, ranks=2)
+    larger = replace(study, arms=tuple(replace(arm, ranks=2) for arm in study.arms))
+    with pytest.raises(ValueError, match="other ranks of study arm"):
+        study_runs.claim_folder(folder, larger, "none", mixed=False)
     assert study_runs.recorded(folder, study, "none", mixed=False) == (study, "none", True)
     assert json.loads((folder / study_runs.IDENTITY).read_text())["ranks"] == 1
     state.pop("ranks")  # as before it was recorded
