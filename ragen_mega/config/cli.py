@@ -133,7 +133,7 @@ def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
 
 
 def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
-    """Put the flags of a recipe or a run before `rest`, less the flags that mean nothing beside it."""
+    """Put flags of a recipe or a run before `rest`, less those that mean nothing beside it."""
     flags, played = _of_choices(flags, rest), _value("--environments", rest)
     if played is not None:
         flags = _of_played(_less_declared(flags, rest, played), played)

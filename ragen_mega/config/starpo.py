@@ -19,7 +19,7 @@ class StarPOConfig(Sections):
 
     @property
     def seed_of_warm_start(self) -> int:
-        """Return the seed of the warm start: the seed of the run unless the warm start has its own."""
+        """Return the seed of the warm start: its own, else the seed of the run."""
         own = self.warm_start.warm_start_seed
         return self.train.seed if own is None else own
 
