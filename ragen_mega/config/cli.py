@@ -24,10 +24,10 @@ from ragen_mega.environments.registry import make
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
-"""The launch script's; the program itself uses no recipe unless one is named."""
+"""Recipe of the launch script; the program itself uses no recipe unless one is named."""
 _UNNAMED = "unnamed"
 OWN_RECIPE = "own"
-"""Where nobody names a recipe and the default one is about other environments."""
+"""Recipe where nobody names one and the default recipe is about other environments."""
 _BELONGS_TO = {
     "--advantage-estimator": (("--turn-gamma", "--turn-lam", "--reward-placement"), ()),
     "--filter-strategy": (("--filter-value", "--filter-start"), ("--filter-keep-zero",)),
@@ -38,14 +38,16 @@ _LIMITS = (
     ("format_penalty",),
     ("max_response_length",),
 )
-"""Of an episode; an environment may declare them itself. Those of a group bound each other."""
+"""Limits of an episode, in groups whose members bound each other; an environment may declare its
+own.
+"""
 _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 """Settings that say how a run was begun, and nothing of what goes on."""
 
 
 def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
-    """`argv` with `--tasks FILE [--score my_module:score]` as the environment that it stands for.
-    Raises ValueError for another environment beside it.
+    """Replace `--tasks FILE [--score my_module:score]` in `argv` by the environment that it stands
+    for. Raises ValueError for another environment beside it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--tasks", "--score"):
@@ -67,8 +69,8 @@ def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
-    """The flags of the recipe that `--recipe NAME` names (else of `default`), then the others of
-    `argv`.
+    """Put the flags of the recipe that `--recipe NAME` names (else of `default`) before the other
+    words of `argv`.
 
     NAME is a file `NAME.flags` of `directory`, `none`, or the path of a file of one's own. Raises
     ValueError if there is no such recipe.
@@ -86,9 +88,9 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
 
 
 def _own_recipe(path: str, directory: Path) -> list[str]:
-    """The flags of a recipe that the user wrote. It stands alone, unless its own `--recipe NAME`
-    names one of `directory` that it changes. Raises ValueError if it names another file, which
-    could name this one, or cannot be read.
+    """Read the flags of a recipe that the user wrote. It stands alone, unless its own `--recipe
+    NAME` names one of `directory` that it changes. Raises ValueError if it names another file,
+    which could name this one, or cannot be read.
     """
     try:
         flags = read_flags(Path(path))
@@ -107,8 +109,8 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
 
 
 def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
-    """The flags that a run has recorded, then `argv`, which go on with it. Raises ValueError if
-    there is no run, or if `argv` says where another one is.
+    """Put the flags that a run has recorded before `argv`, which go on with it. Raises ValueError
+    if there is no run, or if `argv` says where another one is.
     """
     given = {name for section in read_settings(argv).values() for name in section}
     if taken := sorted(given & {"recipe", "name", "output"}):
@@ -117,12 +119,12 @@ def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
             f" {', '.join(map(flag_of, taken))}, or give --resume without a directory"
         )
     recorded, flags = read_recorded(run), []
-    for one in all_flags():
-        value = recorded.get(one.section, {}).get(one.name, one.default)
-        if value == one.default or one.name in _OF_A_START:
+    for setting in all_flags():
+        value = recorded.get(setting.section, {}).get(setting.name, setting.default)
+        if value == setting.default or setting.name in _OF_A_START:
             continue
-        flag, text = flag_of(one.name), str(value)
-        if one.is_switch:
+        flag, text = flag_of(setting.name), str(value)
+        if setting.is_switch:
             flags.append(flag if value else f"--no-{flag[2:]}")
         else:
             flags += [f"{flag}={text}"] if text.startswith("--") else [flag, text]
@@ -131,7 +133,7 @@ def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
 
 
 def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
-    """Flags of a recipe or a run, less those that mean nothing beside `rest`, then `rest`."""
+    """Put flags of a recipe or a run before `rest`, less those that mean nothing beside it."""
     flags, played = _of_choices(flags, rest), _value("--environments", rest)
     if played is not None:
         flags = _of_played(_less_declared(flags, rest, played), played)
@@ -139,17 +141,18 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
 
 
 def _value(flag: str, words: Sequence[str]) -> str | None:
-    """What a flag is given among `words`, the last time; None if it is not there."""
+    """Return the last value that a flag has among `words`; None if the flag is not there."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, nargs="?", const="", dest="value")
     return parser.parse_known_args(words)[0].value
 
 
 def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """The recipe that `--recipe NAME` names and the other words. Without it `default`, unless that
-    is DEFAULT_RECIPE and `argv` names other environments than it is about: then the recipe of the
-    environment's own name; else OWN_RECIPE, whose limits follow from scripted play, or none for a
-    model that is loaded, which the learning rates of small models do not fit.
+    """Return the recipe that `--recipe NAME` names and the other words. Without it the recipe is
+    `default`, unless that is DEFAULT_RECIPE and `argv` names other environments than it is about:
+    then it is the recipe of the environment's own name; else OWN_RECIPE, whose limits follow from
+    scripted play, or none for a model that is loaded, which the learning rates of small models do
+    not fit.
     """
     name, rest = split_recipe(argv, _UNNAMED)
     played = _value("--environments", rest)
@@ -166,7 +169,7 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
 
 
 def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """The recipe that `--recipe NAME` names, else `default`, and the other words."""
+    """Return the recipe that `--recipe NAME` names, else `default`, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", nargs="?", default=default, const="")
     chosen, rest = parser.parse_known_args(argv)
@@ -174,8 +177,8 @@ def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
 
 
 def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The directory of the run that `--resume RUN_DIR` names and the other words; None and all
-    words without a directory.
+    """Return the directory of the run that `--resume RUN_DIR` names and the other words; None and
+    all words without a directory.
     """
     run = _value("--resume", argv)
     if not run:
@@ -186,12 +189,12 @@ def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:
-    """The names that --recipe takes."""
+    """List the names that --recipe takes."""
     return [*sorted(path.stem for path in directory.glob("*.flags")), "none"]
 
 
 def _of_played(flags: list[str], environments: str) -> list[str]:
-    """The flags of a recipe, less the options of environments that are not played."""
+    """Drop the options of environments that are not played from the flags of a recipe."""
     names = parse_shares(environments).keys()
 
     def keep(options: dict[str, object]) -> dict[str, object]:
@@ -208,8 +211,8 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
 
 
 def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[str]:
-    """The flags of a recipe, less the limits of an episode that an environment declares which the
-    recipe is not about: they were chosen for another one.
+    """Drop the limits of an episode that a played environment declares from the flags of a recipe
+    that is not about this environment: they were chosen for another one.
     """
     about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
     limits = [group for group in _LIMITS if {flag_of(name) for name in group} & {*flags}]
@@ -232,10 +235,10 @@ def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[s
 
 
 def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
-    """The flags of a recipe, less what says how its estimator or its filter works where `others`
-    name another.
+    """Drop the flags of a recipe that say how its estimator or its filter works where `others` name
+    another estimator or filter.
     """
-    defaults = {flag_of(one.name): one.default for one in all_flags()}
+    defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
     for choice, (values, switches) in _BELONGS_TO.items():
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument(choice, nargs="?", dest="choice", default=defaults[choice])
@@ -252,8 +255,8 @@ def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
 
 
 def read_flags(path: Path) -> list[str]:
-    """The flags in a recipe, in order, quotes as in a shell. Raises ValueError, in one line, for a
-    file that is no text or has a quote that does not end.
+    """Read the flags in a recipe, in order, quotes as in a shell. Raises ValueError, in one line,
+    for a file that is no text or has a quote that does not end.
     """
     try:
         return shlex.split(path.read_text(encoding="utf-8"), comments=True)

@@ -1,4 +1,4 @@
-"""The settings of a run as flags: what each takes, their parser, and their help."""
+"""The settings of a run as flags: the values that each flag takes, their parser, and their help."""
 
 import argparse
 import ast
@@ -36,23 +36,23 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is given as --x or --no-x, without a value."""
+        """Return whether the flag is given as --x or --no-x, without a value."""
         return self.kinds == (bool,)
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Every text it accepts -> its value, where these can be listed."""
+        """Map every text that the flag accepts to its value, where these can be listed."""
         named = {bool: (True, False)} | dict.fromkeys(_WORDS, ())
         values = [value for kind in self.kinds for value in named.get(kind, (kind,))]
         return {str(value): value for value in values}
 
     @property
     def metavar(self) -> str:
-        """Placeholder for its value in the help."""
+        """Name the placeholder for the flag's value in the help."""
         return "|".join([_WORDS[kind][0] for kind in self.kinds if kind in _WORDS] or self.choices)
 
     def read(self, text: str) -> Any:
-        """The value that `text` stands for. Raises ArgumentTypeError in plain words."""
+        """Read the value that `text` stands for. Raises ArgumentTypeError in plain words."""
         if text in self.choices:
             return self.choices[text]
         free = [kind for kind in self.kinds if kind in _WORDS]
@@ -68,7 +68,7 @@ class Flag:
 
 @cache
 def all_flags() -> tuple[Flag, ...]:
-    """Every setting, in order."""
+    """List the flag of every setting, in order."""
     return tuple(
         Flag(section.name, item.name, _kinds(hints[item.name]), item.default, abouts[item.name])
         for section in dataclasses.fields(StarPOConfig)
@@ -79,7 +79,9 @@ def all_flags() -> tuple[Flag, ...]:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives for a value: members of a union, values of a Literal, None for its type."""
+    """List the alternatives for a value: members of a union, values of a Literal, None for its
+    type.
+    """
     if annotation is NoneType:
         return (None,)
     if get_origin(annotation) is Literal:
@@ -138,33 +140,33 @@ ELSEWHERE = {
     "eval_steps": "--eval-interval",
     "resume_from_checkpoint": "--resume",
 }
-"""What other trainers call a setting -> the flag that comes nearest."""
+"""Name of a setting in other trainers -> the flag that comes nearest."""
 
 
 def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The settings that flags give; the last one wins. Raises ValueError, in one line, for an
+    """Read the settings that flags give; the last one wins. Raises ValueError, in one line, for an
     unknown flag or a value that its flag does not take.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for one in all_flags():
-        if one.is_switch:
-            parser.add_argument(flag_of(one.name), action=argparse.BooleanOptionalAction)
+    for setting in all_flags():
+        if setting.is_switch:
+            parser.add_argument(flag_of(setting.name), action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(flag_of(one.name), type=one.read)
+            parser.add_argument(flag_of(setting.name), type=setting.read)
     given, others = parser.parse_known_args(_joined(argv))
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
             raise ValueError(f"unexpected {word!r}: flags begin with --; --help lists all")
         meant = ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
-        close = did_you_mean(name, [flag_of(one.name) for one in all_flags()])
+        close = did_you_mean(name, [flag_of(setting.name) for setting in all_flags()])
         if meant is not None:
             close = f" (here it is {meant})"
         raise ValueError(f"unknown flag {name}{close}; --help lists all")
     settings: dict[str, dict[str, Any]] = {}
-    for one in all_flags():
-        if one.name in given:
-            settings.setdefault(one.section, {})[one.name] = getattr(given, one.name)
+    for setting in all_flags():
+        if setting.name in given:
+            settings.setdefault(setting.section, {})[setting.name] = getattr(given, setting.name)
     return settings
 
 
@@ -172,7 +174,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
     """Turn `--flag value` into `--flag=value`, since a value may begin with a dash, and underscores
     in names into dashes.
     """
-    valued = {flag_of(one.name) for one in all_flags() if not one.is_switch}
+    valued = {flag_of(setting.name) for setting in all_flags() if not setting.is_switch}
     words, joined = list(argv), []
     while words:
         name, equals, value = words.pop(0).partition("=")
@@ -185,7 +187,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
-    """Every flag by section: what it takes, what it does, its default, and the value that the
+    """Write every flag by section: its values, its effect, its default, and the value that the
     recipe in effect sets instead.
     """
     width = min(shutil.get_terminal_size().columns, 100)
@@ -216,15 +218,15 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
             "",
             *textwrap.wrap(f"{section.replace('_', ' ')}: {' '.join(title.split())}", width),
         ]
-        for one in all_flags():
-            if one.section == section and one.name != "recipe":
-                flag = flag_of(one.name)
-                value = f", --no-{flag[2:]}" if one.is_switch else f" {one.metavar}"
-                changed = chosen.get(section, {}).get(one.name, one.default)
-                other = f"; {recipe}: {_shown(changed)}" if changed != one.default else ""
-                is_said = one.default is None and "default" in one.about
-                default = "as said" if is_said else _shown(one.default)
-                about = f"{one.about} [default {default}{other}]"
+        for setting in all_flags():
+            if setting.section == section and setting.name != "recipe":
+                flag = flag_of(setting.name)
+                value = f", --no-{flag[2:]}" if setting.is_switch else f" {setting.metavar}"
+                changed = chosen.get(section, {}).get(setting.name, setting.default)
+                other = f"; {recipe}: {_shown(changed)}" if changed != setting.default else ""
+                is_said = setting.default is None and "default" in setting.about
+                default = "as said" if is_said else _shown(setting.default)
+                about = f"{setting.about} [default {default}{other}]"
                 lines += [f"  {flag}{value}", *_indented(about, width)]
     return "\n".join(lines) + "\n"
 

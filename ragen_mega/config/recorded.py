@@ -1,4 +1,4 @@
-"""What a run has recorded of itself: its config.json, and JSON objects of other files."""
+"""The record that a run leaves of itself: its config.json, and JSON objects of other files."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ _MOVED = {"max_response_length": ("rollout", "environment")}
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
-    """Section -> name -> value of a run's settings, and its provenance. Raises ValueError, in one
-    line, if the directory holds no run, or a damaged one.
+    """Read section -> name -> value of a run's settings, and its provenance. Raises ValueError, in
+    one line, if the directory holds no run, or a damaged one.
     """
     if not (directory / CONFIG_FILE).exists():
         what = f"holds no run (no {CONFIG_FILE})" if directory.is_dir() else "does not exist"
@@ -32,21 +32,23 @@ def _move(settings: dict[str, Any]) -> None:
 
 
 def beside(directory: Path) -> str:
-    """`, in ... are ...`: the runs in the folder where a directory would be, if there are any."""
+    """Write `, in ... are ...`: the runs in the folder where a directory would be, if there are
+    any.
+    """
     runs = sorted(path.parent.name for path in directory.parent.glob(f"*/{CONFIG_FILE}"))
     more = f" and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
     return f"; in {directory.parent} are {', '.join(runs[:_MOST_RUNS])}{more}" if runs else ""
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. NaN and infinities, which JSON does not have and a browser refuses,
-    become None.
+    """Read the value of a JSON text. NaN and infinities, which JSON does not have and a browser
+    refuses, become None.
     """
     return json.loads(text, parse_constant=lambda constant: None)
 
 
 def read_object(path: Path, remedy: str = "restore or delete it") -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError, in one line, if it is none."""
+    """Read the JSON object in a file. Raises ValueError, in one line, if it is none."""
     try:
         value = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:

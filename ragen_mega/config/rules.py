@@ -56,7 +56,7 @@ def check_rules(config: Sections) -> None:
 
 
 def _check_step(config: Sections) -> None:
-    """Check that a step has what it trains on."""
+    """Check that a step has trajectories and batches to train on."""
     advantage, rollout = config.advantage, config.rollout
     name = advantage.advantage_estimator
     kept = find_filter(config.filter.filter_strategy)
@@ -128,7 +128,7 @@ def _check_directories(config: Sections) -> None:
 
 
 def _check_groups(config: Sections) -> None:
-    """Check that what compares trajectories has more than one."""
+    """Check that settings which compare trajectories have more than one to compare."""
     advantage, rollout, shares = config.advantage, config.rollout, config.environment.shares
     size, scope = rollout.group_size, advantage.reward_normalization_scope
     fewest = {
@@ -268,5 +268,5 @@ def _check_guard(config: Sections) -> None:
 
 
 def _divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
+    """Return the largest divisor of `number` that is at most `limit`."""
     return next(size for size in range(limit, 0, -1) if number % size == 0)

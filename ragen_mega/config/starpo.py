@@ -1,4 +1,6 @@
-"""The configuration of a run: its sections, what follows from several of them, and its JSON."""
+"""The configuration of a run: its sections, the values that follow from several of them, and its
+JSON.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,18 +19,18 @@ class StarPOConfig(Sections):
 
     @property
     def seed_of_warm_start(self) -> int:
-        """That of the run unless it has its own."""
+        """Return the seed of the warm start: its own, else the seed of the run."""
         own = self.warm_start.warm_start_seed
         return self.train.seed if own is None else own
 
     @property
     def warm_starts_critic(self) -> bool:
-        """Whether the warm start makes a critic too."""
+        """Return whether the warm start makes a critic too."""
         return self.advantage.uses_critic and self.warm_start.warm_start_critic_steps > 0
 
     def old_logprobs_from(self, num_updates: int) -> Literal["update", "engine", "pass"]:
-        """Where a step with this many optimizer steps of the actor takes its old log-probabilities
-        from: the update's first pass, the engine, or a pass of their own.
+        """Name the source of a step's old log-probabilities, for this many optimizer steps of the
+        actor: the update's first pass, the engine, or a pass of their own.
         """
         if self.loss.loss_mask == "legacy" or self.loss.old_logprobs == "recompute":
             return "pass"
@@ -43,28 +45,32 @@ class StarPOConfig(Sections):
 
     @property
     def _samples_as_trained(self) -> bool:
-        """Whether the engine's log-probabilities are the trainer's up to rounding in float32."""
+        """Return whether the engine's log-probabilities are the trainer's up to rounding in
+        float32.
+        """
         rollout = self.rollout
         is_same_policy = rollout.max_staleness == 0 and self.loss.importance_cap is None
         return rollout.rollout_engine == "embedded" and not self.parallel.bf16 and is_same_policy
 
     @property
     def reads_all_tokens(self) -> bool:
-        """Whether every rank needs the tokens of all trajectories that are trained on."""
+        """Return whether every rank needs the tokens of all trajectories that are trained on."""
         return self.advantage.estimator.reads_tokens or self.loss.loss_mask == "legacy"
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether trajectories may share what they begin with."""
+        """Return whether trajectories may share their beginnings."""
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy takes part."""
+        """Return whether a frozen reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
 
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
-        """After so many steps -> episodes that one of `num_engines` engines then plays."""
+        """Map a number of finished steps to the episodes that one of `num_engines` engines then
+        plays.
+        """
         plan, num_steps = self.evaluation, self.train.num_steps
         episodes = plan.eval_prompts * len(self.environment.evaluated) // num_engines
         regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
@@ -83,12 +89,12 @@ class StarPOConfig(Sections):
         return Path(self.logging.output) / (self.logging.name or default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Section name -> field name -> value, as JSON takes it."""
+        """Return section name -> field name -> value, as JSON takes it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "StarPOConfig":
-        """Inverse of `to_dict`; what a config.json says of a run's provenance is left out. Unknown
+        """Invert `to_dict`; entries of a config.json about a run's provenance are left out. Unknown
         keys raise ValueError.
         """
         values = {name: entries for name, entries in values.items() if name != "provenance"}

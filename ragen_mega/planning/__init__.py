@@ -1,1 +1,1 @@
-"""What a step costs, before anything is rented: memory, seconds and layouts by prediction."""
+"""Prediction of a step before anything is rented: its memory, its seconds and its layouts."""

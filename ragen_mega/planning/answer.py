@@ -1,5 +1,5 @@
-"""The answer of `ragen-mega plan`, as values and as text: which run is planned, whether its layout
-fits, what a step costs.
+"""The answer of `ragen-mega plan`, as values and as text: the run that is planned, whether its
+layout fits, and the cost of a step.
 """
 
 import argparse
@@ -143,7 +143,9 @@ def planned_gpus(recipe: str) -> int | None:
 
 
 def recipe_for(model: str, shape: ModelShape) -> str:
-    """Find the recipe of a named model; of a directory that of the model nearest in size."""
+    """Find the recipe of a named model; for a directory find the recipe of the model nearest in
+    size.
+    """
     name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
     if planned_gpus(name) is not None:
         return name

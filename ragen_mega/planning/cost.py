@@ -1,4 +1,4 @@
-"""What a step costs, what bounds it and what would help next, in words and as a timeline."""
+"""The cost of a step, its bound and the changes that help next, in words and as a timeline."""
 
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What GPUs and their links can do, from their data sheets, and the share that programs reach."""
+"""Peaks of GPUs and their links, from data sheets, and the shares that programs reach."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How much memory a layout needs on a rank, computed before anything is built. No torch, no ranks:
-integers.
+"""Prediction of the memory that a layout needs on a rank, before anything is built. The module
+computes with integers and needs neither torch nor ranks.
 
 Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
 Activations are what its local layers save for the backward pass, within 3% of what autograd holds

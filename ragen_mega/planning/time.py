@@ -1,4 +1,5 @@
-"""How long a step takes: what each part of it moves and computes, over what the machine can do.
+"""Prediction of the seconds of a step: the bytes and operations of its parts, over the machine's
+rates.
 
 No torch, no ranks. FLOPs, the pipeline's bubble and its chunks: arXiv:2104.04473; traffic of tensor
 parallelism: arXiv:2205.05198, of sharded optimizers: arXiv:1910.02054, of experts: section 3.2.2 of
@@ -75,40 +76,40 @@ class Sizes:
 
     @property
     def attention_weights(self) -> int:
-        """Elements of a layer's matrices around attention."""
+        """Count the elements of a layer's matrices around attention."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def attending(self) -> int:
-        """Layers with keys and values."""
+        """Count the layers with keys and values."""
         return self.attention_layers or self.num_layers
 
     @property
     def expert_weights(self) -> int:
-        """Elements of one feed-forward part."""
+        """Count the elements of one feed-forward part."""
         return 3 * self.hidden_size * self.ffn_size
 
     @property
     def active(self) -> int:
-        """Elements of all layers' matrices that a token passes through."""
+        """Count the elements of all layers' matrices that a token passes through."""
         used = self.experts_per_token or 1
         return self.num_layers * (self.attention_weights + used * self.expert_weights)
 
     @property
     def head(self) -> int:
-        """Elements of the LM head."""
+        """Count the elements of the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def total(self) -> int:
-        """Elements of everything."""
+        """Count the elements of all matrices."""
         layer = self.attention_weights + (self.num_experts or 1) * self.expert_weights
         return self.num_layers * layer + self.head * (1 if self.is_tied else 2)
 
     @property
     def cost(self) -> Cost:
-        """FLOPs, forward and backward, of a token, of its attention to one token, and of the LM
-        head for it.
+        """Count the FLOPs, forward and backward, of a token, of its attention to one token, and of
+        the LM head for it.
         """
         channels = self.attending * self.num_heads * self.head_dim
         return Cost.of_model(self.active, channels, self.head)
@@ -148,7 +149,7 @@ class Cut:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the job."""
+        """Count the GPUs of the job."""
         return self.tp * self.pp * self.dp * self.cp
 
 
@@ -484,40 +485,40 @@ class Play:
 
     @property
     def sampled(self) -> float:
-        """Tokens of a whole trajectory that the policy samples, on average."""
+        """Count the tokens of a whole trajectory that the policy samples, on average."""
         return self.turns * min(self.response_tokens, self.max_response)
 
     @property
     def seen(self) -> int:
-        """Turns of a text: of the whole trajectory, or of a window."""
+        """Count the turns of a text: of the whole trajectory, or of a window."""
         return min(self.turns, self.window or self.turns)
 
     @property
     def texts(self) -> int:
-        """Texts of a trajectory, each of which is trained on by itself."""
+        """Count the texts of a trajectory, each of which is trained on by itself."""
         return self.turns - self.seen + 1
 
     @property
     def text_length(self) -> float:
-        """Tokens of a text, on average: what the last of them attends to."""
+        """Count the tokens of a text, on average; its last token attends to all of them."""
         return self.seen * (self.prompt_tokens + self.sampled / self.turns)
 
     @property
     def length(self) -> float:
-        """Tokens of all texts of a trajectory, on average."""
+        """Count the tokens of all texts of a trajectory, on average."""
         return self.texts * self.text_length
 
     @property
     def read(self) -> float:
-        """Tokens of a trajectory that an engine reads: what is new, and every new window whole but
-        for its last answer.
+        """Count the tokens of a trajectory that an engine reads: the new ones, and every new window
+        whole but for its last answer.
         """
         answer = self.sampled / self.turns
         return self.seen * self.prompt_tokens + (self.texts - 1) * (self.text_length - answer)
 
     @property
     def asked(self) -> float:
-        """Tokens of the prompts of a trajectory, each as the policy sees it."""
+        """Count the tokens of the prompts of a trajectory, each as the policy sees it."""
         answer = self.sampled / self.turns
         first = (self.seen + 1) / 2 * self.text_length - self.seen * answer
         return first + (self.texts - 1) * (self.text_length - answer)

@@ -1,5 +1,5 @@
-"""How far the predictor is from published steps: constants fitted on half of the rows, judged on
-the other half.
+"""Errors of the predictor against published steps: constants are fitted on half of the rows and
+judged on the other half.
 """
 
 import itertools

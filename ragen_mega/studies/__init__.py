@@ -1,1 +1,3 @@
-"""Arms and seeds side by side: what a study varies, its runs, and the tables of their results."""
+"""Arms and seeds side by side: the settings that a study varies, its runs, and the tables of their
+results.
+"""

@@ -206,7 +206,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Of a difference: higher, lower, or not told apart."""
+        """Judge a difference: higher, lower, or not told apart."""
         return "higher" if self.low > 0 else "lower" if self.high < 0 else "not told apart"
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a study take and cost, predicted before any of them begins."""
+"""Memory, time and cost of the runs of a study, predicted before any of them begins."""
 
 from collections.abc import Mapping
 from pathlib import Path

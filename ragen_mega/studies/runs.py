@@ -1,4 +1,6 @@
-"""Runs of a study: their commands, which of them are to do, and doing these side by side."""
+"""Runs of a study: their commands, the choice of those that are left to do, and their execution
+side by side.
+"""
 
 import hashlib
 import json

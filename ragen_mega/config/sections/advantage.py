@@ -9,10 +9,10 @@ from ragen_mega.config.sections.section import OnlyWith, Section, Share
 
 @dataclass(frozen=True)
 class AdvantageConfig(Section):
-    """How rewards become advantages."""
+    """Rewards, and the estimator that turns them into advantages."""
 
     reward: str = "environment"
-    """What a trajectory earns: a weighted sum of environment, success, format, response_length,
+    """Earnings of a trajectory: a weighted sum of environment, success, format, response_length,
     overlong, repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative,
     judges by their URLs and rewards of your own, e.g. "environment + 0.1*format +
     my_module:my_reward".
@@ -30,8 +30,8 @@ class AdvantageConfig(Section):
     turn_lam: Share | None = None
     """GAE lambda per turn (bilevel_gae only; default 1)."""
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
-    """Where reward enters: the whole return at the last token, or each turn's reward at the turn's
-    end.
+    """Tokens at which reward enters: the whole return at the last token, or each turn's reward at
+    the turn's end.
     """
     reward_normalization: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
     """Normalisation of returns before the estimator (placement `trajectory` only)."""
@@ -81,12 +81,12 @@ class AdvantageConfig(Section):
 
     @property
     def estimator(self) -> Estimator:
-        """What the estimator declares."""
+        """Return the declaration of the estimator."""
         return find_estimator(self.advantage_estimator)
 
     @property
     def reward_terms(self) -> dict[str, float]:
-        """Name of a reward -> its weight."""
+        """Return name of a reward -> its weight."""
         return parse_reward(self.reward)
 
     @property

@@ -1,4 +1,4 @@
-"""Flags of checkpoints and of what is kept of them."""
+"""Flags of checkpoints and of their retention."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ragen_mega.config.sections.section import Natural, Section
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """When a run writes what it can be resumed from, and what of it is kept."""
+    """Checkpoints from which a run can be resumed: when they are written, and which are kept."""
 
     save_interval: Natural = 10
     """Steps between checkpoints (0: only after the last step and on SIGTERM)."""

@@ -1,4 +1,4 @@
-"""Flags of what is played, and within which limits."""
+"""Flags of the environments and of their limits."""
 
 import json
 import math
@@ -15,8 +15,8 @@ _NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.
 
 
 def parse_shares(environments: str) -> dict[str, int]:
-    """`sokoban:4,my_module:Mine` -> {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError for
-    anything else than distinct names with positive shares.
+    """Parse `sokoban:4,my_module:Mine` into {"sokoban": 4, "my_module:Mine": 1}. Raises ValueError
+    for anything else than distinct names with positive shares.
     """
     shares: dict[str, int] = {}
     for part in environments.split(","):
@@ -32,7 +32,7 @@ def parse_shares(environments: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class EnvironmentConfig(Section):
-    """What is played, and within which limits."""
+    """Environments that are played, and the limits of an episode."""
 
     environments: str = "frozen_lake"
     """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
@@ -67,9 +67,9 @@ class EnvironmentConfig(Section):
     think: bool = True
     """Force a `<think>` at the start of every turn."""
     prompt_style: Literal["full", "system", "brief", "compact"] = "full"
-    """Where the task, the budget and the format are told: `full` in the first user message and
-    every turn, `system` in the system message and every turn, `brief` in the system message alone,
-    `compact` nowhere (small models).
+    """Places that state the task, the budget and the format: `full` the first user message and
+    every turn, `system` the system message and every turn, `brief` the system message alone,
+    `compact` none (small models).
     """
     system_prompt: str | None = None
     """A text with which the system message of every prompt begins; an empty text leaves out that of
@@ -113,22 +113,22 @@ class EnvironmentConfig(Section):
 
     @property
     def expected_turns(self) -> int:
-        """Turns of a trajectory at most, as far as flags say it."""
+        """Return the turns of a trajectory at most, as far as flags say it."""
         return self.max_turns or Budget().max_turns
 
     @property
     def expected_response_length(self) -> int:
-        """Tokens of a turn at most, as far as flags say it."""
+        """Return the tokens of a turn at most, as far as flags say it."""
         return self.max_response_length or Budget().max_response_length
 
     @property
     def shares(self) -> dict[str, int]:
-        """Environment name -> share of the groups."""
+        """Return environment name -> share of the groups."""
         return parse_shares(self.environments)
 
     @property
     def evaluated(self) -> list[str]:
-        """Names of the environments that are trained, then of those that are only evaluated."""
+        """List the environments that are trained, then those that are only evaluated."""
         others = [name for part in self.eval_environments.split(",") if (name := part.strip())]
         if len({*self.shares, *others}) < len(self.shares) + len(others):
             raise ValueError(
@@ -138,18 +138,18 @@ class EnvironmentConfig(Section):
         return [*self.shares, *others]
 
     def options(self, name: str) -> dict[str, Any]:
-        """Options of one environment's constructor."""
+        """Return the options of one environment's constructor."""
         return json.loads(self.environment_options).get(name, {})
 
     def evaluation_options(self, name: str) -> dict[str, Any]:
-        """The options under which it is evaluated: on tasks that are not trained on, where it tells
-        them apart and `options` do not say otherwise.
+        """Return the options under which an environment is evaluated: on tasks that are not trained
+        on, where it tells them apart and `options` do not say otherwise.
         """
         return held_out_options(name) | self.options(name)
 
     def training_options(self, name: str, step: int) -> dict[str, Any]:
-        """The options under which a training step plays: those of `options` and of the curriculum's
-        latest entry.
+        """Return the options under which a training step plays: those of `options` and of the
+        curriculum's latest entry.
         """
         entries = json.loads(self.curriculum)
         latest = max((key for key in entries if int(key) <= step), key=int, default=None)
@@ -157,12 +157,12 @@ class EnvironmentConfig(Section):
 
     @property
     def curriculum_steps(self) -> set[int]:
-        """Steps from which on other tasks are played."""
+        """List the steps from which on other tasks are played."""
         return set(map(int, json.loads(self.curriculum)))
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """The object that the text of a flag is. Raises ValueError if it is none."""
+    """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

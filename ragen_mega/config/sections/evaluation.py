@@ -7,7 +7,7 @@ from ragen_mega.config.sections.section import Count, Natural, NonNegative, Sect
 
 @dataclass(frozen=True)
 class EvaluationConfig(Section):
-    """When and on what the policy is evaluated."""
+    """Evaluations of the policy: their steps, their initial states and their sampling."""
 
     eval_interval: Natural = 20
     """Steps between evaluations (0: only at the end)."""

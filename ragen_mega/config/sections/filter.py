@@ -1,4 +1,4 @@
-"""Flags of the filter: which initial states a step trains on."""
+"""Flags of the filter, which chooses the initial states that a step trains on."""
 
 import math
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from ragen_mega.config.sections.section import Section, Share
 
 @dataclass(frozen=True)
 class FilterConfig(Section):
-    """Which initial states a step trains on."""
+    """Filter that chooses the initial states that a step trains on."""
 
     filter_strategy: str = "top_fraction"
-    """How groups are kept, by the standard deviation of their returns (after --reward):
+    """Rule by which groups are kept, on the standard deviation of their returns (after --reward):
     top_fraction (StarPO-S), top_p_linear, top_p_softmax, top_k, min_p, percentile_range (a part of
     the ranking), within_group (the most different trajectories of every group) or none; or a filter
     of your own, my_module:my_filter.
@@ -48,7 +48,9 @@ class FilterConfig(Section):
             )
 
     def num_kept(self, num_groups: int) -> int | None:
-        """Groups that are kept if none is constant, None where it depends on the returns."""
+        """Return the number of groups that are kept if none is constant, None where it depends on
+        the returns.
+        """
         if self.filter_strategy == "top_fraction":
             return max(1, math.floor(self.value * num_groups + 1e-9))
         if self.filter_strategy == "percentile_range":
@@ -60,8 +62,8 @@ class FilterConfig(Section):
 
     @property
     def value(self) -> float | tuple[float, float | None] | None:
-        """The value of the filter: as set, else the default that the filter declares; for a range
-        both of its ends.
+        """Return the value of the filter: as set, else the default that the filter declares; for a
+        range both of its ends.
         """
         declared = find_filter(self.filter_strategy)
         value = declared.default if self.filter_value is None else self.filter_value

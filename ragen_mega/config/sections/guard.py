@@ -11,14 +11,15 @@ _Factor = Annotated[float, Bounds("above 0, at most 1", 0, 1, is_open=True)]
 
 @dataclass(frozen=True)
 class GuardConfig(Section):
-    """What a run does when its success collapses, as in the Echo Trap."""
+    """Reaction of a run to a collapse of its success, as in the Echo Trap."""
 
     guard: Literal["off", "warn", "react"] = "off"
-    """Nothing; say so (warn); or also go back to the checkpoint with the best success and continue
-    from there on a lower learning rate and with a stronger filter (react).
+    """Reaction: none (off); a warning (warn); or also a return to the checkpoint with the best
+    success, from which the run continues on a lower learning rate and with a stronger filter
+    (react).
     """
     guard_rollbacks: Annotated[Count, _REACTS] = 3
-    """How often a run may go back."""
+    """Times that a run may go back, at most."""
     guard_lr: Annotated[_Factor, _REACTS] = 0.5
     """Factor of both learning rates at every rollback."""
     guard_filter: Annotated[_Factor, _REACTS] = 0.5

@@ -1,4 +1,4 @@
-"""Flags of where a run writes, and of what it logs."""
+"""Flags of a run's directory and of its logs."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ragen_mega.config.sections.section import Natural, Section
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """Where a run writes, and what it logs besides the usual numbers."""
+    """Directory of a run, and its logs besides the usual numbers."""
 
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
@@ -47,5 +47,5 @@ class LoggingConfig(Section):
 
     @property
     def metric_names(self) -> list[str]:
-        """The metrics, in order."""
+        """List the metrics, in order."""
         return [name for part in self.metrics.split(",") if (name := part.strip())]

@@ -45,19 +45,21 @@ class LossConfig(Section):
     first message, states and rewards included, as in the runs published as arXiv:2504.20073.
     """
     old_logprobs: Literal["auto", "recompute", "engine"] = "auto"
-    """What the ratio divides by: log-probabilities that the policy computes for all trajectories
-    before the update; those that the engine sampled with, which saves that pass, so that the ratio
-    also holds what engine and trainer compute differently (watch mismatch/...); or (auto) those of
-    the update's own forward pass where a step takes one optimizer step and nothing else needs them
-    (the ratio is 1), else the engine's where the embedded one computes what the trainer does
-    (float32, the same weights), and else a pass of their own.
+    """Denominator of the ratio: log-probabilities that the policy computes for all trajectories
+    before the update (recompute); those that the engine sampled with, which saves that pass, so
+    that the ratio also holds what engine and trainer compute differently (engine; watch
+    mismatch/...); or (auto) those of the update's own forward pass where a step takes one optimizer
+    step and nothing else needs them (the ratio is 1), else the engine's where the embedded one
+    computes what the trainer does (float32, the same weights), and else a pass of their own.
     """
     importance_cap: Positive | None = None
     """Importance correction of the loss by w = pi_old / pi_rollout, at most this, between the
     trainer's policy and the one that sampled (decoupled PPO, arXiv:2110.00641).
     """
     importance_mode: Annotated[Literal["truncate", "mask"], _CAPPED] = "truncate"
-    """Where w is beyond its cap: it is the cap, or the tokens are left out of the policy loss."""
+    """Treatment of tokens whose w is beyond its cap: w is set to the cap (truncate), or the tokens
+    are left out of the policy loss (mask).
+    """
     importance_floor: Annotated[Positive | None, _CAPPED] = None
     """Tokens whose w is below this are left out too (mask only; IcePop, arXiv:2510.18855: 0.5, with
     --importance-cap 5).

@@ -7,7 +7,7 @@ from ragen_mega.config.sections.section import Count, Section
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """Which model is trained."""
+    """Model that is trained, loaded or built."""
 
     load: str | None = None
     """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and

@@ -10,9 +10,7 @@ OffloadMode = Literal["none", "rollout", "turns"]
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """How model and optimizer are laid out over the ranks, and which layers compute in which
-    precision.
-    """
+    """Layout of model and optimizer over the ranks, and the precision in which layers compute."""
 
     tensor_model_parallel_size: Count = 1
     """Ranks that share every matrix (TP)."""
@@ -50,8 +48,8 @@ class ParallelConfig(Section):
     run resumes, but not exactly.
     """
     placement: Literal["colocated", "separate"] = "colocated"
-    """Who has the devices: engines and trainer share them, in turns; or (separate) the last ranks
-    of the job only sample, while the others train on what was sampled before.
+    """Owners of the devices: engines and trainer share them, in turns (colocated); or the last
+    ranks of the job only sample, while the others train on what was sampled before (separate).
     """
     rollout_ranks: Natural = 0
     """Ranks that only sample (placement separate): as many that both sides take about as long for
@@ -64,8 +62,9 @@ class ParallelConfig(Section):
     separate).
     """
     offload: OffloadMode = "none"
-    """What is moved to host memory: nothing; parameters, gradients and optimizer state during
-    rollouts; or, besides, actor and critic in turns, each while the other one computes.
+    """State that is moved to host memory: nothing (none); parameters, gradients and optimizer state
+    during rollouts (rollout); or, besides, actor and critic in turns, each while the other one
+    computes (turns).
     """
 
     def check(self) -> None:
@@ -91,14 +90,14 @@ class ParallelConfig(Section):
 
     @property
     def recipe(self) -> str:
-        """How FP8 tensors are scaled. With `tensorwise` a log-probability depends on the weights
-        and its own microbatch alone, not on what was computed before.
+        """Return the recipe that scales FP8 tensors. With `tensorwise` a log-probability depends on
+        the weights and its own microbatch alone, not on what was computed before.
         """
         return self.fp8_recipe or "tensorwise"
 
     def num_trainers(self, world_size: int) -> int:
-        """Ranks of a job that train. Raises ValueError unless the others are as many as asked for,
-        and the layout fits those that train.
+        """Return the number of ranks that train. Raises ValueError unless the others are as many as
+        asked for, and the layout fits those that train.
         """
         trainers = world_size - self.rollout_ranks
         if trainers < 1:

@@ -1,4 +1,4 @@
-"""Flags of sampling: how many trajectories a step samples, and how."""
+"""Flags of sampling: the trajectories of a step, their limits and their engine."""
 
 import shlex
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _SEPARATE = OnlyWith("placement", "--placement separate --rollout-ranks 1")
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    """How many trajectories a step samples, and how."""
+    """Trajectories that a step samples, their limits and their engine."""
 
     num_groups: Count = 8
     """Initial states per step (P)."""
@@ -39,8 +39,8 @@ class RolloutConfig(Section):
     explore nothing.
     """
     rollout_engine: Literal["embedded", "sglang"] = "embedded"
-    """Who samples: `embedded` decodes in this process with a key-value cache per trajectory;
-    `sglang` is a server of this rank or of several, kept between rollouts.
+    """Engine that samples: `embedded` decodes in this process with a key-value cache per
+    trajectory; `sglang` is a server of this rank or of several, kept between rollouts.
     """
     sglang_python: Annotated[str | None, _SERVER] = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
@@ -85,18 +85,20 @@ class RolloutConfig(Section):
     carry_over_cache: Annotated[
         Literal["recompute", "keep"], OnlyWith("carry_over", "--carry-over 0.2")
     ] = "recompute"
-    """What the key-value caches of those trajectories then hold: their context, computed again
-    under the new weights, or (keep) what the old ones have computed.
+    """Contents of the key-value caches of those trajectories then: their context, computed again
+    under the new weights (recompute), or what the old weights have computed (keep).
     """
     weight_transfer: Annotated[Literal["auto", "file", "ipc"], _SERVER] = "auto"
-    """How weights reach SGLang's servers: `ipc` copies on the device and keeps no copy, so that a
-    server that died is replaced when all ranks have played their parts and can send theirs again;
+    """Way of the weights to SGLang's servers: `ipc` copies on the device and keeps no copy, so that
+    a server that died is replaced when all ranks have played their parts and can send theirs again;
     `file` goes through files in host memory, from which it is replaced at once. `auto` is `ipc` on
     GPUs and `file` on a CPU.
     """
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Number of engines of a job. Raises ValueError unless each has its ranks on one node."""
+        """Return the number of engines of a job. Raises ValueError unless each has its ranks on one
+        node.
+        """
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(
@@ -107,18 +109,18 @@ class RolloutConfig(Section):
         return world_size // size
 
     def sessions_per_engine(self, num_engines: int) -> int:
-        """Trajectories that one of `num_engines` engines plays at a time, at most."""
+        """Return the trajectories that one of `num_engines` engines plays at a time, at most."""
         return -(-self.num_groups * self.group_size // num_engines)
 
     def kv_cache_size(self, sessions: int) -> int:
-        """Tokens of an engine's key-value cache: as set, else room for `sessions` whole
+        """Return the tokens of an engine's key-value cache: as set, else room for `sessions` whole
         trajectories and one more.
         """
         return self.kv_cache_tokens or (sessions + 1) * self.max_context_length
 
     @property
     def sglang_command_line(self) -> list[str]:
-        """`sglang_arguments`, one by one. Raises ValueError for a quotation without an end."""
+        """Split `sglang_arguments` into words. Raises ValueError for a quotation without an end."""
         try:
             return shlex.split(self.sglang_arguments or "")
         except ValueError as error:

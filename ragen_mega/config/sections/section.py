@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a number must lie, in the words of the error and in numbers."""
+    """Range in which a number must lie, in the words of the error and in numbers."""
 
     words: str
     low: float
@@ -91,7 +91,7 @@ def check_effects(*sections: Section) -> None:
 
 @cache
 def _declared(section: type[Section], kind: type) -> dict[str, Any]:
-    """Return field -> what its annotation declares of this kind, of fields that do."""
+    """Return field -> the item of this kind in its annotation, for fields that have one."""
     hints = get_type_hints(section, include_extras=True)
     return {
         name: item for name, hint in hints.items() for item in _parts(hint) if type(item) is kind

@@ -73,7 +73,7 @@ class TrainConfig(Section):
     """Seed of initial states, outcomes, sampling and minibatches."""
 
     def schedule(self, step: int) -> float:
-        """The share of both learning rates with which a step is trained."""
+        """Return the share of both learning rates with which a step is trained."""
         if step < self.lr_warmup:
             return step / self.lr_warmup
         decaying = max(self.num_steps - self.lr_warmup, 1)
@@ -82,5 +82,5 @@ class TrainConfig(Section):
         return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[self.lr_decay]
 
     def trains_actor(self, step: int) -> bool:
-        """Whether a step updates the policy too."""
+        """Return whether a step updates the policy too."""
         return step >= self.critic_warmup

@@ -14,7 +14,7 @@ class WarmStartConfig(Section):
     """Optimizer steps of behaviour cloning on first turns of scripted play (only without --load).
     """
     warm_start_first_turns: Count = 1
-    """How many turns of an episode are its first ones: as many as it takes to meet every kind of
+    """Turns of an episode that count as its first ones: as many as it takes to meet every kind of
     state.
     """
     warm_start_steps: Natural = 300
@@ -30,8 +30,8 @@ class WarmStartConfig(Section):
     above are their most.
     """
     warm_start_optimizer: Literal["adam", "muon"] = "adam"
-    """Who imitates: muon takes 40% of adam's steps to the same likelihood, at twice the learning
-    rate. A critic is always taught by adam.
+    """Optimizer that imitates: muon takes 40% of adam's steps to the same likelihood, at twice the
+    learning rate. A critic is always taught by adam.
     """
     warm_start_lr: Positive = 4e-3
     """Peak learning rate of the warm start."""
