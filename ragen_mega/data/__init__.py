@@ -1,3 +1,1 @@
-"""What flows through a step - completions, trajectories, token batches - and how ranks exchange
-it.
-"""
+"""The data of a step (completions, trajectories, token batches) and its exchange among ranks."""

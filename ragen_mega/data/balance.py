@@ -1,4 +1,4 @@
-"""What trajectories cost to compute, and even shares of that work for ranks and microbatches."""
+"""The cost of computing trajectories, and even shares of that work for ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SLACK = 1.01
-"""What staying where they were sampled may cost: the largest share grows by this factor at most."""
+"""Largest factor by which the largest share may grow so that trajectories stay on their ranks."""
 
 
 class Cost(NamedTuple):
     """FLOPs of what a model computes, forward and backward."""
 
     per_token: int
-    """The layers' matrices."""
+    """FLOPs of the layers' matrices for one token."""
     per_pair: int
-    """Attention of one token to another or to itself."""
+    """FLOPs of the attention of one token to another or to itself."""
     per_label: int
-    """The LM head, for a token that is trained on."""
+    """FLOPs of the LM head for a token that is trained on."""
 
     @classmethod
     def of_model(cls, matrices: int, channels: int, head: int) -> Cost:
-        """The cost of a model whose layers have so many elements of matrices and channels of
-        queries in all, and whose LM head has so many elements: a product takes two operations an
-        element forward and four backward, attention two such products for each channel.
+        """Return the cost of a model whose layers have so many elements of matrices and channels of
+        queries in all, and whose LM head has so many elements. A product takes two operations an
+        element forward and four backward; attention takes two such products for each channel.
         """
         return cls(6 * matrices, 12 * channels, 6 * head)
 
     def of(self, length: int, labels: int = 0) -> int:
-        """Of a text of `length` tokens, each of which attends to all before it."""
+        """Return the cost of a text of `length` tokens, each of which attends to all before it."""
         pairs = length * (length + 1) // 2
         return self.per_token * length + self.per_pair * pairs + self.per_label * labels
 
 
 TOKENS = Cost(1, 0, 0)
-"""Counts tokens."""
+"""Cost that counts tokens."""
 
 
 def balanced_split(
@@ -59,8 +59,8 @@ def balanced_split(
 def _split(
     costs: Sequence[int], num_parts: int, homes: Sequence[int] = (), bound: int = 0
 ) -> tuple[list[list[int]], int]:
-    """The parts, and the cost of the most expensive one. Where an item fits in its home within the
-    bound, it goes there.
+    """Return the parts, and the cost of the most expensive one. An item goes to its home if it fits
+    there within the bound.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0] * num_parts

@@ -27,7 +27,7 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def checksum(tensor: Tensor) -> int:
-    """64-bit hash of shape and bits, equal on every device and for every memory layout.
+    """Return a 64-bit hash of shape and bits, equal on every device and for every memory layout.
 
     A change of any one element, an exchange of rows or halves, a shift by a row, zeros in place of
     values all change it; two tensors that differ by accident agree with a probability of about
@@ -39,7 +39,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksum_each(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksums of tensors on one device; the host waits for it once."""
+    """Return the checksums of tensors on one device; the host waits for it once."""
     if not tensors:
         return []
     words = [_words(tensor.detach()) for tensor in tensors]
@@ -52,7 +52,7 @@ def checksum_each(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def checksums(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Name -> checksum as 16 hexadecimal digits."""
+    """Return name -> checksum as 16 hexadecimal digits."""
     tensors = dict(named)
     values = checksum_each([*tensors.values()])
     return {name: f"{value:016x}" for name, value in zip(tensors, values)}
@@ -92,7 +92,7 @@ def _few(names: Collection[str]) -> str:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits as int32 words, zeros after the last."""
+    """Return the bits as int32 words, with zeros after the last."""
     data = tensor.contiguous().reshape(-1)
     if data.numel() * data.element_size() % 4:
         data = data.view(torch.uint8)
@@ -101,7 +101,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sum_rows(words: Tensor, sums: Tensor) -> None:
-    """[rows] int64, on the device: of each row the words times the weights of their places."""
+    """Write the sums [rows] int64 of each row's words times the weights of their places."""
     weights = _weights_on(words.device)
     whole = len(words) // _ROW_WORDS
     step = _ROWS_AT_ONCE if words.is_cuda else 1
@@ -127,7 +127,7 @@ def _weights_on(device: torch.device) -> Tensor:
 
 @cache
 def _position_weights() -> NDArray[np.uint64]:
-    """splitmix64 of 1 .. _ROW_WORDS, whose products wrap modulo 2^64."""
+    """Return splitmix64 of 1 .. _ROW_WORDS, whose products wrap modulo 2^64."""
     values = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)

@@ -19,8 +19,7 @@ from ragen_mega.data.types import Packed, Trajectory, Turn
 class Column(NamedTuple):
     """The values of one recorded field in S trajectories: V values of B bytes are sent.
 
-    Of a field that only sampled tokens have, these tokens' values are sent, whatever trajectories
-    begin with.
+    If only sampled tokens have the field, their values are sent, whatever trajectories begin with.
     """
 
     shared: NDArray[np.int32]  # [S] first values that are those of the trajectory before
@@ -32,10 +31,14 @@ class Column(NamedTuple):
     @classmethod
     def of(cls, row: TokenField, name: str, trajectories: Sequence[Trajectory]) -> "Column":
         """Return the column of a field of trajectories that this rank holds."""
-        texts = [row.array(one.token_fields[name]) for one in trajectories]
+        texts = [row.array(trajectory.token_fields[name]) for trajectory in trajectories]
         if row.is_sampled_only:
             shared = [0] * len(texts)
-            turns = ((text, turn) for one, text in zip(trajectories, texts) for turn in one.turns)
+            turns = (
+                (text, turn)
+                for trajectory, text in zip(trajectories, texts)
+                for turn in trajectory.turns
+            )
             parts = [text[turn.start : turn.end] for text, turn in turns]
         else:
             pairs = pairwise(map(_bytes, [row.defaults(0), *texts]))
@@ -56,15 +59,15 @@ class Column(NamedTuple):
         rows[:, self.varies] = self.differing
         sent = rows.view(self.dtype).reshape(-1, *row.shape).astype(row.recorded)
         found, start = sent[:0], 0
-        for one, shared in zip(trajectories, self.shared.tolist(), strict=True):
+        for trajectory, shared in zip(trajectories, self.shared.tolist(), strict=True):
             if row.is_sampled_only:
-                found = row.defaults(len(one))
-                for turn in one.turns:
+                found = row.defaults(len(trajectory))
+                for turn in trajectory.turns:
                     end = start + turn.end - turn.start
                     found[turn.start : turn.end] = sent[start:end]
                     start = end
             else:
-                own = sent[start : start + len(one) - shared]
+                own = sent[start : start + len(trajectory) - shared]
                 found = np.concatenate([found[:shared], own]) if shared else own
                 start += len(own)
             yield found
@@ -84,13 +87,13 @@ class CompactTrajectories(NamedTuple):
     """S trajectories."""
 
     shells: list[Trajectory]
-    """Everything else about them, with their turns."""
+    """Trajectories with their turns, but without what was recorded for their tokens."""
     contents: Contents
 
 
 class Outlines(NamedTuple):
-    """What is known everywhere of S trajectories with K turns in all: not tokens, infos of turns
-    and what follows from these.
+    """The facts of S trajectories with K turns that every rank knows: not tokens, infos of turns
+    and the values that follow from these.
     """
 
     environments: list[str]  # names that `facts` counts
@@ -122,45 +125,50 @@ def contents_of(trajectories: Sequence[Trajectory]) -> Contents:
 def fill(trajectories: Sequence[Trajectory], contents: Contents) -> None:
     """Give trajectories, in the same order, the recorded values of their tokens."""
     columns = [contents[name].values(row, trajectories) for name, row in recorded_fields().items()]
-    for one, *values in zip(trajectories, *columns, strict=True):
-        one.token_fields = dict(zip(recorded_fields(), map(Packed, values), strict=True))
+    for trajectory, *values in zip(trajectories, *columns, strict=True):
+        trajectory.token_fields = dict(zip(recorded_fields(), map(Packed, values), strict=True))
 
 
 def compact(trajectories: Sequence[Trajectory]) -> CompactTrajectories:
-    """The trajectories in compact form."""
-    shells = [replace(one) for one in trajectories]
+    """Return the trajectories in compact form."""
+    shells = [replace(trajectory) for trajectory in trajectories]
     for shell in shells:
         shell.release()
     return CompactTrajectories(shells, contents_of(trajectories))
 
 
 def expand(packed: CompactTrajectories) -> list[Trajectory]:
-    """Inverse of `compact`, to the bit."""
+    """Return the trajectories that `compact` was given, equal to the bit."""
     trajectories = [replace(shell) for shell in packed.shells]
     fill(trajectories, packed.contents)
     return trajectories
 
 
 def outlines_of(trajectories: Sequence[Trajectory]) -> Outlines:
-    """What is known everywhere of the trajectories."""
-    environments = sorted({one.environment for one in trajectories})
-    turns = [turn for one in trajectories for turn in one.turns]
+    """Return the facts of the trajectories that every rank gets to know."""
+    environments = sorted({trajectory.environment for trajectory in trajectories})
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     facts = [
-        [getattr(one, name) for name in _FACTS]
-        + [environments.index(one.environment), len(one), len(one.turns), len(one.breaks)]
-        for one in trajectories
+        [getattr(trajectory, name) for name in _FACTS]
+        + [
+            environments.index(trajectory.environment),
+            len(trajectory),
+            len(trajectory.turns),
+            len(trajectory.breaks),
+        ]
+        for trajectory in trajectories
     ]
     return Outlines(
         environments,
         np.array(facts, np.int64).reshape(-1, len(_FACTS) + 4),
         np.array([(turn.start, turn.end) for turn in turns], np.int32).reshape(-1, 2),
         np.array([turn.reward for turn in turns], np.float64),
-        np.array([place for one in trajectories for place in one.breaks], np.int32),
+        np.array([place for trajectory in trajectories for place in trajectory.breaks], np.int32),
     )
 
 
 def outlined(outlines: Outlines) -> list[Trajectory]:
-    """Trajectories whose tokens are elsewhere; the infos of their turns are empty."""
+    """Return trajectories whose tokens are elsewhere; the infos of their turns are empty."""
     turns = zip(outlines.turns.tolist(), outlines.rewards.tolist(), strict=True)
     breaks = iter(outlines.breaks.tolist())
     return [_outlined(outlines.environments, row, turns, breaks) for row in outlines.facts.tolist()]

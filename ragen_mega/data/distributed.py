@@ -20,7 +20,7 @@ from ragen_mega.data import launcher
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None
-"""Where the ranks of the job find each other."""
+"""Store in which the ranks of the job find each other."""
 
 
 def start(timeout_minutes: float = 30.0) -> None:
@@ -63,8 +63,8 @@ def start(timeout_minutes: float = 30.0) -> None:
 
 
 def _private_store(timeout: datetime.timedelta) -> dist.Store:
-    """A file in which the ranks of one machine meet: a TCP store would listen on every interface
-    and ask nobody who they are.
+    """Return the file in which the ranks of one machine meet: a TCP store would listen on every
+    interface and ask nobody who they are.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull
     if error_file == os.devnull:
@@ -123,23 +123,23 @@ def stop() -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     has_gpu = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 def rank() -> int:
-    """This process's index among all, 0 without a process group."""
+    """Return this process's index among all, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """The number of processes, 1 without a process group."""
+    """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this rank prints and writes."""
+    """Return whether this rank prints and writes."""
     return rank() == 0
 
 
@@ -150,7 +150,7 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """Return the `value` of every rank, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -211,15 +211,15 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:
-    """Element-wise maximum of a CPU tensor over all ranks."""
+    """Return the element-wise maximum of a CPU tensor over all ranks."""
     if world_size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group)
     return tensor
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Sum of a CPU tensor over all ranks. With disjoint contributions and zeros elsewhere it is an
-    exact exchange.
+    """Return the sum of a CPU tensor over all ranks. With disjoint contributions and zeros
+    elsewhere it is an exact exchange.
     """
     if world_size() > 1:
         dist.all_reduce(tensor, group=_control_group)
@@ -227,7 +227,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def consecutive_group(size: int) -> dist.ProcessGroup | None:
-    """The gloo group of the `size` consecutive ranks to which this rank belongs; None for 1.
+    """Return the gloo group of the `size` consecutive ranks to which this rank belongs; None for 1.
     Collective over all ranks.
     """
     if size == 1:

@@ -22,11 +22,11 @@ def require(extra: str, purpose: str) -> None:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra into the environment of this process."""
+    """Return the command that installs an extra into the environment of this process."""
     return f"{sys.executable} -m pip install 'ragen-mega[{extra}]'"
 
 
 def extra_of(module: str | None) -> str | None:
-    """The extra that installs a module; None for a module of no extra."""
+    """Return the extra that installs a module; None for a module of no extra."""
     top = (module or "").partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if top in modules), None)

@@ -25,13 +25,13 @@ class PrefixOrder:
 
     ids: list[int]
     lengths: list[int]
-    """Positions of each."""
+    """Number of positions of each trajectory."""
     shared: list[int]
-    """First positions that each has in common with the one before it."""
+    """Number of first positions that each trajectory has in common with the one before it."""
     costs: list[int]
-    """Of each by itself."""
+    """Cost of each trajectory computed by itself."""
     saved: list[int]
-    """What each costs less behind the one before it."""
+    """Cost that each trajectory saves behind the one before it."""
 
     @classmethod
     def of(
@@ -43,14 +43,15 @@ class PrefixOrder:
         cost: Cost = TOKENS,
         costs: Sequence[int] | None = None,
     ) -> "PrefixOrder":
-        """Of the trajectories `ids` (None: all) among those packed in `tokens` [T] with offsets
-        `cu_seqlens` [S + 1], on the host. `costs` [S] of each by itself (None: what `cost` says).
+        """Sort the trajectories `ids` (None: all) among those packed in `tokens` [T] with offsets
+        `cu_seqlens` [S + 1], on the host. `costs` [S] are those of each trajectory by itself
+        (None: `cost` gives them).
         """
         values = tokens.numpy().astype(">u4")  # whose bytes sort as the numbers do
         texts = [values[start:end] for start, end in pairwise(cu_seqlens.tolist())]
         ids = sorted(range(len(texts)) if ids is None else ids, key=lambda i: texts[i].tobytes())
         lengths = [len(texts[i]) for i in ids]
-        shared = [0, *(common_prefix(texts[one], texts[two]) for one, two in pairwise(ids))]
+        shared = [0, *(common_prefix(texts[left], texts[right]) for left, right in pairwise(ids))]
         whole = [costs[i] if costs else cost.of(len(texts[i])) for i in ids]
         # a prefix of several segments is cheaper than one text of its length
         saved = [min(cost.of(size), least) for size, least in zip(shared, whole)]
@@ -58,15 +59,16 @@ class PrefixOrder:
 
     @property
     def num_nodes(self) -> int:
-        """Distinct positions."""
+        """Number of distinct positions."""
         return sum(self.lengths) - sum(self.shared)
 
     def cut(self, num_parts: int, max_nodes: int) -> list["PrefixOrder"]:
         """Cut into `num_parts` runs, or as many more as it takes to have at most `max_nodes`
         distinct positions in each, so that the most expensive costs as little as possible.
 
-        What the two sides of a cut share is in both. A trajectory longer than `max_nodes` is a run
-        of its own; there are fewer runs where there are not enough different trajectories.
+        Positions that the two sides of a cut share are in both. A trajectory longer than
+        `max_nodes` is a run of its own; there are fewer runs where there are not enough different
+        trajectories.
         """
         low, high = 1, sum(self.costs)
         most = max(len(self._starts(max_nodes, high)), num_parts)
@@ -91,7 +93,7 @@ class PrefixOrder:
         ]
 
     def _starts(self, max_nodes: int, max_cost: int) -> list[int]:
-        """First places of runs that hold as much as `max_nodes` and `max_cost` allow."""
+        """Return the first places of runs that hold as much as `max_nodes` and `max_cost` allow."""
         starts, nodes, spent = [], 0, 0
         for place, (length, shared) in enumerate(zip(self.lengths, self.shared)):
             nodes += length - shared
@@ -104,7 +106,7 @@ class PrefixOrder:
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest common prefix of [L, ...] and [M, ...]."""
+    """Return the length of the longest common prefix of [L, ...] and [M, ...]."""
     shortest = min(len(first), len(second))
     if shortest == 0:
         return 0
@@ -123,7 +125,7 @@ class Chain(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Nodes of its path that belong to chains before it."""
+        """Number of nodes of its path that belong to chains before it."""
         return len(self.path) - self.length
 
 
@@ -137,12 +139,12 @@ class Forest:
     ends: np.ndarray
     """[N] the node behind all descendants: i attends to j if j <= i < ends[j]."""
     padding: int
-    """The last nodes, which stand for no position."""
+    """Number of last nodes, which stand for no position."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int], *, multiple: int = 1) -> "Forest":
-        """The forest of trajectories in the order of a `PrefixOrder`, with padding as a further
-        tree up to a multiple of nodes.
+        """Build the forest of trajectories in the order of a `PrefixOrder`, with padding as a
+        further tree up to a multiple of nodes.
         """
         num_nodes = sum(lengths) - sum(shared)
         padding = -num_nodes % multiple
@@ -171,7 +173,7 @@ class Forest:
         return len(self.sources) > self.num_nodes - self.padding
 
     def depths(self) -> Tensor:
-        """[N] int64 nodes above each."""
+        """Return the number [N] int64 of nodes above each node."""
         return torch.from_numpy(
             np.concatenate([np.arange(chain.shared, len(chain.path)) for chain in self.chains])
         )

@@ -1,5 +1,5 @@
-"""How ranks are started, and what started this process: torchrun, below our launcher or by itself,
-or nobody that ranks are told of.
+"""The start of ranks, and the program that started this process: torchrun, below our launcher or by
+itself, or none that ranks are told of.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_A_RANK = (
 
 
 def is_rank() -> bool:
-    """Whether torchrun started this process. Platforms set RANK and WORLD_SIZE without it."""
+    """Return whether torchrun started this process. Platforms set RANK and WORLD_SIZE too."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -67,7 +67,7 @@ def open_many_files() -> None:
 
 
 def loopback() -> str:
-    """The name of this machine's loopback interface. Raises ValueError if none is up."""
+    """Return the name of this machine's loopback interface. Raises ValueError if none is up."""
     import psutil
 
     states = psutil.net_if_stats().items()
@@ -81,8 +81,8 @@ def loopback() -> str:
 
 
 def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[str]:
-    """The command that runs `script`, a file or the name of a module, on that many ranks of this
-    machine.
+    """Return the command that runs `script`, a file or the name of a module, on that many ranks of
+    this machine.
     """
     kind = () if isinstance(script, Path) else ("--module",)
     # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.

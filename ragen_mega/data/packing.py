@@ -42,9 +42,11 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
     """
     if not trajectories:
         raise ValueError("cannot pack zero trajectories; the filter kept no group, skip the update")
-    lengths = torch.tensor([len(one) - 1 - len(one.breaks) for one in trajectories])
+    lengths = torch.tensor(
+        [len(trajectory) - 1 - len(trajectory.breaks) for trajectory in trajectories]
+    )
     cu_seqlens = offsets_of(lengths)
-    spans = [end - start for one in trajectories for start, end in one.segments]
+    spans = [end - start for trajectory in trajectories for start, end in trajectory.segments]
     whole = torch.tensor(spans)  # [G]
     cu_segments = offsets_of(whole - 1)
     recorded = {  # [T + G, ...]
@@ -79,8 +81,10 @@ def _recorded(trajectories: Sequence[Trajectory], name: str) -> Tensor:
     """
     row = TOKEN_FIELDS[name]
     parts = [
-        row.array(one.token_fields[name]) if one.is_held else row.defaults(len(one))
-        for one in trajectories
+        row.array(trajectory.token_fields[name])
+        if trajectory.is_held
+        else row.defaults(len(trajectory))
+        for trajectory in trajectories
     ]
     return torch.from_numpy(np.concatenate(parts))
 
@@ -88,15 +92,19 @@ def _recorded(trajectories: Sequence[Trajectory], name: str) -> Tensor:
 def _of_turns(
     trajectories: Sequence[Trajectory], starts: Tensor, num_positions: int
 ) -> tuple[Tensor, Tensor]:
-    """Turn [T] int32 of every label, -1 where it was not sampled, and rewards [T] of the turns on
-    their last labels; a turn without tokens has none.
+    """Return the turn [T] int32 of every label, -1 where it was not sampled, and the rewards [T] of
+    the turns on their last labels; a turn without tokens has none.
     """
     turn_ids = torch.full((num_positions,), -1, dtype=torch.int32)
     rewards = torch.zeros(num_positions)
     counts = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     # The first token of every further segment is nobody's label.
-    lost = [bisect_right(one.breaks, turn.start) for one in trajectories for turn in one.turns]
+    lost = [
+        bisect_right(trajectory.breaks, turn.start)
+        for trajectory in trajectories
+        for turn in trajectory.turns
+    ]
     bounds = [(turn.start - n, turn.end - n) for turn, n in zip(turns, lost, strict=True)]
     spans = torch.tensor(bounds, dtype=torch.int64).reshape(-1, 2)
     spans += starts.repeat_interleave(counts)[:, None] - 1  # token t is the label of position t - 1
@@ -109,8 +117,8 @@ def _of_turns(
 
 
 def behind_first_message(batch: TokenBatch, end_of_message: int) -> Tensor:
-    """[T] whether a label comes after the first `end_of_message` of its trajectory, which in a chat
-    closes the system message; for a batch without padding.
+    """Return [T] whether a label comes after the first `end_of_message` of its trajectory, which in
+    a chat closes the system message. The batch has no padding.
     """
     is_end = (batch.labels == end_of_message).long()
     ends_before = is_end.cumsum(0) - is_end
@@ -119,7 +127,7 @@ def behind_first_message(batch: TokenBatch, end_of_message: int) -> Tensor:
 
 
 def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
-    """The values of all rows in one tensor, several times faster than torch.tensor of a list."""
+    """Return the values of all rows in one tensor. It is several times faster than torch.tensor."""
     return torch.from_numpy(
         np.concatenate([np.empty(0, dtype), *(np.asarray(r, dtype) for r in rows)])
     )
@@ -128,7 +136,7 @@ def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
 def minibatches(
     batch: TokenBatch, minibatch_size: int, *, num_passes: int, generator: torch.Generator
 ) -> Iterator[TokenBatch]:
-    """The minibatches of `minibatch_ids`."""
+    """Yield the minibatches of `minibatch_ids`."""
     for ids in minibatch_ids(batch.num_trajectories, minibatch_size, num_passes, generator):
         yield batch.select(ids)
 
@@ -136,7 +144,7 @@ def minibatches(
 def minibatch_ids(
     num_trajectories: int, minibatch_size: int, num_passes: int, generator: torch.Generator
 ) -> Iterator[list[int]]:
-    """Shuffled minibatches of `minibatch_size` trajectories, `num_passes` times over the batch.
+    """Yield shuffled minibatches of `minibatch_size` trajectories, `num_passes` times the batch.
 
     A remainder smaller than half a minibatch joins the last one, so that no step rests on a handful
     of trajectories.
@@ -149,12 +157,12 @@ def minibatch_ids(
 
 
 def count_minibatches(num_trajectories: int, minibatch_size: int) -> int:
-    """The number of minibatches in one pass over that many trajectories."""
+    """Return the number of minibatches in one pass over that many trajectories."""
     return max(1, round(num_trajectories / minibatch_size))
 
 
 def costs_of(batch: TokenBatch, cost: Cost) -> list[int]:
-    """[S] of the trajectories, each by itself."""
+    """Return the costs [S] of the trajectories, each computed by itself."""
     active = batch.loss_mask if batch.weights is None else batch.weights != 0
     labels = counts_of(active, batch.cu_seqlens).tolist()
     if batch.cu_segments is None:
@@ -178,12 +186,12 @@ def shares(
     cost: Cost = TOKENS,
     most_nodes: float = 0.0,
 ) -> list[list[int]]:
-    """Which of the trajectories `ids` (None: all), packed in `tokens` [T], each data-parallel rank
-    trains, so that all have about as much to compute.
+    """Divide the trajectories `ids` (None: all), packed in `tokens` [T], among the data-parallel
+    ranks that train them, so that all ranks have about as much to compute.
 
-    Where the distinct positions are fewer than `most_nodes` of all, shares are runs in the order of
-    the tokens, so that what begins alike stays together. Otherwise trajectories stay on the ranks
-    `homes` [S] as far as that costs no balance.
+    If the distinct positions are fewer than `most_nodes` of all, shares are runs in the order of
+    the tokens, so that trajectories that begin alike stay together. Otherwise trajectories stay on
+    the ranks `homes` [S] as far as that costs no balance.
     """
     ids = range(len(costs)) if ids is None else ids
     if num_ranks == 1:
@@ -204,7 +212,7 @@ def _shared_order(
     cost: Cost,
     most_nodes: float,
 ) -> PrefixOrder | None:
-    """The trajectories in order, if they share enough."""
+    """Return the trajectories in order if they share enough, else None."""
     if not most_nodes:
         return None
     order = PrefixOrder.of(tokens, cu_seqlens, ids, cost=cost, costs=costs)
@@ -216,7 +224,7 @@ class Part(NamedTuple):
 
     ids: list[int]
     shared: list[int]
-    """First positions that each has in common with the one before it and shares with it."""
+    """Number of first positions that each trajectory shares with the one before it."""
 
 
 def parts_of(
@@ -280,9 +288,9 @@ def microbatches(
 def _balanced(
     items: Sequence[tuple[int, int, int]], max_tokens: int, num_stages: int, cost: Cost
 ) -> list[list[int]]:
-    """At least 4 x `num_stages` parts of (id, length, cost), as long as there are items; each
-    within the budget or alone. Balanced by cost or by length, whichever makes a pass faster: all
-    are padded to the length of the longest.
+    """Divide items (id, length, cost) into at least 4 x `num_stages` parts, as long as there are
+    items; each part is within the budget or has one item. The parts are balanced by cost or by
+    length, whichever makes a pass faster: all are padded to the length of the longest.
     """
     if not items:
         return []
@@ -309,7 +317,7 @@ def _balanced(
 
 
 def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.device) -> Microbatch:
-    """The given trajectories on `device`, the model's input padded to a multiple of nodes."""
+    """Return the given trajectories on `device`, their input padded to a multiple of nodes."""
     whole = batch.select(part.ids)
     forest = Forest.of(whole.lengths.tolist(), part.shared, multiple=multiple)
     nodes = torch.from_numpy(forest.sources)
@@ -322,7 +330,7 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
         pairs, edge_of, repeats = found
         edge_of, order = edge_of.sort(stable=True)
         edges = Edges(
-            *(move(one, device) for one in (pairs // base, pairs % base)),
+            *(move(ids, device) for ids in (pairs // base, pairs % base)),
             repeats,
             move(edge_of, device),
         )

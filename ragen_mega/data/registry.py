@@ -19,7 +19,7 @@ _MOST_NAMED = 20
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean x?)` of the known name that is closest, nothing if none is close."""
+    """Return ` (did you mean x?)` of the known name that is closest, nothing if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -38,9 +38,9 @@ class Registry:
         families: Mapping[str, str] | None = None,
         known_elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """`kind` is what errors call it, `builtin` maps names to things or their import paths;
+        """`kind` is its name in errors, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
-        `families` maps a prefix to the import path of what every name `prefix:...` stands for,
+        `families` maps a prefix to the import path of the thing for every name `prefix:...`,
         `known_elsewhere` other projects' names to ours, which errors then suggest.
         """
         self.kind = kind
@@ -66,23 +66,23 @@ class Registry:
         self._known[name] = thing
 
     def member(self, name: str) -> str | None:
-        """What stands after the prefix of a family; None for any other name."""
+        """Return the text after the prefix of a family; None for any other name."""
         family, colon, member = name.partition(":")
         return member if colon and family in self._families else None
 
     def names(self) -> list[str]:
-        """Every name that is known, import paths aside."""
+        """Return every name that is known, import paths aside."""
         named = {name for name in self._known if ":" not in name}
         return sorted(named | {entry.name for entry in entry_points(group=self.group)})
 
     def check(self, name: str) -> Any:
-        """What `name` stands for, as an import path where that is of the package itself: nothing of
-        it is imported. Raises ValueError, in one line, if there is no such thing.
+        """Return the thing with this name, or its import path if it is of the package itself:
+        nothing of it is imported. Raises ValueError, in one line, if there is no such thing.
         """
         return self._known[name] if name in self._known else self.get(name)
 
     def get(self, name: str) -> Any:
-        """What `name` stands for. Raises ValueError, in one line, if there is no such thing or it
+        """Return the thing with this name. Raises ValueError, in one line, if there is none or it
         cannot be imported.
         """
         thing = self._known.get(name)

@@ -31,8 +31,8 @@ their version.
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is drawn. Log-probabilities are reported after `temperature`, before
-    `top_p`.
+    """The parameters by which one completion is drawn. Log-probabilities are reported after
+    `temperature`, before `top_p`.
     """
 
     max_tokens: int
@@ -166,12 +166,12 @@ class Trajectory:
     Tokens, mask and log-probabilities are lists while the trajectory is played. They are `Packed`
     when they come from another rank or from a file, and `Elsewhere` while another rank holds them.
 
-    Where the policy sees only a window of its turns, the prompt of a turn need not continue the
+    If the policy sees only a window of its turns, the prompt of a turn need not continue the
     previous one. It then starts a new segment, in which earlier answers are context like any other.
     """
 
     group_id: int
-    """Trajectories that start from the same initial state share it."""
+    """Number that trajectories from the same initial state share."""
     environment: str = ""
     seed: int = 0
     outcome_seed: int = 0
@@ -182,11 +182,11 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)  # [<= K]
     breaks: list[int] = field(default_factory=list)  # where segments start, besides the first
     terminated: bool = False
-    """The task ended: solved, lost, or nothing left to do."""
+    """Whether the task ended: solved, lost, or nothing left to do."""
     truncated: bool = False
-    """Turns, actions or context ran out before the task ended."""
+    """Whether turns, actions or context ran out before the task ended."""
     rank: int = field(default=0, compare=False)
-    """On which it was sampled."""
+    """Rank on which the trajectory was sampled."""
     further_fields: dict[str, Sequence[Any]] = field(default_factory=_no_values)
     """Name -> values [L, ...] of each recorded field (`fields.TOKEN_FIELDS`) that is no attribute.
     """
@@ -268,7 +268,7 @@ class Trajectory:
 
     @property
     def versions(self) -> list[int]:
-        """[K] of the weights that sampled each turn."""
+        """Versions [K] of the weights that sampled each turn."""
         return [turn.info.get(VERSION, self.weight_version) for turn in self.turns]
 
     @property
@@ -350,8 +350,8 @@ class TokenBatch:
             )
 
     def _check(self, given: dict[str, Tensor]) -> None:
-        """Shape and dtype of [T] fields and, in host memory, that they are finite under the mask:
-        data enters there, and on a device the host would have to wait.
+        """Check shape and dtype of [T] fields and, in host memory, that they are finite under the
+        mask: data enters there, and on a device the host would have to wait.
         """
         for name, value in given.items():
             if (row := TOKEN_FIELDS.get(name)) is None:
@@ -370,7 +370,7 @@ class TokenBatch:
                 )
 
     def _with(self, **changes: Any) -> TokenBatch:
-        """A copy with other fields, without the checks: for what comes from checked fields."""
+        """Return a copy with other fields, which come from checked ones and are not checked."""
         changed = copy(self)
         own = arguments_of(changes)
         further = {**self.further_fields, **own.pop("further_fields")}
@@ -391,7 +391,7 @@ class TokenBatch:
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def with_fields(self, **tensors: Tensor) -> TokenBatch:
-        """A copy with the named [T] fields set; shape, dtype and finiteness are checked."""
+        """Return a copy with the named [T] fields set; shape, dtype and finiteness are checked."""
         given = {name: value.to(TOKEN_FIELDS[name].dtype) for name, value in tensors.items()}
         changed = self._with(**given)
         # numbers that were hidden may be under a new mask
@@ -399,12 +399,12 @@ class TokenBatch:
         return changed
 
     def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
-        """Positions of the given trajectories, in the given order, as an index."""
+        """Return the positions of the given trajectories, in the given order, as an index."""
         ids = torch.tensor(list(trajectory_ids), dtype=torch.int64)
         return ranges(self.cu_seqlens[ids], self.lengths[ids])
 
     def select(self, trajectory_ids: Sequence[int]) -> TokenBatch:
-        """The batch of the given trajectories, in the given order, without padding."""
+        """Return the batch of the given trajectories, in the given order, without padding."""
         positions, ids = self.positions(trajectory_ids), torch.tensor(list(trajectory_ids))
         selected = {
             name: value[positions] for name, value in self.tensors() if name in TOKEN_FIELDS
@@ -423,8 +423,8 @@ class TokenBatch:
         )
 
     def by_segment(self) -> TokenBatch:
-        """The same positions as a batch of segments, for computations that treat each segment by
-        itself.
+        """Return the same positions as a batch of segments, for computations that treat each
+        segment by itself.
         """
         if self.cu_segments is None:
             return self
@@ -437,11 +437,11 @@ class TokenBatch:
         )
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same batch on `device`; on the way to CUDA the host does not wait."""
+        """Return the batch on `device`; on the way to CUDA the host does not wait."""
         return self._with(**{name: move(value, device) for name, value in self.tensors()})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(field name, tensor) of every field that is set."""
+        """Yield (field name, tensor) of every field that is set."""
         for item in fields(self):
             if isinstance(value := getattr(self, item.name), Tensor):
                 yield item.name, value
@@ -449,21 +449,21 @@ class TokenBatch:
 
 
 class Edges(NamedTuple):
-    """The E distinct pairs of a node and a label in rows of a microbatch: what the LM head computes
-    once for all rows that have it.
+    """The E distinct pairs of a node and a label in rows of a microbatch. The LM head computes each
+    pair once for all rows that have it.
     """
 
     nodes: Tensor  # [E] int64
     labels: Tensor  # [E] int64
     repeats: Tensor
-    """[E] int64, in host memory: how many rows have each."""
+    """[E] int64 number of rows that have each pair, in host memory."""
     of_row: Tensor  # [M] int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch(TokenBatch):
-    """What one forward pass computes, on its device, with what the host must know about it, so that
-    it never has to ask the device.
+    """The input of one forward pass, on its device, with the facts that the host must know about
+    it, so that the host never has to ask the device.
 
     The model goes through the N nodes of `forest`: the distinct among the T positions, and padding.
     """
@@ -484,13 +484,13 @@ class Microbatch(TokenBatch):
         """Nothing to check: it consists of parts of a batch."""
 
     def per_position(self, values: Tensor) -> Tensor:
-        """[N] values of nodes -> [T] of positions."""
+        """Return the values [T] of positions for values [N] of nodes."""
         if self.sources is None:
             return values[: self.num_positions]
         return values.index_select(0, self.sources)
 
     def per_row(self, values: Tensor) -> Tensor:
-        """[E] values of edges -> [M] of rows."""
+        """Return the values [M] of rows for values [E] of edges."""
         return values if self.edges is None else values.index_select(0, self.edges.of_row)
 
 
@@ -505,8 +505,8 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. Towards CUDA it goes through pinned memory and the host does not
-    wait.
+    """Return the tensor on `device`. Towards CUDA it goes through pinned memory and the host does
+    not wait.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -514,13 +514,13 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """[S] lengths of trajectories -> [S + 1] int32 offsets, as `TokenBatch.cu_seqlens`."""
+    """Return the offsets [S + 1] int32 for lengths [S], as `TokenBatch.cu_seqlens` has them."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[sum of lengths] int64: from each start [S] on as many integers as its length [S] says. In
-    host memory, by numpy, which takes a fraction of torch's time for few of them.
+    """Return [sum of lengths] int64: from each start [S] on as many integers as its length [S]
+    says. They are in host memory, by numpy, which takes a fraction of torch's time for few of them.
     """
     ends = np.cumsum(sizes := lengths.numpy())  # in the result
     ahead = np.repeat(starts.numpy() - ends + sizes, sizes)
@@ -528,5 +528,5 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def counts_of(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S] int64 how many positions of each trajectory are under a mask [T]."""
+    """Return the number [S] int64 of positions of each trajectory under a mask [T]."""
     return torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()

@@ -29,12 +29,12 @@ _STEPS_BETWEEN_DEALS = 32
 
 
 def count_engines(engine: RolloutEngine) -> int:
-    """Engines of this job, of which `engine` is one."""
+    """Return the number of engines of this job, of which `engine` is one."""
     return distributed.world_size() // (engine.shard or EngineShard()).size
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
-    """What all engines have done since the last call. Collective.
+    """Return the metrics of all engines since the last call. Collective.
 
     cached_share: share of prompt tokens found in the cache; missing if there were none. imbalance:
     decoding steps of the busiest engine over the mean of all; missing if they are unknown.
@@ -79,7 +79,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         self._slots = distributed.gather_objects(engine.num_slots)
         self._num_tasks = 0
         self._waiting: deque[tuple[int, Task]] = deque()
-        # Of every rank: how many tasks it got, and those not taken by their places among them.
+        # For every rank: the number of its tasks, and those not taken by their places among them.
         self._num_dealt = [0 for _ in self._slots]
         self._dealt: list[dict[int, int]] = [{} for _ in self._slots]
         self._unfinished: list[set[int]] = [set() for _ in self._slots]
@@ -114,7 +114,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
             self._note(parts)
 
     def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
-        """The groups of finished tasks, in order, which are kept no longer; see `share`."""
+        """Return the groups of finished tasks, in order, and keep them no longer; see `share`."""
         wanted, mine = set(tasks), distributed.rank()
         places = [
             [place for place, index in dealt.items() if index in wanted] for dealt in self._dealt
@@ -156,7 +156,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
                 self._collection.add(task for _, task in part)
 
     def _note(self, parts: Sequence[tuple[bool, list[int]]]) -> bool:
-        """Note what every rank has said: whether its engine has weights, and what is unfinished.
+        """Note for every rank whether its engine has weights, and which tasks are unfinished.
         Returns False if an engine has lost its weights; all have got them again.
         """
         have_weights = all(has_weights for has_weights, _ in parts)
@@ -173,8 +173,8 @@ class JointCollection(AbstractContextManager["JointCollection"]):
 
 
 def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
-    """How many waiting tasks each rank takes next: each task goes to the rank with the most room
-    left, the first one in a tie.
+    """Return the number of waiting tasks that each rank takes next: each task goes to the rank with
+    the most room left, the first one in a tie.
     """
     shares = [0] * len(rooms)
     for _ in range(min(num_waiting, sum(max(0, room) for room in rooms))):
@@ -201,7 +201,7 @@ def _on_all_ranks() -> Iterator[list[Any]]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error in a form that another process can unpickle."""
+    """Return the error in a form that another process can unpickle."""
     if isinstance(error, (Interrupted, FloatingPointError)):
         return type(error)(*error.args)
     return EngineError(str(error))

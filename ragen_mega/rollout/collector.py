@@ -28,8 +28,8 @@ from ragen_mega.rollout.player import Advance, Attempt, Player, PlaySettings, Se
 from ragen_mega.rollout.renderer import ChatRenderer
 
 FAILED_ATTEMPTS = "failed_attempts"
-"""Key of the last turn's info: what ended earlier attempts at this trajectory, and their outcome
-seeds.
+"""Key of the last turn's info: the failures that ended earlier attempts at this trajectory, and
+their outcome seeds.
 """
 _SECONDS_TO_CLOSE = 5.0
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def collect(
     settings: PlaySettings,
     advance: Advance | None = None,
 ) -> list[TrajectoryGroup]:
-    """One trajectory per task, played to the end by an engine of this process. Raises as
+    """Play one trajectory per task to the end with an engine of this process. Raises as
     `Collection.play` and `check_starts` do, and WeightsLost if the engine has lost its weights.
     """
     with Collection(engine, renderer, tasks, settings, advance=advance) as collection:
@@ -57,12 +57,12 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
     """Raise ValueError if no trajectory of a rollout could be played: its environments fail
     whatever is done.
     """
-    if trajectories and not any(one.num_sampled_tokens for one in trajectories):
+    if trajectories and not any(trajectory.num_sampled_tokens for trajectory in trajectories):
         raise ValueError(trajectories[0].turns[0].info.get(ERROR, "no token sampled"))
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
-    """The groups that they belong to, in order of the first member."""
+    """Return the groups of the trajectories, in order of the first member."""
     groups: dict[int, TrajectoryGroup] = {}
     for trajectory in trajectories:
         group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
@@ -262,7 +262,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     @contextlib.contextmanager
     def _seat(self, kind: _Kind) -> Iterator[Seat]:
-        """An environment of this kind, which is closed on leaving."""
+        """Give the context an environment of this kind, which is closed on leaving."""
         seat, kind.spare = kind.spare, None
         if seat is None:
             worker = None if kind.is_instant else Worker(self._settings.environment_timeout)

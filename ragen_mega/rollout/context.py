@@ -1,4 +1,4 @@
-"""What the policy sees before it answers: the whole trajectory, or the task and a window of turns.
+"""The prompt before each answer: the whole trajectory, or the task and a window of turns.
 
 Past answers keep the tokens that were sampled, even in a new window: it is assembled from token
 deltas, and nothing is tokenised again.
@@ -26,14 +26,14 @@ class Context:
         self.tokens: list[int] = []
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """The first prompt."""
+        """Return the first prompt."""
         self.tokens = self._renderer.start(messages, self._episode.tools)
         self._num_turns = 1
         self._present = messages
         return self.tokens[:]
 
     def answer(self, tokens: list[int]) -> None:
-        """The policy has sampled `tokens`."""
+        """Note that the policy has sampled `tokens`."""
         self.tokens += tokens
         self._turns.append((self._present, tokens))
 

@@ -1,5 +1,5 @@
-"""How trajectories ended, what failed, and what is said of it. docs/environments.md has the table
-of all endings.
+"""The endings of trajectories, the failures among them, and the messages about these.
+docs/environments.md has the table of all endings.
 """
 
 import json
@@ -14,26 +14,26 @@ from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
 
 _MAX_REASON = 300
-"""Characters, so that the place of an error is among them."""
+"""Most characters of a reason, so that the place of an error is among them."""
 _MAX_ACTION = 60
 _OF_VALUES = frozenset(
     kind.__name__
     for kind in (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 ) | {"JSONDecodeError", "NotImplementedError", "ZeroDivisionError"}
-"""Kinds of errors that what was said causes, in their words."""
+"""Names of the kinds of errors that values cause, not a server."""
 _AGAIN_AND_AGAIN = 3
-"""Episodes that an action must have ended before the policy is said to cause it."""
+"""Number of episodes that an action must have ended before the policy is said to cause it."""
 _STEPS = 20
-"""Steps with a failure in which they are counted."""
+"""Number of steps with a failure in which these episodes are counted."""
 
 
 def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
-    """The info of the last turn."""
+    """Return the info of the last turn."""
     return trajectory.turns[-1].info if trajectory.turns else {}
 
 
 def cause(trajectory: Trajectory) -> str | None:
-    """Which of `episode.CAUSES` cut a trajectory; None for one whose task ended."""
+    """Return the one of `episode.CAUSES` that cut a trajectory; None if its task ended."""
     if not trajectory.truncated:
         return None
     info = last_info(trajectory)
@@ -45,10 +45,10 @@ def cause(trajectory: Trajectory) -> str | None:
 
 
 def without_failures(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """The groups with the members that have a return; without the groups that have none."""
+    """Return the groups with the members that have a return; groups without any are left out."""
     found = []
     for group in groups:
-        members = [one for one in group.trajectories if has_return(one)]
+        members = [trajectory for trajectory in group.trajectories if has_return(trajectory)]
         if len(members) == len(group.trajectories):
             found.append(group)
         elif members:
@@ -57,8 +57,8 @@ def without_failures(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]
 
 
 def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
-    """The trajectories that were ended by an error or the time limit of their environment, each
-    with the reason.
+    """Return the trajectories that were ended by an error or the time limit of their environment,
+    each with the reason.
     """
     return [
         (trajectory, last_info(trajectory)[ERROR])
@@ -71,21 +71,21 @@ def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajecto
 def failed_attempts(
     groups: Iterable[TrajectoryGroup],
 ) -> Iterator[tuple[Trajectory, Mapping[str, Any]]]:
-    """Every episode that an error or a time limit ended, also where another attempt replaced it:
-    the trajectory of which it was an attempt, and what ended it.
+    """Yield every episode that an error or a time limit ended, also if another attempt replaced it:
+    the trajectory of which it was an attempt, and the info about its end.
     """
     for group in groups:
-        for one in group.trajectories:
-            info = last_info(one)
+        for trajectory in group.trajectories:
+            info = last_info(trajectory)
             for failure in info.get(FAILED_ATTEMPTS, ()):
-                yield one, failure
+                yield trajectory, failure
             if ERROR in info:
-                yield one, info | {"outcome_seed": one.outcome_seed}
+                yield trajectory, info | {"outcome_seed": trajectory.outcome_seed}
 
 
 def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = True) -> str | None:
-    """What is said of the episodes of `failed_attempts`, of groups that are trained on or, if not,
-    evaluated; None if there are none.
+    """Return the message about the episodes of `failed_attempts`, of groups that are trained on or,
+    if not, evaluated; None if there are none.
     """
     failures = list(failed_attempts(groups))
     if not failures:
@@ -118,8 +118,8 @@ class PolicyErrors:
         self._told: set[tuple[str, str]] = set()
 
     def add(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """A line for each environment and action, or kind of error, of which the groups of a step
-        are the third witness, and nothing was said yet.
+        """Return a line for each environment and action, or kind of error, of which the groups of a
+        step are the third witness, and nothing was said yet.
         """
         if not any(FAILED_ACTION in failure for _, failure in failed_attempts(groups)):
             return []
@@ -152,7 +152,7 @@ class PolicyErrors:
 
 
 class _Doings(NamedTuple):
-    """What the policy did in a step."""
+    """The actions of the policy in a step."""
 
     failures: list[tuple[str, str, str]]
     """Environment, action and reason of each failed step of an environment."""
@@ -164,20 +164,24 @@ class _Doings(NamedTuple):
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup]) -> Self:
         attempts = list(failed_attempts(groups))
-        members = [one for group in groups for one in group.trajectories]
-        played = Counter(one.environment for one in members)
-        played.update(one.environment for one, _ in attempts)
-        played.subtract(one.environment for one, _ in environment_errors(groups))
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        played = Counter(trajectory.environment for trajectory in members)
+        played.update(trajectory.environment for trajectory, _ in attempts)
+        played.subtract(trajectory.environment for trajectory, _ in environment_errors(groups))
         return cls(
             [
-                (one.environment, _name(failure[FAILED_ACTION]), " ".join(failure[ERROR].split()))
-                for one, failure in attempts
+                (
+                    trajectory.environment,
+                    _name(failure[FAILED_ACTION]),
+                    " ".join(failure[ERROR].split()),
+                )
+                for trajectory, failure in attempts
                 if FAILED_ACTION in failure
             ],
             Counter(
-                (one.environment, _name(action))
-                for one in members
-                for turn in one.turns
+                (trajectory.environment, _name(action))
+                for trajectory in members
+                for turn in trajectory.turns
                 for action in turn.info.get("actions", ())
             ),
             played,
@@ -187,7 +191,7 @@ class _Doings(NamedTuple):
 def _is_the_actions_own(
     key: tuple[str, str], failed: Counter[tuple[str, str]], done: Counter[tuple[str, str]]
 ) -> bool:
-    """Whether the action fails more often than it succeeds, and the other actions of its
+    """Return whether the action fails more often than it succeeds, and the other actions of its
     environment fail less than half as often.
     """
     others = [
@@ -199,12 +203,12 @@ def _is_the_actions_own(
 
 
 def _is_of_values(reason: str) -> bool:
-    """Whether an error is of a kind that no server, disk or clock raises."""
+    """Return whether an error is of a kind that no server, disk or clock raises."""
     return reason.removeprefix("RuntimeError: ").partition(":")[0] in _OF_VALUES
 
 
 def _name(action: Any) -> str:
-    """The action in words; of a tool call the tool alone, since its arguments vary."""
+    """Return the action in words; for a tool call the tool alone, since its arguments vary."""
     if isinstance(action, Mapping):
         action = action.get("name", json.dumps(action, default=str))
     return repr(str(action)[:_MAX_ACTION])

@@ -32,22 +32,22 @@ class WeightsLost(EngineError):
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What an engine has done since it was built or its counts were last reset."""
+    """Counts of an engine since it was built or they were last reset."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the cache."""
+    """Number of prompt tokens found in the cache."""
     completions: int = 0
     reissued: int = 0
-    """Requests that were repeated because a server was lost."""
+    """Number of requests that were repeated because a server was lost."""
     restarts: int = 0
-    """Servers that replaced a lost one."""
+    """Number of servers that replaced a lost one."""
     steps: int = 0
-    """Passes that decoded a token of every running trajectory; unknown for a server."""
+    """Number of passes that decoded a token of every running trajectory; unknown for a server."""
 
 
 class EngineShard(NamedTuple):
-    """Which part of an engine's weights a process has: rank `rank` of the `size` consecutive
+    """The part of an engine's weights that a process has: rank `rank` of the `size` consecutive
     processes that share it.
     """
 
@@ -62,21 +62,21 @@ class RolloutEngine(Protocol):
     """
 
     weight_version: int = 0
-    """How many different weights have been loaded; 0 before the first."""
+    """Number of different weights that have been loaded; 0 before the first."""
 
     shard: EngineShard | None
-    """What `load_weights` takes: this rank's shards, under SGLang's names; None: full tensors, for
+    """Shards that `load_weights` takes: this rank's, under SGLang's names; None: full tensors, for
     an engine of this process alone. If several processes share an engine, the first one samples.
     """
 
     counts: EngineCounts
 
     num_slots: int
-    """Trajectories that run at a time; further ones wait. 0 if another process samples."""
+    """Number of trajectories that run at a time; others wait. 0 if another process samples."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Weights and KV cache are on the device only inside this context. Memory for the weights
-        is allocated on entry, that of the cache by `start`.
+        """Give a context, inside which alone weights and KV cache are on the device. Memory for the
+        weights is allocated on entry, that of the cache by `start`.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
@@ -100,7 +100,7 @@ class RolloutEngine(Protocol):
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
     ) -> Completion:
-        """Sample what follows `tokens`, the whole trajectory so far.
+        """Sample the tokens that follow `tokens`, the whole trajectory so far.
 
         `session` identifies the trajectory: the part of `tokens` that is in its cache is not
         computed again. Any RuntimeError, MemoryError or OSError means that the engine has failed;
@@ -108,8 +108,8 @@ class RolloutEngine(Protocol):
         """
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
-        """A future that is done after `steps` more decoding steps; the engine then pauses until the
-        next call. None: never done. A server does not pause, and a step counts as 0.01 s.
+        """Return a future that is done after `steps` more decoding steps; the engine then pauses
+        until the next call. None: never done. A server does not pause, and a step counts as 0.01 s.
         """
         loop = asyncio.get_running_loop()
         is_over: asyncio.Future[None] = loop.create_future()
@@ -118,7 +118,7 @@ class RolloutEngine(Protocol):
         return is_over
 
     def release(self, session: int) -> None:
-        """The trajectory is over; its cache may go."""
+        """Drop the cache of a trajectory, which is over."""
 
     def shutdown(self) -> None:
         """Release everything that the engine holds, for good."""

@@ -60,7 +60,7 @@ class EvaluationResult:
     """One line about these episodes, with the reason of the first; None if there are none."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Field name -> value, as JSON takes it."""
+        """Return field name -> value, as JSON takes it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -74,8 +74,8 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a policy is evaluated on: an environment's rules, how it is played, from which states,
-    and the reference players if they are known.
+    """A set that a policy is evaluated on: an environment's rules, the settings of play, the
+    initial states, and the reference players if they are known.
     """
 
     config: EnvironmentConfig
@@ -94,23 +94,23 @@ def evaluate_each(
     send_again: Callable[[], None] | None = None,
     watch: Callable[[str, Sequence[TrajectoryGroup]], None] | None = None,
 ) -> dict[str, EvaluationResult]:
-    """`evaluate` for every environment in `sets`, with its progress on the console; the engine has
-    the weights.
+    """Call `evaluate` for every environment in `sets`, with its progress on the console; the engine
+    has the weights.
     """
     results = {}
-    for name, of in sets.items():
-        num_here = -(-len(of.prompts) * samples_per_prompt // count_engines(engine))
-        max_turns = of.config.expected_turns
+    for name, held_out in sets.items():
+        num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
+        max_turns = held_out.config.expected_turns
         with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
             results[name] = evaluate(
                 engine,
                 renderer,
-                of.config,
+                held_out.config,
                 name,
-                of.settings,
-                prompts=of.prompts,
+                held_out.settings,
+                prompts=held_out.prompts,
                 samples_per_prompt=samples_per_prompt,
-                reference=of.reference,
+                reference=held_out.reference,
                 advance=progress.turn,
                 send_again=send_again,
                 watch=watch and partial(watch, name),
@@ -164,7 +164,7 @@ def _score(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
-    rewards = [one.total_reward for one in trajectories if has_return(one)]
+    rewards = [trajectory.total_reward for trajectory in trajectories if has_return(trajectory)]
     return EvaluationResult(
         environment=name,
         num_prompts=len(played),
@@ -186,8 +186,8 @@ def _score(
 
 
 def reference_players(config: EnvironmentConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
-    """The uniform-random and the optimal player on the same initial states under the same
-    budget.
+    """Return the success of the uniform-random and the optimal player on the same initial states
+    under the same budget.
     """
     return baselines(
         name,
@@ -201,8 +201,8 @@ def reference_players(config: EnvironmentConfig, name: str, prompts: Sequence[Pr
 def mean_references(
     references: Mapping[str, Baselines], shares: Mapping[str, float]
 ) -> dict[str, float]:
-    """Success of the random and the optimal player, environments weighted by their shares of the
-    rollouts; a player that is unknown in any of them is left out.
+    """Return the success of the random and the optimal player, environments weighted by their
+    shares of the rollouts; a player that is unknown in any of them is left out.
     """
     total = sum(shares.values())
     means = {}
@@ -214,8 +214,8 @@ def mean_references(
 
 
 def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float, float]:
-    """Success rate and its 95% interval from equally many samples of each prompt, where prompts
-    differ in difficulty.
+    """Return the success rate and its 95% interval from equally many samples of each prompt, where
+    prompts differ in difficulty.
 
     A Wilson interval for the effective number of independent episodes: the variance of one episode
     over that of the mean, estimated from the spread of the prompts' rates (Kish 1965, design
@@ -232,8 +232,8 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt (arXiv:2107.03374, Eq.
-    1).
+    """Return the unbiased pass@k for k = 1, 2, 4, ... up to the samples per prompt
+    (arXiv:2107.03374, Eq. 1).
     """
     num_samples = min(len(row) for row in successes)
 

@@ -1,9 +1,9 @@
-"""Which rank holds which trajectory, from the rollout to the update.
+"""The placement of trajectories on ranks, from the rollout to the update.
 
-Every rank knows the outlines of all trajectories (`data.compact`): their turns and what these
-earned. Tokens stay on the rank that sampled them, and rank 0, which writes the rollout to disk and
-makes its metrics, has them all until the filter has spoken. Then each rank gets the trajectories
-that it trains, and keeps no others.
+Every rank knows the outlines of all trajectories (`data.compact`): their turns and the rewards
+of these. Tokens stay on the rank that sampled them, and rank 0, which writes the rollout to disk
+and makes its metrics, has them all until the filter has spoken. Then each rank gets the
+trajectories that it trains, and keeps no others.
 """
 
 import pickle
@@ -37,14 +37,14 @@ _PICKLE = pickle.HIGHEST_PROTOCOL  # arrays are copied once
 
 
 def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories of every rank, in rank order: rank 0 gets them whole, the others outlines
-    of those that they do not have. Collective.
+    """Return the trajectories of every rank, in rank order: rank 0 gets them whole, the others
+    outlines of those that they do not have. Collective.
     """
     if distributed.world_size() == 1:
         return [trajectories]
     mine = distributed.rank()
-    for one in trajectories:
-        one.rank = mine
+    for trajectory in trajectories:
+        trajectory.rank = mine
     outlines = distributed.gather_objects(outlines_of(trajectories))
     whole = b"" if mine == 0 else pickle.dumps(compact(trajectories), _PICKLE)
     arrived = distributed.exchange_bytes([whole] + [b""] * (len(outlines) - 1))
@@ -61,8 +61,8 @@ def share(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
 def from_main(
     read: Callable[[], list[TrajectoryGroup] | None],
 ) -> list[TrajectoryGroup] | None:
-    """The groups that `read` returns on rank 0; the other ranks get outlines. Collective. Raises
-    what `on_main` does.
+    """Return the groups that `read` returns on rank 0; the other ranks get outlines. Collective.
+    Raises what `on_main` does.
     """
     groups: list[TrajectoryGroup] | None = None
 
@@ -71,7 +71,7 @@ def from_main(
         groups = read()
         if groups is None or distributed.world_size() == 1:
             return None
-        return outlines_of([one for group in groups for one in group.trajectories])
+        return outlines_of([trajectory for group in groups for trajectory in group.trajectories])
 
     found = distributed.on_main(outline)
     return groups if found is None or distributed.is_main() else in_groups(outlined(found))
@@ -80,20 +80,22 @@ def from_main(
 def shape_on_main(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
-    """The groups with the rewards of the terms, those of them that can be trained on, with their
-    samples alone, and metrics to log, as `shape_rewards` has them.
+    """Return the groups with the rewards of the terms, those of them that can be trained on, with
+    their samples alone, and metrics to log, as `shape_rewards` has them.
 
     Samples are the members that have a return. Rank 0, which has all tokens and infos, finds them
     and shapes them alone, so that none is compared with anything else; the others get what it
     found. Collective. Raises PlugInError on all ranks.
     """
     judges = [name for name, weight in terms.items() if is_judge(name) and weight]
-    trajectories = [one for group in groups for one in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     found = distributed.on_main(
-        lambda: [(has_return(one, judges), has_return(one)) for one in trajectories]
+        lambda: [
+            (has_return(trajectory, judges), has_return(trajectory)) for trajectory in trajectories
+        ]
     )
-    worth = {id(one) for one, (is_judged, _) in zip(trajectories, found) if is_judged}
-    samples = with_returns(groups, lambda one: id(one) in worth)
+    worth = {id(trajectory) for trajectory, (is_judged, _) in zip(trajectories, found) if is_judged}
+    samples = with_returns(groups, lambda trajectory: id(trajectory) in worth)
     metrics: dict[str, float] = {}
     if judges:
         metrics["missing_verdicts"] = float(sum(played for _, played in found) - len(worth))
@@ -104,8 +106,8 @@ def shape_on_main(
     def shape() -> tuple[list[float], dict[str, float]]:
         nonlocal shaped
         shaped, means = shape_rewards(samples, terms)
-        played = (one for group in shaped for one in group.trajectories)
-        return [turn.reward for one in played for turn in one.turns], means
+        played = (trajectory for group in shaped for trajectory in group.trajectories)
+        return [turn.reward for trajectory in played for turn in trajectory.turns], means
 
     rewards, means = distributed.on_main(shape)
     if not distributed.is_main():
@@ -114,17 +116,25 @@ def shape_on_main(
             replace(
                 group,
                 trajectories=[
-                    replace(one, turns=[replace(turn, reward=next(earned)) for turn in one.turns])
-                    for one in group.trajectories
+                    replace(
+                        trajectory,
+                        turns=[replace(turn, reward=next(earned)) for turn in trajectory.turns],
+                    )
+                    for trajectory in group.trajectories
                 ],
             )
             for group in samples
         ]
-    before = (one for group in samples for one in group.trajectories)
-    after = (one for group in shaped for one in group.trajectories)
+    before = (trajectory for group in samples for trajectory in group.trajectories)
+    after = (trajectory for group in shaped for trajectory in group.trajectories)
     changed = {id(old): new for old, new in zip(before, after, strict=True)}
     whole = [
-        replace(group, trajectories=[changed.get(id(one), one) for one in group.trajectories])
+        replace(
+            group,
+            trajectories=[
+                changed.get(id(trajectory), trajectory) for trajectory in group.trajectories
+            ],
+        )
         for group in groups
     ]
     return whole, shaped, metrics | means
@@ -135,7 +145,7 @@ def deliver(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]])
     from the rank that sampled it, where that still has it. Collective.
     """
     mine = distributed.rank()
-    held = torch.tensor([mine if one.is_held else 0 for one in trajectories])
+    held = torch.tensor([mine if trajectory.is_held else 0 for trajectory in trajectories])
     holders = distributed.max_over_ranks(held).tolist()
 
     def sent(sender: int, receiver: int) -> list[Trajectory]:
@@ -161,20 +171,20 @@ def assign(
     cost: Cost,
     most_nodes: float,
 ) -> Tensor:
-    """[passes, S] which of `num_parts` data-parallel ranks trains each trajectory, so that in every
-    minibatch all have about as much to compute (see `packing.shares`). Needs all tokens.
+    """Return [passes, S] which of `num_parts` data-parallel ranks trains each trajectory, so that
+    in every minibatch all have about as much to compute (see `packing.shares`). Needs all tokens.
 
     `minibatches` go over all trajectories, once or several times; `homes` [ranks] is the
     data-parallel rank of each rank.
     """
     costs = [
-        sum(cost.of(end - start - 1) for start, end in one.segments)
-        + cost.per_label * one.num_sampled_tokens
-        for one in trajectories
+        sum(cost.of(end - start - 1) for start, end in trajectory.segments)
+        + cost.per_label * trajectory.num_sampled_tokens
+        for trajectory in trajectories
     ]
-    tokens = flatten((one.tokens for one in trajectories), np.int32)
-    offsets = offsets_of(torch.tensor([len(one) for one in trajectories]))
-    at_home = [homes[one.rank % len(homes)] for one in trajectories]
+    tokens = flatten((trajectory.tokens for trajectory in trajectories), np.int32)
+    offsets = offsets_of(torch.tensor([len(trajectory) for trajectory in trajectories]))
+    at_home = [homes[trajectory.rank % len(homes)] for trajectory in trajectories]
     options = {"homes": at_home, "cost": cost, "most_nodes": most_nodes}
     owners = torch.full((sum(map(len, minibatches)) // len(costs), len(costs)), -1)
     seen = 0
@@ -206,23 +216,23 @@ def hold(
     deliver(trajectories, wanted)
     shown = groups[:num_shown] if distributed.is_main() else ()
     stay = {id(trajectories[i]) for i in wanted[distributed.rank()]}
-    stay |= {id(one) for group in shown for one in group.trajectories}
+    stay |= {id(trajectory) for group in shown for trajectory in group.trajectories}
     for group in groups:
-        for one in group.trajectories:
-            if id(one) not in stay:
-                one.release()
+        for trajectory in group.trajectories:
+            if id(trajectory) not in stay:
+                trajectory.release()
 
 
 def _tell_infos(trajectories: Sequence[Trajectory]) -> None:
     """Give every rank the infos of all turns, which rank 0 has. Collective."""
-    turns = [turn for one in trajectories for turn in one.turns]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     infos = distributed.on_main(lambda: [turn.info for turn in turns])
     for turn, info in zip(turns, infos, strict=True):
         turn.info = info
 
 
 def everywhere(batch: TokenBatch, name: str) -> Tensor:
-    """[T] a field of which each rank has the trajectories that it trains, whole. Collective."""
+    """Return a field [T], of which each rank has its own trajectories, for all. Collective."""
     values = dict(batch.tensors())[name]
     if batch.here is None:
         return values
@@ -233,7 +243,7 @@ def everywhere(batch: TokenBatch, name: str) -> Tensor:
 
 
 def whole(batch: TokenBatch) -> TokenBatch:
-    """The batch with all tokens on every rank. Collective."""
+    """Return the batch with all tokens on every rank. Collective."""
     if batch.here is None:
         return batch
     values = {name: everywhere(batch, name) for name in filled_by_trajectories()}

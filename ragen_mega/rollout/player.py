@@ -30,9 +30,11 @@ from ragen_mega.rollout.renderer import ChatRenderer
 T = TypeVar("T")
 
 Advance = Callable[[int, bool], None]
-"""Called after every turn with the number of sampled tokens and whether the trajectory is over."""
+"""Function that is called after every turn with the number of sampled tokens and whether the
+trajectory is over.
+"""
 Meanwhile = Callable[[Awaitable[T]], Awaitable[T]]
-"""Waits for the answer of an environment."""
+"""Function that waits for the answer of an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """How trajectories are sampled; names and meaning are those of the flags."""
+    """The settings by which trajectories are sampled; names and meaning are those of the flags."""
 
     max_context_length: int
-    """Tokens that the policy may see, plus those it samples after them."""
+    """Most tokens that the policy may see, plus those it samples after them."""
     temperature: float
     seed: int
     top_p: float = 1.0
     context_window: int = 0
-    """Turns that the policy sees (0: all)."""
+    """Number of turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
     """Seconds for one call of an environment that is not instant; 0: no limit."""
     attempts: int = 1
@@ -159,7 +161,7 @@ class Player:
         self._on_wait = on_wait
         self.has_weights = True
         self.num_held = 0
-        """Trajectories that wait before a turn."""
+        """Number of trajectories that wait before a turn."""
         self._may_begin = asyncio.Event()
         self._loaded = asyncio.Event()  # set once the engine gets its weights again
 
@@ -240,7 +242,7 @@ class Player:
         return trajectory
 
     def _sampling(self, attempt: Attempt, num_turns: int, max_tokens: int) -> SamplingParams:
-        """Return how the turn after `num_turns` others is sampled, with a seed of its own."""
+        """Return the parameters that sample the turn after `num_turns` others, with its seed."""
         settings, task = self._settings, attempt.task
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
         return SamplingParams(

@@ -73,22 +73,22 @@ class ChatRenderer:
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
-        """Ends an assistant turn (`<|im_end|>`)."""
+        """Token that ends an assistant turn (`<|im_end|>`)."""
         self._check_template()
         end_ids = {marker} if tokenizer.eos_token_id is None else {marker, tokenizer.eos_token_id}
         self.stop_token_ids = tuple(sorted(end_ids))
-        """Sampling one of them ends a completion."""
+        """Tokens that end a completion when they are sampled."""
 
     def start(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
-        """The first messages and everything up to the first sampling position; `tools` are JSON
+        """Return the first messages and all up to the first sampling position; `tools` are JSON
         schemas. Raises ValueError if the chat template has no place for them.
         """
         return list(self._beginning(tuple(messages), json.dumps(tools) if tools else None))
 
     def observe(self, messages: Sequence[Message], finished_cleanly: bool) -> list[int]:
-        """The tokens between the last sampled token of a turn and the first of the next.
+        """Return the tokens between the last sampled token of a turn and the first of the next.
 
         `finished_cleanly`: the model sampled `end_of_turn` itself; otherwise it is supplied here.
         Raises ValueError if the chat template does not take the messages.
@@ -97,13 +97,13 @@ class ChatRenderer:
         return list(between[1:] if finished_cleanly else between)
 
     def decode_action(self, tokens: Sequence[int]) -> str:
-        """The text of one sampled turn, special tokens left out."""
+        """Return the text of one sampled turn, special tokens left out."""
         return self.tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def thought_length(self, tokens: Sequence[int]) -> int:
-        """Number of tokens of a sampled turn up to the end of its thought; all if there is none."""
+        """Return the number of tokens of a sampled turn up to its thought's end; all if none."""
         return 1 + bisect_left(
             range(1, len(tokens)),
             True,
@@ -122,7 +122,7 @@ class ChatRenderer:
         return text
 
     def _delta(self, *messages: Message) -> str:
-        """Text from the end of an assistant's answer, over `messages`, to the next answer."""
+        """Return the text from the end of an assistant's answer, over `messages`, to the next."""
         conversation = [_PROBES[0], Message("assistant", _ANSWER), *messages]
         before, found, delta = self._template(conversation).partition(_ANSWER)
         if not found:
@@ -142,8 +142,8 @@ class ChatRenderer:
             )
         first, second, third = _PROBES
         earlier = (self._template([first]), self._delta(second))  # histories lack what is opened
-        told = "".join(part.removesuffix(self._opened) + _ANSWER for part in earlier)
-        appended = told + self._delta(third)
+        history = "".join(part.removesuffix(self._opened) + _ANSWER for part in earlier)
+        appended = history + self._delta(third)
         answer = Message("assistant", _ANSWER)
         whole = self._template([first, answer, second, answer, third])
         if appended != whole or self._encode(appended) != self._encode_pieces(appended):
@@ -155,7 +155,7 @@ class ChatRenderer:
             )
 
     def _encode_pieces(self, text: str) -> list[int]:
-        """Tokens of the text cut where turns are cut: before and after every assistant answer."""
+        """Return the tokens of the text cut like turns: before and after every assistant answer."""
         first, *rest = text.split(_ANSWER)
         tokens = self._encode(first)
         for piece in rest:
@@ -177,8 +177,9 @@ class ChatRenderer:
             ) from error
 
     def _cut(self, content: str) -> str:
-        """The content with a CUT in every control token, which only the template may write: a tool
-        could otherwise open a turn of the system. Halves of characters become question marks.
+        """Return the content with a CUT in every control token, which only the template may write:
+        a tool could otherwise open a turn of the system. Halves of characters become question
+        marks.
         """
         content = content.encode("utf-8", "replace").decode() if not content.isascii() else content
         return self._control.sub(lambda found: f"{found[0][:1]}{CUT}{found[0][1:]}", content)

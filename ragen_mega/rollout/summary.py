@@ -20,20 +20,20 @@ from ragen_mega.rollout.endings import (
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Metrics of all trajectories, and again under `name/environment` if there are several
-    environments.
+    """Return the metrics of all trajectories, and again under `name/environment` if there are
+    several environments.
 
-    Of the trajectories that have a return (`filters.has_return`): success: share. reward: mean
-    total reward. in_group_std: mean over groups of the unbiased standard deviation of total rewards
-    (StarPO Eq. 7), 0 for a group of one. num_turns: mean. response_length: sampled tokens per turn.
-    thought_length: words of the thought per turn, 0 for a turn without one. true_claims: share of
-    the claims in thoughts that are true of the state, only where some can be checked.
+    Metrics of the trajectories that have a return (`filters.has_return`): success: share. reward:
+    mean total reward. in_group_std: mean over groups of the unbiased standard deviation of total
+    rewards (StarPO Eq. 7), 0 for a group of one. num_turns: mean. response_length: sampled tokens
+    per turn. thought_length: words of the thought per turn, 0 for a turn without one. true_claims:
+    share of the claims in thoughts that are true of the state, only where some can be checked.
     valid_format_rate, valid_action_rate: share of turns. cut_answer_rate: share of turns whose
     answer reached the limit of its length. quoted_markers: control markers and tags in what
     environments said, where there were any. entropy, entropy_variance, distinct_openings,
     ngram_overlap: see `algorithm.diagnostics`. All of these are missing where there is none.
 
-    Of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
+    Metrics of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
     sampled_tokens: counts. environment_errors: episodes that an error or the time limit of their
     environment ended. resampled: how many of these another attempt replaced. lost_trajectories:
     trajectories that have no return. Without groups, no metrics.

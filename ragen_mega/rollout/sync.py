@@ -9,7 +9,7 @@ from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 
 
 class Phase(enum.Enum):
-    """Who has the device, see `run/placement.py`."""
+    """The holder of the device, see `run/placement.py`."""
 
     TRAIN = "train"
     SYNC = "sync"

@@ -1,5 +1,5 @@
-"""Which initial states are played, and how: in training fresh ones, never an evaluation board; in
-evaluation fixed ones.
+"""The initial states that are played: fresh ones in training, never an evaluation board; fixed ones
+in evaluation.
 """
 
 import copy
@@ -29,7 +29,7 @@ _REPEATED_STARTS = 5
 
 
 def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
-    """Budgets and wording of every episode of a run."""
+    """Return the budgets and the wording of every episode of a run."""
     return EpisodeConfig(
         max_turns=config.max_turns,
         max_actions_per_turn=config.max_actions_per_turn,
@@ -49,8 +49,8 @@ def episode_maker(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[], Episode]:
-    """A function that builds one episode of environment `name`, with the curriculum of a training
-    `step` or with other `options`, if given.
+    """Return a function that builds one episode of environment `name`, with the curriculum of a
+    training `step` or with other `options`, if given.
     """
     rules = episode_config(config)
     if options is None:
@@ -104,8 +104,8 @@ def play_settings(
     seed: int,
     attempts: int = 1,
 ) -> PlaySettings:
-    """How a run samples: in training, where a failed trajectory gets another of its `attempts`, or
-    at another temperature in evaluation, where it counts as it is.
+    """Return the settings by which a run samples: in training, where a failed trajectory gets
+    another of its `attempts`, or at another temperature in evaluation, where it counts as it is.
     """
     # A host process times its own calls; a turn may have to wait for those of other environments.
     is_hosted = environment.environment_processes > 0
@@ -133,7 +133,7 @@ class TaskSampler:
         }
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
-        """The P groups of N tasks of a step, or of a further round of it."""
+        """Return the P groups of N tasks of a step, or of a further round of it."""
         further = [sampling_round] if sampling_round else []
         generator = np.random.default_rng([self.config.train.seed, step, *further])
         num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
@@ -159,7 +159,7 @@ class TaskSampler:
         held_out: frozenset[str],
         generator: np.random.Generator,
     ) -> int:
-        """A training seed whose initial state is not an evaluation board."""
+        """Return a training seed whose initial state is not an evaluation board."""
         seed = int(generator.integers(*TRAINING_SEEDS))
         if held_out:
             episode = make_episode()
@@ -169,15 +169,15 @@ class TaskSampler:
 
 
 def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
-    """The first observation, by which boards are told apart."""
+    """Return the first observation, by which boards are told apart."""
     return calls.reset(episode.environment, seed, board=board)
 
 
 def draws_by_outcome(
     make_episode: Callable[[], Episode], seed: int, outcome_seeds: Sequence[int], timeout: float
 ) -> bool:
-    """Whether the first observations from a seed differ, and each follows from the outcome seed; an
-    environment that cannot be asked within `timeout` seconds a call (0: no limit) is not known to.
+    """Return whether the first observations from a seed differ, and each follows from the outcome
+    seed; False if a call of the environment takes more than `timeout` seconds (0: no limit).
     """
     worker = Worker(timeout)
     try:
@@ -200,8 +200,8 @@ def draws_by_outcome(
 def held_out_states(
     config: EnvironmentConfig, name: str, boards: str | None = None
 ) -> frozenset[str]:
-    """First observations of the evaluation boards of `name`: the packaged ones, and those of the
-    file `boards` if it is evaluated on them. Empty if it has none.
+    """Return the first observations of the evaluation boards of `name`: the packaged ones, and
+    those of the file `boards` if it is evaluated on them. The set is empty if there are no boards.
     """
     options = config.evaluation_options(name)
     with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
@@ -222,7 +222,7 @@ def evaluation_tasks(
     *,
     samples_per_prompt: int = 1,
 ) -> list[list[Task]]:
-    """Groups of tasks from these initial states."""
+    """Return the groups of tasks from these initial states."""
     maker = episode_maker(config, name, options=config.evaluation_options(name))
     return [
         tasks_for_group(index, name, seed, maker, group_size=samples_per_prompt, board=rows)
@@ -233,8 +233,8 @@ def evaluation_tasks(
 def evaluation_prompts(
     config: EnvironmentConfig, name: str, num_prompts: int, boards: str | None = None
 ) -> list[Prompt]:
-    """At most `num_prompts` initial states to evaluate environment `name` on: the boards of the
-    file `boards`, the packaged ones, or what `held_out_seeds` says.
+    """Return at most `num_prompts` initial states to evaluate environment `name` on: the boards of
+    the file `boards`, the packaged ones, or the seeds of `held_out_seeds`.
 
     Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
@@ -244,7 +244,9 @@ def evaluation_prompts(
         takes_boards = boards is not None or has_packaged_boards(environment)
     if not takes_boards:
         return [(seed, None) for seed in seeds]
-    return [(one.seed, one.rows) for one in load_boards(boards, name, **options)[:num_prompts]]
+    return [
+        (board.seed, board.rows) for board in load_boards(boards, name, **options)[:num_prompts]
+    ]
 
 
 def check_first_prompts(

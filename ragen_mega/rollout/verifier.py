@@ -48,8 +48,8 @@ class Verifier:
         self._known: dict[str, float] = {}
 
     def scores(self, questions: Sequence[dict[str, Any]]) -> tuple[list[float | None], str]:
-        """The server's score of each question, None if three attempts gave no finite number; and
-        one example of a reason.
+        """Return the server's score of each question, None if three attempts gave no finite number,
+        and one example of a reason.
         """
         keys = [json.dumps(question, sort_keys=True) for question in questions]
         digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
@@ -75,7 +75,7 @@ class Verifier:
     async def _ask(
         self, client: httpx2.AsyncClient, room: asyncio.Semaphore, body: str
     ) -> float | str:
-        """A score, or why there is none."""
+        """Return a score, or the reason why there is none."""
         reason = ""
         for attempt in range(_ATTEMPTS):
             if attempt:
@@ -95,7 +95,7 @@ class Verifier:
         return " ".join(reason.split())
 
     async def _answer(self, client: httpx2.AsyncClient, body: str) -> bytes:
-        """The body of the answer. Raises ValueError for one that is too large."""
+        """Return the body of the answer. Raises ValueError for one that is too large."""
         answer = b""
         async with client.stream("POST", self.url, content=body) as response:
             response.raise_for_status()
@@ -118,26 +118,28 @@ class Verifiers:
         """
         if not self._judges:
             return 0
-        played = [one for group in groups for one in group.trajectories if one.turns]
+        played = [
+            trajectory for group in groups for trajectory in group.trajectories if trajectory.turns
+        ]
         verdicts = on_main(
             lambda: [
-                one.scores([question(trajectory, renderer) for trajectory in played])
-                for one in self._judges
+                judge.scores([question(trajectory, renderer) for trajectory in played])
+                for judge in self._judges
             ]
         )
-        for one, (scores, reason) in zip(self._judges, verdicts, strict=True):
+        for judge, (scores, reason) in zip(self._judges, verdicts, strict=True):
             if played and all(score is None for score in scores):
                 raise EngineError(
-                    f"the judge {one.url} gave no verdict on {len(scores)} trajectories ({reason});"
-                    " mend it and go on with --resume"
+                    f"the judge {judge.url} gave no verdict on {len(scores)} trajectories"
+                    f" ({reason}); mend it and go on with --resume"
                 )
             for trajectory, score in zip(played, scores, strict=True):
-                trajectory.turns[-1].info.setdefault(VERDICTS, {})[one.url] = score
+                trajectory.turns[-1].info.setdefault(VERDICTS, {})[judge.url] = score
         return sum(score is None for scores, _ in verdicts for score in scores)
 
 
 def question(trajectory: Trajectory, renderer: ChatRenderer) -> dict[str, Any]:
-    """The request to a judge about one trajectory."""
+    """Return the request to a judge about one trajectory."""
     tokens = list(trajectory.tokens)
     return {
         "environment": trajectory.environment,
