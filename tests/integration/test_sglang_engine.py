@@ -301,7 +301,9 @@ def test_weights_through_a_shared_buffer(engine: SGLangEngine) -> None:
     transfer.close()
 
 
+# Without a real server tests/unit/test_sglang_life.py has the same.
 @same_on_a_cpu
+@pytest.mark.slow
 def test_a_rollout_survives_sigkill_of_the_server(
     engine: SGLangEngine, renderer: ChatRenderer
 ) -> None:
@@ -424,12 +426,13 @@ def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
 
 
 @same_on_a_cpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--tp 2 --model x --mem-fraction-static 0.8", "must not change model_path, tp_size,"),
-        pytest.param("--nope", "does not take .* unrecognized", marks=pytest.mark.slow),
-        pytest.param("--schedule-policy fcfs", None, marks=pytest.mark.slow),
+        ("--nope", "does not take .* unrecognized"),
+        ("--schedule-policy fcfs", None),
     ],
 )
 def test_the_servers_parser_judges_further_arguments(
@@ -441,16 +444,6 @@ def test_the_servers_parser_judges_further_arguments(
     else:
         with pytest.raises(ValueError, match=message):
             server.check_command_line()
-
-
-@same_on_a_cpu
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
-    server = SGLangServer(
-        settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none"
-    )
-    with pytest.raises(ServerFailed, match="(?s)while it started.*ends with:.*no-such-option"):
-        server.start()
-    assert not server.is_running
 
 
 def test_paths_do_not_depend_on_the_working_directory(
