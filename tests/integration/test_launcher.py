@@ -181,11 +181,8 @@ class TestPolyglot:
             "signals must reach torchrun, not a shell"
         )
 
-    @pytest.mark.parametrize(
-        "command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"]
-    )
-    def test_help(self, command):
-        process = execute(*command, SCRIPT, "--help", NPROC_PER_NODE="1")  # for bash alone
+    def test_help(self):
+        process = execute("torchrun", "--nproc-per-node", "2", SCRIPT, "--help")
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("usage:") == 1, "one rank prints the help"
         assert "--tensor-model-parallel-size" in process.stdout
@@ -202,7 +199,7 @@ class TestPolyglot:
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "executed").exists()
+        assert done.stdout.count("usage:") == 1 and not (tmp_path / "executed").exists()
 
     def test_is_importable_without_training(self):
         # Checkpoint writers start processes that run the main file under another name.
@@ -215,12 +212,6 @@ class TestPolyglot:
         assert process.returncode == 2
         assert len(process.stderr.splitlines()) == 1, process.stderr
         assert "--learning-rat" in process.stderr
-
-    def test_unknown_recipe_is_one_line_and_a_failure(self):
-        process = execute("bash", SCRIPT, "--recipe", "chess", NPROC_PER_NODE="1")
-        assert process.returncode == 2
-        assert len(process.stderr.splitlines()) == 1, process.stderr
-        assert "frozen_lake" in process.stderr and "'chess'" in process.stderr
 
 
 class TestCheck:

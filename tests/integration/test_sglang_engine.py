@@ -13,8 +13,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -386,43 +384,6 @@ def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
     engine.shutdown()
     wait_until(lambda: not any(map(is_alive, pids)))
     assert not store.exists()
-
-
-TRAINER = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = {path!r}
-from ragen_mega.engines.sglang.engine import SGLangEngine
-from tests.support import sglang_server as test
-engine = SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
-with engine.awake():
-    engine.load_weights(test.shards(test.build_model(1)))
-    print(engine._transfer.directory, flush=True)
-    time.sleep(3600)
-"""
-
-
-@same_on_a_cpu
-@pytest.mark.slow  # with any program as the server: tests/unit/test_supervisor.py
-def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
-    program = TRAINER.replace("{path!r}", repr([str(ROOT)]))
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    pids: list[int] = []
-    try:
-        weights = Path(trainer.stdout.readline().strip())
-        assert (weights / "0" / "00000.json").exists()
-        pids = supervisor.descendants(trainer.pid)
-        assert len(pids) >= 4
-        trainer.kill()
-        trainer.wait()
-        wait_until(lambda: not any(map(is_alive, pids)))
-        assert not weights.exists()
-    finally:
-        trainer.kill()
-        for pid in filter(is_alive, pids):
-            os.kill(pid, signal.SIGKILL)
 
 
 @same_on_a_cpu
