@@ -13,10 +13,14 @@ from ragen_mega.run.check import check
 
 
 class Patient:
-    """Declares limits of its own."""
+    """Declares limits of its own, and is not built where flags are read."""
 
     actions = ("go",)
-    max_turns, max_response_length = 9, 60
+    max_turns = 9
+    max_response_length: int
+
+    def __init__(self):
+        raise AssertionError("an environment was built")
 
     def reset(self, seed):
         return "Go."
