@@ -33,10 +33,6 @@ from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.run_directory import Finished
 
-MAX_CLOCK_SKEW = 5.0
-"""Seconds between the clocks of two nodes. torchrun's c10d rendezvous gives a node up whose sign of
-life, by its own clock, is 15 s old.
-"""
 PATIENCE = 300.0
 """Seconds without a sign of life after which a node counts as gone. A library that reads a large
 file without letting other threads run gives none meanwhile.
@@ -262,17 +258,13 @@ class Facts:
     hardware: str
     settings: dict[str, Any]
     """section.name -> value."""
-    clock: tuple[float, float]
-    """When it came to a barrier, and when it left it, by its own clock."""
 
 
 def check_agreement(config: StarPOConfig) -> None:
     """Raise ValueError, on all ranks, unless all nodes run the same program with the same settings
     and share the directory of the run. Collective.
     """
-    come = time.time()
-    distributed.barrier()
-    facts = describe(config, (come, time.time())) if _is_first_of_node() else None
+    facts = describe(config) if _is_first_of_node() else None
     everyone = [each for each in distributed.gather_objects(facts) if each is not None]
     if error := disagreement(everyone):
         raise ValueError(error)
@@ -282,7 +274,7 @@ def check_agreement(config: StarPOConfig) -> None:
     _check_shared(config.run_directory.parent, [each.host for each in everyone])
 
 
-def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
+def describe(config: StarPOConfig) -> Facts:
     """Collect the facts of this node."""
     packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]
 
@@ -309,7 +301,6 @@ def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
             for section, values in config.to_dict().items()
             for name, value in values.items()
         },
-        clock=clock,
     )
 
 
@@ -337,14 +328,6 @@ def disagreement(nodes: Sequence[Facts]) -> str | None:
                         f" ({first.host}) and {theirs[name]} on node {index} ({other.host});"
                         f" {remedy}"
                     )
-        # All were in the barrier at one instant, which lies between coming and leaving.
-        skew = max(first.clock[0] - other.clock[1], other.clock[0] - first.clock[1])
-        if skew > MAX_CLOCK_SKEW:
-            return (
-                f"the clocks of the nodes must agree within {MAX_CLOCK_SKEW:g} s: those of node 0"
-                f" ({first.host}) and node {index} ({other.host}) differ by {skew:.0f} s; set them"
-                " by NTP"
-            )
     return None
 
 

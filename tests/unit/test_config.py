@@ -300,6 +300,16 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
         check(config, 1, 1)
 
 
+def test_a_missing_wandb_is_an_error_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = parse(["--wandb-project", "starpo", "--output", str(tmp_path / "runs")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb .*--wandb-project"):
+        check(config, 1, 1)
+    assert not (tmp_path / "runs").exists()
+
+
 RECORDED = """
     --recipe sokoban --no-think --num-steps 7 --format-penalty -1e-3 --value-clip None --lr 3e-5
     --reward -0.5*format+environment --whiten-advantages False --overwrite
