@@ -20,6 +20,7 @@ from ragen_mega.environments.boards import Board
 from ragen_mega.environments.episode import Episode, EpisodeConfig, is_success
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
 from ragen_mega.environments.protocol import (
+    Action,
     Environment,
     References,
     Solver,
@@ -106,6 +107,14 @@ def baselines(
         ),
         is_exact=solver is not None and all(references.is_exact for references in solved),
     )
+
+
+def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[Action]:
+    """Return the next actions of an optimal player, given the true state and a budget of
+    `actions_left` actions; empty if the episode is over. Raises ValueError for an environment
+    without a solver.
+    """
+    return find_solver(environment).optimal_actions(environment, actions_left)
 
 
 def find_solver(environment: Environment) -> Solver:

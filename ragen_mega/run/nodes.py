@@ -180,11 +180,7 @@ def choose_interface() -> None:
     Raises ValueError if this node is not reached by it, or the next one is not.
     """
     master = os.environ["MASTER_ADDR"]
-    families = socket.AF_INET, socket.AF_INET6
-    addresses = {
-        name: [each.address for each in entries if each.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    addresses = _addresses()
     named = os.environ.get(GLOO_INTERFACE)
     was_named = named is not None
     if not was_named:
@@ -210,9 +206,16 @@ def own_address() -> str:
     """Return the address on which ranks of the other nodes, if there are any, reach this one."""
     if num_nodes() == 1:
         return "127.0.0.1"
-    name, families = os.environ[GLOO_INTERFACE].split(",")[0], (socket.AF_INET, socket.AF_INET6)
-    entries = psutil.net_if_addrs()[name]
-    return next(entry.address for entry in entries if entry.family in families)
+    return _addresses()[os.environ[GLOO_INTERFACE].split(",")[0]][0]
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return interface -> its IP addresses."""
+    families = socket.AF_INET, socket.AF_INET6
+    return {
+        name: [entry.address for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
 
 
 def _address_towards(host: str) -> str:

@@ -11,7 +11,7 @@ from ragen_mega.commands.baselines import text
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget, StepResult
-from ragen_mega.environments.reference_players import Baselines, baselines, find_solver
+from ragen_mega.environments.reference_players import Baselines, baselines, optimal_actions
 from ragen_mega.environments.registry import register
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +125,6 @@ def test_environment_without_a_solver():
     assert result.optimum is None and result.optimum_closed_loop is None
     assert baselines("coin", range(3), EpisodeConfig(max_actions=1)).random == 0.0
     with pytest.raises(ValueError, match="no solver for Coin"):
-        find_solver(Coin())
+        optimal_actions(Coin())
     with pytest.raises(ValueError, match="one board or seed"):
         baselines("coin", [], EpisodeConfig())

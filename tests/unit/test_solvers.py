@@ -14,7 +14,7 @@ import pytest
 import ragen_mega.environments.boards as boards_module
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.episode import EpisodeConfig
-from ragen_mega.environments.reference_players import baselines, find_solver, wilson_interval
+from ragen_mega.environments.reference_players import baselines, optimal_actions, wilson_interval
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.lakes import (
     DIRECTIONS,
@@ -226,10 +226,6 @@ def test_one_action_a_turn_is_the_closed_loop():
 
 
 # Scripted play and baselines
-
-
-def optimal_actions(environment, *, actions_left=10):
-    return find_solver(environment).optimal_actions(environment, actions_left)
 
 
 def test_optimal_actions_solve_sokoban():
