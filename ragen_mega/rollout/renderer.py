@@ -75,7 +75,7 @@ class ChatRenderer:
         self._control = re.compile("|".join(map(re.escape, longest_first)))
         history, _ = self._parts(_answered(_PROBES[1]))
         # With which the template itself begins an answer, and which a history lacks.
-        self._opened = self._text(_PROBES[:1]).removeprefix(history)
+        self._opened = self._text(_PROBES[:1]).partition(history)[2]
         opens_thought = self._opened.rstrip().endswith(_THINK)
         if opens_thought and not think:
             raise ValueError(
@@ -83,10 +83,14 @@ class ChatRenderer:
                 " answers without thoughts; leave out --no-think, or load a model whose template"
                 " heeds enable_thinking"
             )
-        forced = _THINK if think and not opens_thought else ""
-        self._between = _Remembered(lambda messages: self._encode(self._delta(*messages) + forced))
+        self._forced = _THINK if think and not opens_thought else ""
+        self._between = _Remembered(
+            lambda messages: self._encode(self._delta(*messages) + self._forced)
+        )
         self._beginning = _Remembered(  # members of a group begin alike
-            lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
+            lambda messages, tools: self._encode(
+                self._beginning_text(messages, tools) + self._forced
+            )
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker

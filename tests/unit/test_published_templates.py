@@ -321,6 +321,22 @@ def test_a_template_that_always_opens_a_thought(opening: str) -> None:
         ChatRenderer(tokenizer, think=False)
 
 
+def test_a_system_message_that_a_template_moves_stays_in_the_first_turn() -> None:
+    """As Mistral 7B v0.3 moves it to the last turn."""
+    tokenizer = copy.deepcopy(small_smollm2())
+    tokenizer.chat_template = (
+        "{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{%- for m in rest %}{%- if m.role != 'assistant' %}{{- '<|im_start|>' }}{%- endif %}"
+        "{%- if loop.last and messages[0].role == 'system' %}{{- messages[0].content + ' ' }}"
+        "{%- endif %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    )
+    renderer = ChatRenderer(tokenizer, think=False)
+    user = Message("user", "go")
+    first = renderer.start([Message("system", "Be brief."), user])
+    assert tokenizer.decode(first) == "<|im_start|>Be brief. go<|im_end|>"
+    assert tokenizer.decode(renderer.observe([user], True)) == "<|im_start|>go<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("stated", "stops"),
     [
