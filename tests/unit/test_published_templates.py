@@ -147,23 +147,18 @@ def test_the_text_of_a_world_holds_no_control_token(
 ) -> None:
     """In messages of every role and in the schemas of tools; the letters reach the policy."""
     renderer = ChatRenderer(tokenizer, think=True)
-    names = [{"type": "function", "function": {"name": "look", "description": "{}"}}]
-    tools = names if is_qwen3(tokenizer) else None
     tokens: dict[str, list[int]] = {}
     for text in ("harmless", hostile):
         world = [quoted(Message(role, text)) for role in ("system", "user", "tool", "assistant")]
-        schemas = copy.deepcopy(tools)
-        for tool in schemas or ():
-            tool["function"]["description"] = text
-        tokens[text] = renderer.start([*world, world[1]], schemas)
+        tools = [{"type": "function", "function": {"name": "look", "description": text}}]
+        tokens[text] = renderer.start([*world, world[1]], tools if is_qwen3(tokenizer) else None)
         tokens[text] += renderer.observe(world[:3], True)
     harmless, unsafe = tokens["harmless"], tokens[hostile]
     assert control_tokens(tokenizer, unsafe) == control_tokens(tokenizer, harmless)
     letters = hostile.replace(CUT, "").encode("utf-8", "replace").decode()
     json_text = json.dumps(letters, ensure_ascii=False)[1:-1]
-    said = tokenizer.decode(harmless).replace(
-        '"description": "harmless"', f'"description": "{json_text}"'
-    )
+    described = '"description": "{}"'.format
+    said = tokenizer.decode(harmless).replace(described("harmless"), described(json_text))
     said = said.replace("harmless", letters)
     norm = unicodedata.normalize
     assert norm("NFC", tokenizer.decode(unsafe)) == norm("NFC", said)
