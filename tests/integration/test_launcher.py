@@ -645,7 +645,8 @@ class TestSetup:
         return copy
 
     def start(self, copy, path="/usr/local/bin:/usr/bin:/bin"):
-        return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path)
+        inactive = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+        return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path, **inactive)
 
     @pytest.mark.parametrize("fault", ["fail-pip", "full-disk", "interrupted", "lacks"])
     def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(
