@@ -101,8 +101,8 @@ def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
         return
     if not is_run(directory):
         raise ValueError(
-            f"run directory {directory} holds files that are no run (no {CONFIG_FILE} of one) and"
-            " stay untouched; choose another --name"
+            f"run directory {directory} holds files that are no run (no {CONFIG_FILE} of a run)"
+            " and stay untouched; choose another --name"
         )
     if not resume and not overwrite:
         raise ValueError(
