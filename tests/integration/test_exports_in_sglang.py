@@ -107,8 +107,8 @@ def test_the_examples_of_the_page_serve_and_play(tmp_path: Path) -> None:
         deadline = time.monotonic() + START_TIMEOUT
         while True:
             assert server.poll() is None and time.monotonic() < deadline, (
-                (tmp_path / "log").read_text()[-2000:]
-            )
+                tmp_path / "log"
+            ).read_text()[-2000:]
             try:
                 urlopen(f"http://127.0.0.1:{port}/health").close()
                 break
