@@ -6,6 +6,11 @@ set -e
 setup_env test
 cd "$REPOSITORY"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
-"$PYTHON" tests/fake_cuda/build.py # once for each version of torch; says why where it cannot
+"$PYTHON" tests/fake_cuda/build.py & # once for each version of torch; says why where it cannot
+builder=$!
+if ! compgen -G "ragen_mega/*/*/__pycache__/*.nbi" >/dev/null; then # numba's cache
+    "$PYTHON" -m tests.support.compile >/dev/null
+fi
+wait "$builder"
 # Each worker takes the next file, in the order of tests/conftest.py.
 exec "$PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"

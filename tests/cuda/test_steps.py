@@ -122,10 +122,9 @@ def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        PIPELINE,
         f"{SHARDED} --advantage-estimator grpo --offload rollout",  # twice data-parallel
         f"{PIPELINE} {TRANSFORMER_ENGINE} --fp8 hybrid --offload turns",
-        pytest.param(f"{PIPELINE} {TRANSFORMER_ENGINE}", marks=pytest.mark.slow),
+        pytest.param(PIPELINE, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_four_devices(flags: str, tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ TOOLS = Path(__file__).parents[2] / "tools"
 FAST = (
     "shared",
     "microbatch_of_one",
-    "pp2",
-    "dp2_distributed_optimizer",
     "tp2_pp2_sp_recompute",
-    "dp2_tp2",
+    "dp2_tp2_sp_distributed_optimizer",
 )
+"""Together they have every kind of parallelism."""
 REST = tuple(name for name in list(parity.LAYOUTS)[1:] if name not in FAST)
 
 
@@ -34,13 +33,13 @@ REST = tuple(name for name in list(parity.LAYOUTS)[1:] if name not in FAST)
 def test_layouts_agree(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torchrun starts one layout, as it starts all for the command; the ranks of the others are
-    forks, which need not import torch again.
+    """Torchrun starts one of the slow layouts, as it starts all for the command; the ranks of the
+    others are forks, which need not import torch again.
     """
     launch, report = parity.launch, tmp_path / "parity.json"
 
     def start(layout: parity.Layout, directory: Path) -> dict[parity.Key, torch.Tensor]:
-        if layout.name == "microbatch_of_one":
+        if layout.name == "one_microbatch":
             return launch(layout, directory)
         on_ranks(lambda: parity.run_layout(layout, directory), layout.num_processes)
         return parity.read_result(layout, directory)

@@ -20,8 +20,13 @@ from tests.fake_cuda.processes import ROOT, environment, write_python
 LAYERS = "tests/integration/test_transformer_engine.py"
 OFFLOAD = "tests/integration/test_offload.py"
 PINNED = f"{OFFLOAD}::test_host_memory_is_pinned_and_as_large_as_what_it_holds"
+LIFE = "tests/unit/test_sglang_life.py"
 # without a GPU they take the CPU's branches, here CUDA's: buffers on the device, IPC handles
-WEIGHTS = ["tests/unit/test_sglang_life.py", "tests/unit/test_sglang_weights.py"]
+WEIGHTS = [
+    "tests/unit/test_sglang_weights.py",
+    f"{LIFE}::test_memory_is_taken_by_statements",
+    f"{LIFE}::test_what_a_lost_server_costs",
+]
 ENGINE = "tests/integration/test_sglang_engine.py"
 FAST = ["-m", "not silicon and not slow"]
 GROUPS = {

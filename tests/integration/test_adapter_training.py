@@ -5,8 +5,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +14,12 @@ import pytest
 
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from tests.support.training import launch, read_metrics
+from tests.support.forked_ranks import join_ranks
+from tests.support.processes import wait_until
+from tests.support.runs import start_ranks
+from tests.support.training import FLAGS, launch, read_metrics
 
+pytestmark = pytest.mark.forks
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
 TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eval-prompts 4
     --warm-start-first-turn-steps 40 --warm-start-steps 20 --warm-start-trajectories 60
@@ -25,7 +28,7 @@ TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eva
 
 def train(directory: Path, environments: str, *flags: str) -> list[dict]:
     """Metrics of three steps, in which answers were played."""
-    run = launch(directory, 1, "--environments", environments, *TINY, *flags, timeout=800)
+    run = launch(directory, 1, "--environments", environments, *TINY, *flags)
     steps = [line for line in read_metrics(run) if "rollout/reward" in line]
     assert len(steps) >= 3
     assert all(math.isfinite(line["rollout/reward"]) for line in steps)
@@ -166,12 +169,6 @@ def test_a_server_that_fails_and_hangs_costs_trajectories_only(tmp_path: Path) -
         assert line["rollout/truncated_rate"] == 1.0
 
 
-def wait_until(is_so: Callable[[], bool], run: Future[Path]) -> None:
-    while not is_so():
-        assert not run.done(), run.result()
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_outlives_its_server(tmp_path: Path) -> None:
@@ -181,19 +178,19 @@ def test_a_run_outlives_its_server(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
     (tmp_path / "long.py").write_text(LONG)
     flags = [*TINY, "--save-interval", "1", "--keep-rollouts", "0"]
-    with ThreadPoolExecutor() as pool:
-        with served("long:Long", tmp_path) as name:
-            flags += ["--environments", f"{name}:4"]
-            # A server takes some seconds to start, on a busy machine minutes.
-            flags += ["--environment-options", json.dumps({name: {"attempts": 60}})]
-            run = pool.submit(launch, tmp_path, 1, *flags, timeout=400)
-            metrics, steps = tmp_path / "run" / "metrics.jsonl", tmp_path / "steps"
-            wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), run)
-            before = steps.stat().st_size
-            wait_until(lambda: steps.stat().st_size >= before + 3, run)  # in the next rollout
-        with served("long:Long", tmp_path, int(name.rpartition(":")[2])):
-            lines = read_metrics(run.result())
-            launch(tmp_path, 1, *flags, "--resume", "--num-steps", "4", timeout=400)
+    with served("long:Long", tmp_path) as name:
+        flags += ["--environments", f"{name}:4"]
+        # A server takes some seconds to start, on a busy machine minutes.
+        flags += ["--environment-options", json.dumps({name: {"attempts": 60}})]
+        ranks = start_ranks(tmp_path, "run", 1, *FLAGS, *flags)
+        metrics, steps = tmp_path / "run" / "metrics.jsonl", tmp_path / "steps"
+        wait_until(lambda: metrics.exists() and "\n" in metrics.read_text())
+        before = steps.stat().st_size
+        wait_until(lambda: steps.stat().st_size >= before + 3)  # in the next rollout
+    with served("long:Long", tmp_path, int(name.rpartition(":")[2])):
+        join_ranks(ranks)
+        lines = read_metrics(tmp_path / "run")
+        launch(tmp_path, 1, *flags, "--resume", "--num-steps", "4")
     assert [line["step"] for line in lines] == [0, 1, 2]
     errors = [line["rollout/environment_errors"] for line in lines]
     assert sum(errors) > 0 and errors[-1] == 0, errors

@@ -29,8 +29,13 @@ def execute(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_documented_example_trains_evaluates_and_reads(example: str, tmp_path: Path) -> None:
-    done = execute(example, tmp_path)
+def test_the_documented_example_trains_evaluates_and_reads_in_a_running_event_loop(
+    example: str, tmp_path: Path
+) -> None:
+    """As in a notebook; without a loop every run of the tests calls the same functions."""
+    program = "import asyncio\n\nasync def cell():\n"
+    program += "".join(f"    {line}\n" for line in example.splitlines()) + "\nasyncio.run(cell())\n"
+    done = execute(program, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads((tmp_path / "runs/first/summary.json").read_text())
     lines = done.stdout.splitlines()
@@ -38,15 +43,6 @@ def test_the_documented_example_trains_evaluates_and_reads(example: str, tmp_pat
     rows = [line.split() for line in lines if re.fullmatch(r"\d [\d.]+ [\d.]+", line)]
     assert [row[0] for row in rows] == ["0", "1"]
     assert re.fullmatch(r"\d+% \[\d+%, \d+%\]", lines[-1])
-
-
-def test_it_works_inside_a_running_event_loop_as_in_a_notebook(
-    example: str, tmp_path: Path
-) -> None:
-    program = "import asyncio\n\nasync def cell():\n"
-    program += "".join(f"    {line}\n" for line in example.splitlines()) + "\nasyncio.run(cell())\n"
-    done = execute(program, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_names_cost_no_torch() -> None:

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ragen_mega.commands import replay
-from ragen_mega.data.launcher import PROGRAM
+from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
@@ -33,6 +32,7 @@ from ragen_mega.storage.run_directory import Finished
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
 from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
+from tests.support.forked_ranks import on_ranks
 from tests.support.runs import finish, launch, metrics, state
 
 ROOT = Path(__file__).parents[2]
@@ -196,33 +196,28 @@ def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
 
 @pytest.mark.forks
 def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
-    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """As the README says it, in a process that knows nothing of ranks."""
+    """A process that knows nothing of ranks becomes the launcher of as many as the run had."""
     flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
     run = launch(tmp_path, "two", 2, *flags)
     before, out = digest(run), tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        PROGRAM,
-        "replay",
-        "--run",
-        run,
-        "--step",
-        "1",
-        "--json",
-        out,
-    ]
-    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--run", str(run), "--step", "1", "--json", str(out)]
+    for name in ("RANK", "WORLD_SIZE"):  # this process has trained
+        monkeypatch.delenv(name, raising=False)
+
+    def become(program: str, command: list[str]) -> None:
+        assert command == ranks_command(2, PROGRAM, "replay", *words)
+        sys.exit(77)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="77"):
+        patched.setattr(os, "execv", become)
+        replay.main(words)
+    on_ranks(lambda: replay.main(words), 2)
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
-    assert "on 2 ranks" in done.stdout and digest(run) == before
+    assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before
 
-    monkeypatch.delenv("RANK", raising=False)  # this process has trained
     config = json.loads((run / "config.json").read_text())
     (start,) = config["provenance"]
     assert (start["world_size"], start["recipe"], start["first_step"]) == (2, "none", 0)

@@ -181,11 +181,8 @@ class TestPolyglot:
             "signals must reach torchrun, not a shell"
         )
 
-    @pytest.mark.parametrize(
-        "command", [("bash",), ("torchrun", "--nproc-per-node", "2")], ids=["bash", "torchrun"]
-    )
-    def test_help(self, command):
-        process = execute(*command, SCRIPT, "--help", NPROC_PER_NODE="1")  # for bash alone
+    def test_help(self):
+        process = execute("torchrun", "--nproc-per-node", "2", SCRIPT, "--help")
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("usage:") == 1, "one rank prints the help"
         assert "--tensor-model-parallel-size" in process.stdout
@@ -202,7 +199,7 @@ class TestPolyglot:
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert not (tmp_path / "executed").exists()
+        assert done.stdout.count("usage:") == 1 and not (tmp_path / "executed").exists()
 
     def test_is_importable_without_training(self):
         # Checkpoint writers start processes that run the main file under another name.
@@ -215,12 +212,6 @@ class TestPolyglot:
         assert process.returncode == 2
         assert len(process.stderr.splitlines()) == 1, process.stderr
         assert "--learning-rat" in process.stderr
-
-    def test_unknown_recipe_is_one_line_and_a_failure(self):
-        process = execute("bash", SCRIPT, "--recipe", "chess", NPROC_PER_NODE="1")
-        assert process.returncode == 2
-        assert len(process.stderr.splitlines()) == 1, process.stderr
-        assert "frozen_lake" in process.stderr and "'chess'" in process.stderr
 
 
 class TestCheck:
@@ -380,8 +371,7 @@ class TestRecipes:
 
 
 class TestLaunch:
-    @pytest.mark.parametrize("num_ranks", [1, 2])
-    def test_cores_are_shared_among_ranks_unless_said_otherwise(self, tmp_path, num_ranks):
+    def test_cores_are_shared_among_ranks_unless_said_otherwise(self, tmp_path):
         script = program(
             tmp_path,
             """
@@ -390,9 +380,9 @@ class TestLaunch:
             os.write(1, line.encode())  # at once: ranks run unbuffered, and their lines would mix
             """,
         )
-        expected = f"{max(1, len(os.sched_getaffinity(0)) // num_ranks)} {num_ranks}"
-        process = execute(*LAUNCH, "--nproc-per-node", num_ranks, script)
-        assert process.stdout.splitlines() == [expected] * num_ranks
+        expected = f"{max(1, len(os.sched_getaffinity(0)) // 2)} 2"
+        process = execute(*LAUNCH, "--nproc-per-node", 2, script)
+        assert process.stdout.splitlines() == [expected] * 2
         assert process.stderr == ""
         assert execute(*LAUNCH, script, OMP_NUM_THREADS="3").stdout == "3 1\n"
 
@@ -655,7 +645,8 @@ class TestSetup:
         return copy
 
     def start(self, copy, path="/usr/local/bin:/usr/bin:/bin"):
-        return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path)
+        inactive = {"VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+        return execute("bash", copy / "examples/pretrain_starpo.sh", PATH=path, **inactive)
 
     @pytest.mark.parametrize("fault", ["fail-pip", "full-disk", "interrupted", "lacks"])
     def test_a_failed_installation_is_not_complete_and_the_same_command_repairs_it(

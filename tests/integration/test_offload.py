@@ -134,7 +134,15 @@ def check_layout(
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name in ("adam bf16", "distributed optimizer"))
+        )
+        for name in LAYOUTS
+    ],
+)
 def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None:
     def work() -> None:
         torch.set_num_threads(1)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.data.launcher import PROGRAM
+from ragen_mega.commands import evaluate
+from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.train import main
 
 ROOT = Path(__file__).parents[2]
 WORLD = """
@@ -172,7 +174,10 @@ def train(folder: Path, environments: str, *flags: str) -> subprocess.CompletedP
     return execute(folder, "bash", script, "--environments", environments, *FLAGS, *flags)
 
 
-def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
+def test_twelve_lines_in_a_file_train_resume_and_evaluate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Trained by the script, then resumed and evaluated in this process."""
     mine = "my_world:Digit"
     options = ["--environment-options", json.dumps({mine: {"largest": 4}})]
     options += ["--eval-environments", "bandit"]
@@ -180,9 +185,10 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert f"warm start: {mine} has no narrator" in first.stdout
     assert "optimum -" in first.stdout and "nan" not in first.stdout.lower()
-    resumed = train(folder, f"{mine}:2", *options, "--num-steps", "3", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "2 steps are done" in resumed.stdout
+    monkeypatch.chdir(folder)
+    further = ["--environments", f"{mine}:2", *FLAGS, *options, "--num-steps", "3", "--resume"]
+    main(further, recipe=DEFAULT_RECIPE)
+    assert "2 steps are done" in capfd.readouterr().out
     rows = [json.loads(line) for line in (folder / "out/mine/metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/environment_errors"] == 0 for row in rows)
@@ -193,12 +199,8 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(folder: Path) -> None:
     assert summary["bandit"]["random"] == 0.5
     summary = summary[mine]
     assert summary["optimum"] is None and 0 < summary["random"] < 0.5
-    evaluated = execute(
-        folder, sys.executable, "-P", "-m", PROGRAM, "evaluate", "--load", "out/mine",
-        "--environment", f"{mine},bandit", "--num-prompts", "4", "--samples-per-prompt", "2",
-        "--json", "evaluated.json",
-    )  # fmt: skip
-    assert evaluated.returncode == 0, evaluated.stderr
+    asked = ["--num-prompts", "4", "--samples-per-prompt", "2", "--json", "evaluated.json"]
+    evaluate.main(["--load", "out/mine", "--environment", f"{mine},bandit", *asked])
     sets = json.loads((folder / "evaluated.json").read_text())["sets"]
     assert sets[mine]["optimum"] is None and sets["bandit"]["optimum"] == 1.0
 

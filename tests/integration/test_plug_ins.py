@@ -1,17 +1,15 @@
-"""Plug-ins as a user has them: a module in a folder of its own, named on the command line of the
-script, with nothing of the package touched.
+"""Plug-ins as a user has them: a module in the working directory that flags name, with nothing of
+the package touched.
 """
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ragen_mega.train import main
+from tests.support.forked_ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 FLAGS = """
@@ -63,25 +61,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.forks
 def test_a_module_in_the_working_directory_fills_every_table(folder: Path) -> None:
     plugged = """
         --advantage-estimator of_mine:centred --gamma 0.9 --filter-strategy of_mine:first_two
         --filter-keep-zero --metrics of_mine:turns,distinct_responses
     """.split()
     reward = "environment + 0.5*format + 2*of_mine:token_sum - 0.01*response_length"
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "NPROC_PER_NODE": "2",
-    }
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples/pretrain_starpo.sh"), *FLAGS, *plugged, "--reward", reward],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    on_ranks(lambda: main([*FLAGS, *plugged, "--reward", reward]), 2)
     run = folder / "runs" / "bandit-of_mine.centred-seed0"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]

@@ -29,7 +29,6 @@ from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import finish, launch, metrics, start_ranks
-from tests.support.sockets import all_listening, is_loopback
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.forks, pytest.mark.timeout(900)]
@@ -219,49 +218,6 @@ def test_ctrl_c_writes_a_checkpoint_first(
         assert (process.returncode, said) == (128 + signal.SIGINT, [line])
     assert not any(member.is_running() for member in family)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        (
-            *("--placement", "separate", "--rollout-ranks", "1", "--max-staleness", "1"),
-            *("--importance-cap", "2", "--minibatch-size", "8"),
-        ),
-    ],
-    ids=["colocated", "separate"],
-)
-def test_a_run_listens_on_the_loopback_alone(
-    output: Path, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    with training(output, tmp_path, "bash", flags=flags) as process:
-        with all_listening(psutil.Process(process.pid)) as addresses:
-            time.sleep(1.0)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate()[1]
-        assert process.returncode == 128 + signal.SIGINT, said
-    assert addresses and all(map(is_loopback, addresses)), addresses
-
-
-def test_a_second_signal_ends_a_run_one_of_whose_ranks_is_frozen(
-    output: Path, tmp_path: Path
-) -> None:
-    """The other rank waits for it in a collective and hears no signal there."""
-    with training(output, tmp_path, "bash") as process:
-        family = psutil.Process(process.pid).children(recursive=True)
-        psutil.Process(process.pid).children()[1].suspend()
-        time.sleep(1.0)
-        process.send_signal(signal.SIGINT)
-        time.sleep(3.0)
-        assert process.poll() is None
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert time.monotonic() - start < 20 and "killed" in said, said
-    assert process.returncode == 128 + signal.SIGINT
-    _, alive = psutil.wait_procs(family, 0.0)
-    assert all(member.status() == psutil.STATUS_ZOMBIE for member in alive)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(output: Path, tmp_path: Path) -> None:

@@ -6,13 +6,9 @@ import hashlib
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -307,42 +303,3 @@ def test_resumed_on_another_layout(tmp_path: Path) -> None:
             "actor/entropy",
         ):
             assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-4), (layout, key)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_sigterm_of_two_ranks(start: Path, tmp_path: Path) -> None:
-    """SIGTERM to the launcher, while anything goes on: a checkpoint, exit code 143, no process
-    left, and it resumes.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "ragen_mega.commands.launch",
-        "--nproc-per-node",
-        "2",
-        str(ROOT / "examples" / "pretrain_starpo.sh"),
-        "--recipe",
-        "none",
-        *FLAGS,
-        "--output",
-        str(tmp_path),
-        "--name",
-        "run",
-        "--load",
-        str(start),
-        "--save-interval",
-        "0",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        time.sleep(0.3)
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        assert process.wait(120) == 128 + signal.SIGTERM
-    assert not any(member.is_running() for member in family)
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    resumed = launch(tmp_path, "run", 2, *FLAGS, "--load", str(start), "--resume")
-    assert [row["step"] for row in metrics(resumed)] == list(range(6))

@@ -13,8 +13,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -301,7 +299,9 @@ def test_weights_through_a_shared_buffer(engine: SGLangEngine) -> None:
     transfer.close()
 
 
+# Without a real server tests/unit/test_sglang_life.py has the same.
 @same_on_a_cpu
+@pytest.mark.slow
 def test_a_rollout_survives_sigkill_of_the_server(
     engine: SGLangEngine, renderer: ChatRenderer
 ) -> None:
@@ -386,50 +386,14 @@ def test_shutdown_leaves_nothing(engine: SGLangEngine) -> None:
     assert not store.exists()
 
 
-TRAINER = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = {path!r}
-from ragen_mega.engines.sglang.engine import SGLangEngine
-from tests.support import sglang_server as test
-engine = SGLangEngine(test.CONFIG, test.settings(Path(sys.argv[1])))
-with engine.awake():
-    engine.load_weights(test.shards(test.build_model(1)))
-    print(engine._transfer.directory, flush=True)
-    time.sleep(3600)
-"""
-
-
 @same_on_a_cpu
-@pytest.mark.slow  # with any program as the server: tests/unit/test_supervisor.py
-def test_no_process_survives_sigkill_of_the_trainer(tmp_path: Path) -> None:
-    program = TRAINER.replace("{path!r}", repr([str(ROOT)]))
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    pids: list[int] = []
-    try:
-        weights = Path(trainer.stdout.readline().strip())
-        assert (weights / "0" / "00000.json").exists()
-        pids = supervisor.descendants(trainer.pid)
-        assert len(pids) >= 4
-        trainer.kill()
-        trainer.wait()
-        wait_until(lambda: not any(map(is_alive, pids)))
-        assert not weights.exists()
-    finally:
-        trainer.kill()
-        for pid in filter(is_alive, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-@same_on_a_cpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--tp 2 --model x --mem-fraction-static 0.8", "must not change model_path, tp_size,"),
-        pytest.param("--nope", "does not take .* unrecognized", marks=pytest.mark.slow),
-        pytest.param("--schedule-policy fcfs", None, marks=pytest.mark.slow),
+        ("--nope", "does not take .* unrecognized"),
+        ("--schedule-policy fcfs", None),
     ],
 )
 def test_the_servers_parser_judges_further_arguments(
@@ -441,16 +405,6 @@ def test_the_servers_parser_judges_further_arguments(
     else:
         with pytest.raises(ValueError, match=message):
             server.check_command_line()
-
-
-@same_on_a_cpu
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
-    server = SGLangServer(
-        settings(tmp_path, options={"no-such-option": 1}), CONFIG, weights=tmp_path / "none"
-    )
-    with pytest.raises(ServerFailed, match="(?s)while it started.*ends with:.*no-such-option"):
-        server.start()
-    assert not server.is_running
 
 
 def test_paths_do_not_depend_on_the_working_directory(

@@ -11,8 +11,8 @@ import asyncio
 import os
 import random
 import signal
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,8 +27,9 @@ from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.rollouts import RolloutStore
-from tests.support.forked_ranks import fork_ranks
-from tests.support.processes import command_of
+from tests.support.forked_ranks import join_ranks, on_ranks
+from tests.support.processes import command_of, wait_until
+from tests.support.runs import start_ranks
 from tests.support.sglang_server import (
     CONFIG,
     PYTHON,
@@ -39,9 +40,10 @@ from tests.support.sglang_server import (
     needs_sglang,
     settings,
 )
-from tests.support.training import launch, read_metrics
+from tests.support.training import FLAGS, launch, read_metrics
 
-pytestmark = needs_sglang
+pytestmark = [*needs_sglang, pytest.mark.forks]
+SERVER = ("--rollout-engine", "sglang", "--sglang-python", str(PYTHON))
 SMALL_BUCKETS = 32 * 1024
 SHORT = """
     --num-steps 2 --num-groups 2 --eval-interval 0 --eval-prompts 2 --eval-samples 1
@@ -67,17 +69,7 @@ TWO_RANKS = (
     ],
 )
 def test_the_server_follows_the_trainer(ranks: int, flags: str, tmp_path: Path) -> None:
-    run = launch(
-        tmp_path,
-        ranks,
-        "--rollout-engine",
-        "sglang",
-        "--sglang-python",
-        PYTHON,
-        *SHORT,
-        *flags.split(),
-        timeout=900,
-    )
+    run = launch(tmp_path, ranks, *SERVER, *SHORT, *flags.split())
     rows = read_metrics(run)
     assert len(rows) == 2  # the second from weights that have changed
     is_gathered = flags == "--tensor-model-parallel-size 2"
@@ -99,34 +91,21 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
     """Two ranks, a shared buffer, and servers that are killed in the first second of every rollout
     but the first.
     """
-    is_over = threading.Event()
+    flags = "--weight-transfer ipc --num-steps 4 --group-size 16 --eval-interval 0"
+    ranks = start_ranks(tmp_path, "run", 2, *FLAGS, *SERVER, *flags.split(), *layout.split())
+    directory, generator = tmp_path / "run", random.Random(0)
 
-    def kill_in_rollouts() -> None:
-        directory, num_killed, generator = tmp_path / "run", 0, random.Random(0)
-        while not is_over.wait(0.01):
-            num_logged = (
-                len(read_metrics(directory)) if (directory / "metrics.jsonl").exists() else 0
-            )
-            if num_logged > num_killed:
-                time.sleep(generator.uniform(0.2, 1.0))  # the weights have to be sent first
-                servers = [
-                    process
-                    for process in psutil.process_iter(["cmdline", "cwd"])
-                    if works_for(process, directory)
-                ]
-                generator.choice(servers).kill()
-                num_killed += 1
+    def has_logged(num_steps: int) -> bool:
+        assert ranks[0].is_alive()
+        file = directory / "metrics.jsonl"
+        return file.exists() and len(file.read_text().splitlines()) >= num_steps
 
-    killer = threading.Thread(target=kill_in_rollouts)
-    killer.start()
-    try:
-        flags = "--weight-transfer ipc --num-steps 4 --group-size 16 --eval-interval 0"
-        server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
-        run = launch(tmp_path, 2, *server, *flags.split(), *layout.split(), timeout=900)
-    finally:
-        is_over.set()
-        killer.join()
-    rows = read_metrics(run)
+    for num_steps in range(1, 4):
+        wait_until(partial(has_logged, num_steps))
+        time.sleep(generator.uniform(0.2, 1.0))  # the weights have to be sent first
+        generator.choice(servers_of(directory)).kill()
+    join_ranks(ranks)
+    rows = read_metrics(directory)
     assert len(rows) == 4 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
     assert sum(row["engine/restarts"] for row in rows) == 3
     assert (
@@ -139,26 +118,13 @@ def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> Non
     """Beside that with which the rank that trains evaluates. It gets the weights of every step, and
     so does the server that replaces it.
     """
-
-    def kill_behind_the_first_step() -> None:
-        while not (tmp_path / "run" / "rollouts" / "step_00000000.safetensors").exists():
-            if is_over.wait(0.01):
-                return
-        directory = tmp_path / "run" / "sglang" / "rank_00001"
-        running = psutil.process_iter(["cmdline", "cwd"])
-        next(process for process in running if works_for(process, directory)).kill()
-
-    is_over = threading.Event()
-    killer = threading.Thread(target=kill_behind_the_first_step)
-    killer.start()
-    try:
-        flags = "--placement separate --rollout-ranks 1 --num-steps 3 --keep-rollouts 0"
-        flags += " --sglang-start-timeout 600"
-        server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
-        run = launch(tmp_path, 2, *server, *SHORT, *flags.split(), timeout=1400)
-    finally:
-        is_over.set()
-        killer.join()
+    flags = "--placement separate --rollout-ranks 1 --num-steps 3 --keep-rollouts 0"
+    flags += " --sglang-start-timeout 600"
+    ranks = start_ranks(tmp_path, "run", 2, *FLAGS, *SERVER, *SHORT, *flags.split())
+    run = tmp_path / "run"
+    wait_until((run / "rollouts" / "step_00000000.safetensors").exists)
+    servers_of(run / "sglang" / "rank_00001")[0].kill()
+    join_ranks(ranks)
     rows = read_metrics(run)
     assert len(rows) == 3 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
     assert [row["engine/restarts"] for row in rows][0] == 0
@@ -175,8 +141,7 @@ def test_a_server_goes_on_with_unfinished_trajectories_under_other_weights(tmp_p
     """Every turn has the version that sampled it, which the server says with each completion."""
     flags = "--placement separate --rollout-ranks 1 --num-steps 4 --keep-rollouts 0"
     flags += " --max-staleness 2 --carry-over 0.5 --importance-cap 2 --sglang-start-timeout 600"
-    server = ("--rollout-engine", "sglang", "--sglang-python", PYTHON)
-    run = launch(tmp_path, 2, *server, *SHORT, *flags.split(), timeout=1400)
+    run = launch(tmp_path, 2, *SERVER, *SHORT, *flags.split())
     continued = [row["rollout/continued"] for row in read_metrics(run)]
     assert any(continued) and continued[-1] == 0
     store, seen = RolloutStore(run / "rollouts"), set()
@@ -189,14 +154,17 @@ def test_a_server_goes_on_with_unfinished_trajectories_under_other_weights(tmp_p
     assert seen and all(version == max(0, step - 1) for step, version in seen)
 
 
-def works_for(process: psutil.Process, directory: Path) -> bool:
-    """Whether it is a scheduler of a server of the run."""
-    command, folder = " ".join(process.info["cmdline"] or []), process.info["cwd"] or ""
-    return "scheduler" in command and folder.startswith(str(directory))
+def servers_of(directory: Path) -> list[psutil.Process]:
+    """The schedulers of servers that work in a folder of the run."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if "scheduler" in " ".join(process.info["cmdline"] or [])
+        and (process.info["cwd"] or "").startswith(str(directory))
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.forks
 def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
     """Log-probabilities over three weight versions; then a rank of the server is killed, and the
     next server is fed alike.
@@ -253,7 +221,4 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
         os.kill(schedulers[-1], signal.SIGKILL)
         return await conversations
 
-    processes = fork_ranks(rank, size)
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * size
+    on_ranks(rank, size)

@@ -3,19 +3,17 @@ evaluation of it.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragen_mega.data.launcher import PROGRAM
+from ragen_mega.commands import evaluate
 from tests.support.runs import launch as launch_ranks
 from tests.support.training import FLAGS, launch, read_metrics
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.forks
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +81,7 @@ def test_export_loads_in_transformers_and_learned_to_answer(run: Path) -> None:
 
 
 def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        PROGRAM,
-        "evaluate",
-        "--load",
-        str(run),
-        "--environment",
-        "frozen_lake",
+    asked = [
         "--num-prompts",
         "8",
         "--samples-per-prompt",
@@ -99,13 +89,11 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "out.json"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    evaluate.main(["--load", str(run), "--environment", "frozen_lake", *asked])
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
 
 
-@pytest.mark.forks
 def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
     """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same
     losses.

@@ -18,6 +18,7 @@ FLAGS = (
 
 
 @pytest.mark.slow
+@pytest.mark.forks
 def test_a_small_model_trains_on_a_generated_catalogue(tmp_path: Path) -> None:
     run = launch(tmp_path, 1, *FLAGS)
     assert len(read_metrics(run)) == 2

@@ -1,12 +1,12 @@
 """A vocabulary split over two gloo ranks gives the loss and gradients of the whole one."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ragen_kernels import dispatch, linear_logprobs, linear_policy_loss
 
 from tests.kernels.kernel_cases import (
@@ -16,6 +16,7 @@ from tests.kernels.kernel_cases import (
     relative_error,
     unfused_truth,
 )
+from tests.support.forked_ranks import on_ranks
 
 WORLD_SIZE = 2
 VOCAB, VALID = 64, 50
@@ -74,8 +75,9 @@ def run_triton(rank: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("run", [run_reference, run_triton])
 def test_two_ranks_agree_with_one(run, tmp_path: Path):
     if run is run_triton and importlib.util.find_spec("triton") is None:
         pytest.skip("the Triton kernels need triton, which CPU-only torch does not bring along")
-    mp.spawn(run, args=(str(tmp_path / "rendezvous"),), nprocs=WORLD_SIZE)
+    on_ranks(lambda: run(int(os.environ["RANK"]), str(tmp_path / "rendezvous")), WORLD_SIZE)

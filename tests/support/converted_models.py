@@ -17,7 +17,6 @@ FLAGS = """
     --eval-prompts 4 --num-groups 2 --group-size 2 --minibatch-size 4 --filter-strategy none
     --lr 1e-3 --num-steps 1 --temperature 1
 """.split()
-ARCHITECTURES = ("qwen2_tied", "qwen3_untied")
 
 
 def convert(

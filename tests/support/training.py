@@ -1,11 +1,10 @@
-"""A few steps of a tiny run under torchrun, as a person starts it."""
+"""A few steps of a tiny run on two environments."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support import runs
+
 FLAGS = """
     --environments bandit:1,frozen_lake:1
     --environment-options {"frozen_lake":{"observation":"cells"}} --prompt-style compact
@@ -16,27 +15,9 @@ FLAGS = """
 """.split()
 
 
-def launch(directory: Path, num_ranks: int, *flags: str, timeout: float = 280) -> Path:
-    """Train under torchrun; returns the run directory."""
-    command = [
-        sys.executable,
-        "-m",
-        "ragen_mega.commands.launch",
-        "--nproc-per-node",
-        str(num_ranks),
-        str(ROOT / "examples" / "pretrain_starpo.sh"),
-        "--recipe",
-        "none",
-        *FLAGS,
-        "--output",
-        str(directory),
-        "--name",
-        "run",
-        *flags,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return directory / "run"
+def launch(directory: Path, num_ranks: int, *flags: str) -> Path:
+    """Train on forked ranks; returns the run directory."""
+    return runs.launch(directory, "run", num_ranks, *FLAGS, *flags)
 
 
 def read_metrics(run: Path) -> list[dict]:

@@ -29,7 +29,6 @@ from ragen_mega.planning.time import (
     idle_share,
     layer,
     passes,
-    product,
     rollout,
     step_seconds,
     training,
@@ -101,33 +100,6 @@ def test_the_rank_of_the_last_block_attends_to_most(cp: int) -> None:
     assert dealt["context parallelism"] == pytest.approx(seen)
 
 
-def test_only_some_layers_of_a_hybrid_attend() -> None:
-    """As many layers of plain attention hold keys and values as a quarter of the model has."""
-    whole = Sizes.of(shape_of("Qwen2.5-7B"))
-    hybrid = replace(whole, attention_layers=7)
-    one, other = (layer(H100, sizes, Cut(cp=2), 65536, 65536) for sizes in (whole, hybrid))
-    for term in ("attention", "context parallelism"):
-        assert other[term] == pytest.approx(one[term] / 4)
-    assert other["matrix products"] == one["matrix products"]
-    assert hybrid.cost.per_pair == whole.cost.per_pair / 4
-    steps = [decode_step(H100, sizes, tp=1, batch=8, context=9000) for sizes in (whole, hybrid)]
-    assert steps[1][1] == pytest.approx(steps[0][1] / 4) and steps[1][0] == steps[0][0]
-
-
-def test_what_is_computed_again_is_what_the_cut_says() -> None:
-    sizes, common = Sizes.of(shape_of("Qwen2.5-7B")), {"tokens": 8192, "length": 8192, "micros": 2}
-    once = passes(H100, sizes, Cut(), **common, backward=0.0)
-    again = {
-        name: passes(H100, sizes, Cut(recompute=name), **common)["recomputation"]
-        for name in ("none", "attention", "selective", "full")
-    }
-    assert again["attention"] == pytest.approx(once["attention"])
-    rest = sum(once.values()) - once["attention"] - once["LM head"]
-    share = sizes.expert_weights / (sizes.expert_weights + sizes.attention_weights)
-    assert again["selective"] == pytest.approx(share * rest)
-    assert again["full"] == pytest.approx(rest + once["attention"]) and not again["none"]
-
-
 def test_a_stage_of_a_pipeline_gathers_its_weights_once() -> None:
     """Whatever its microbatches: it keeps them until the last one has gone back."""
     sizes = replace(Sizes.of(shape_of("Qwen2.5-32B")), vocab_size=1)
@@ -139,59 +111,6 @@ def test_a_stage_of_a_pipeline_gathers_its_weights_once() -> None:
     assert gathered(8, dp=8) == pytest.approx(8 * gathered(1, dp=8), rel=0.05)
     assert gathered(64, dp=8, pp=2) < 1.2 * gathered(8, dp=8, pp=2)
     assert gathered(1, dp=2, cp=4) == pytest.approx(gathered(1, dp=8), rel=0.05)
-
-
-def test_products_lose_their_speed_as_they_become_small() -> None:
-    rates = [2 * n**3 / product(H100, n, n, n, Cut()) for n in (128, 512, 2048, 8192, 1 << 20)]
-    assert rates == sorted(rates)
-    assert rates[-1] == pytest.approx(H100.constants.product * 989.4e12, rel=1e-2)
-    big = (8192, 8192, 8192)
-    assert product(H100, *big, Cut(fp8=True)) < product(H100, *big, Cut())
-
-
-def test_a_layout_pays_for_what_it_adds() -> None:
-    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
-
-    def terms(**changes) -> dict[str, float]:
-        return training(H100, sizes, Cut(**changes), tokens=8192, length=2048, micros=8)
-
-    plain, halves = terms(), terms(pp=2)
-    for name in ("recomputation", "pipeline bubble", "tensor parallelism", "data parallelism"):
-        assert plain[name] == 0
-    forward = sum(layer(H100, sizes, Cut(), 8192, 2048).values()) * 8 * sizes.num_layers
-    assert terms(recompute="full")["recomputation"] == pytest.approx(forward)
-    work = sum(halves[name] for name in ("matrix products", "attention", "element-wise", "LM head"))
-    assert halves["pipeline bubble"] == pytest.approx(work / 8)
-    assert terms(pp=2, vp=2)["pipeline bubble"] == pytest.approx(work / 16)
-    assert halves["stage imbalance"] == pytest.approx(halves["LM head"])  # one of two stages has it
-    slow, fast = terms(tp=2)["tensor parallelism"], terms(tp=2, overlaps=True)["tensor parallelism"]
-    assert 0 < fast < slow
-    no_sp = terms(tp=2, sequence_parallel=False)["element-wise"]
-    assert terms(tp=2)["element-wise"] < no_sp
-    assert terms(dp=16)["data parallelism"] > terms(dp=8)["data parallelism"] > 0  # over a node
-    assert terms(dp=8)["optimizer"] < plain["optimizer"]
-    scored = passes(H100, sizes, Cut(), tokens=8192, length=2048, micros=8, backward=0.0)
-    ratio = sum(plain[name] for name in scored) / sum(scored.values())
-    assert 3 <= ratio < 3.3  # backward is twice forward, 2.5 times in attention
-
-
-def test_collectives_between_nodes_have_the_cards_of_their_ranks() -> None:
-    """All-gathers of FSDP by hand: what a node's ranks lack comes in through all of their cards."""
-    hardware, sizes = H100.hardware, Sizes.of(shape_of("Qwen2.5-32B"))
-    reached = H100.constants.link
-    assert H100.link(8, 1) == H100.link(8) == reached * hardware.nvlink
-    assert H100.link(16) == H100.link(16, 8) == reached * hardware.network
-    assert H100.link(16, 2) == 4 * H100.link(16)
-    assert H100.link(16, 1) == min(reached * hardware.nvlink, 8 * H100.link(16))
-    for tp, dp in ((1, 16), (2, 8), (8, 2)):
-        cut = Cut(tp=tp, dp=dp, is_fsdp=True)
-        terms = training(H100, sizes, cut, tokens=1, length=1, micros=1, trained=0.0)
-        lacking = 2 * BF16 * sizes.total / tp * (dp - 1) / dp  # bytes of a rank, in both passes
-        others = {name: value for name, value in terms.items() if name != "data parallelism"}
-        others["optimizer"] = 0.0
-        seconds = lacking / min(hardware.nvlink, 8 // tp * hardware.network) / reached
-        visible = max(H100.constants.exposed * seconds, seconds - sum(others.values()))
-        assert terms["data parallelism"] == pytest.approx(visible)
 
 
 def test_experts_stay_where_they_are() -> None:
@@ -234,42 +153,6 @@ def test_tokens_are_exchanged_over_both_links_at_once() -> None:
         assert (between > within) == (ep == 32), "either link may be the slower"
         seconds = 2 * max(between, within) + 2 * H100.constants.latency  # there and back
         assert found == pytest.approx(seconds, rel=0.02)
-
-
-def test_a_mixture_moves_and_starts_what_a_dense_layer_does_not() -> None:
-    """The same products in one expert of all tokens: what is left is its permutation."""
-    dense = Sizes(1, 2048, 16, 4, 128, 8192, 32000)
-    mixture = replace(dense, num_experts=1, experts_per_token=1)
-    one, other = (layer(H100, sizes, Cut(), 4096, 4096) for sizes in (dense, mixture))
-    moved = H100.constants.permute * 4096 * 2048 * 2 / (H100.constants.memory * 3.35e12)
-    assert other["element-wise"] - one["element-wise"] == pytest.approx(moved)
-    assert other["matrix products"] == pytest.approx(one["matrix products"])
-    tiny = {"tokens": 1, "length": 1, "micros": 5}
-    started = [passes(H100, sizes, Cut(), **tiny) for sizes in (dense, mixture)]
-    least = [sum(terms.values()) - terms["LM head"] for terms in started]
-    reached = H100.constants
-    assert least[0] == pytest.approx(5 * 3 * reached.launch)
-    assert least[1] == pytest.approx(5 * 3 * (reached.launch + reached.route))
-
-
-def test_a_host_starts_kernels_while_others_communicate() -> None:
-    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
-    slow = Machine(H100.hardware, replace(H100.constants, launch=0.02, collective=0.001))
-
-    def body(cut: Cut, backward: float) -> float:
-        small = {"tokens": 4096, "length": 4096, "micros": 1}
-        terms = passes(slow, sizes, cut, **small, backward=backward)
-        assert cut.tp == 1 or terms["tensor parallelism"] > 0
-        return sum(terms.values()) - terms["LM head"]
-
-    assert body(Cut(), 2.0) == pytest.approx(28 * 3 * 0.02)
-    assert body(Cut(tp=8), 2.0) == pytest.approx(28 * 3 * (0.02 + 4 * 0.001))
-    assert body(Cut(recompute="full"), 2.0) == pytest.approx(28 * 4 * 0.02)
-    assert body(Cut(), 1.0) == pytest.approx(28 * 3 * 2 * 0.02), "adapters are as many again"
-    seen = body(Cut(), 1.0) + 28 * 3 * slow.constants.adapter
-    assert body(Cut(is_fsdp=True), 1.0) == pytest.approx(seen), "and nothing hides them under FSDP"
-    assert body(Cut(graphs=True), 2.0) < 0.3 * body(Cut(), 2.0), "a graph needs no host"
-    assert body(Cut(), 0.0) == pytest.approx(28 * 0.02)
 
 
 @pytest.mark.parametrize(
@@ -377,16 +260,6 @@ def test_an_engine_waits_for_the_busiest_of_its_gpus(batch: int, ep: int) -> Non
     assert routed == pytest.approx(wanted, rel=0.08)
 
 
-def test_texts_on_one_subject_read_fewer_experts() -> None:
-    sizes = Sizes(48, 2048, 32, 4, 128, 768, 151936, False, 128, 8)
-
-    def read(routing: float, batch: int) -> float:
-        machine = Machine(HARDWARE["H100"], replace(Constants(), routing=routing))
-        return decode_step(machine, sizes, tp=1, batch=batch, context=0)[0]
-
-    assert read(0.8, 1) == read(1.0, 1) and read(0.8, 16) < 0.9 * read(1.0, 16)
-
-
 def published(**changes: object) -> validation.Point:
     """A step of reinforcement learning on ranks that sample and ranks that train."""
     (sizes, row) = Sizes.of(shape_of("Qwen2.5-1.5B")), {
@@ -461,22 +334,6 @@ def test_steps_ahead_play_at_the_pace_of_many() -> None:
     assert found == pytest.approx(steady, rel=0.05)
     alone = validation.rl_phases(H100, published(samples=32), Cut(dp=2))["rollout"]
     assert alone > 1.5 * found
-
-
-def test_full_precision_is_not_timed_at_half() -> None:
-    big = (16384, 8192, 8192)
-    for name in ("A100", "H100", "H200", "B200", "H800", "H20"):
-        machine = Machine(find_hardware(name))
-        rate = 2 * math.prod(big) / product(machine, *big, Cut(itemsize=4))
-        assert rate < machine.hardware.fp32 <= 0.31 * machine.hardware.bf16
-
-
-def test_only_products_are_cheaper_without_gradients_of_weights() -> None:
-    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
-    common = {"tokens": 4096, "length": 4096, "micros": 2}
-    whole, lora = (passes(H100, sizes, Cut(), **common, backward=n) for n in (2.0, 1.0))
-    assert lora["attention"] == whole["attention"] and lora["element-wise"] == whole["element-wise"]
-    assert lora["matrix products"] == pytest.approx(2 / 3 * whole["matrix products"])
 
 
 def test_the_head_computes_labels_and_a_reference_is_copied() -> None:
