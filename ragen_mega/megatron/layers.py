@@ -38,6 +38,7 @@ from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
+from ragen_mega.megatron.elementwise import rms_norm, swiglu
 
 
 @dataclass
@@ -95,7 +96,7 @@ def attention_implementation(config: TransformerConfig) -> str:
     """Return the row of `ATTENTION` for this model on this device."""
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
-    return "compiled" if cpu.is_active() and not config.bf16 else "torch"
+    return "compiled" if cpu.is_active() else "torch"
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -114,6 +115,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp.submodules
+    mlp.activation_func = swiglu
     mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -138,7 +140,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -232,7 +234,7 @@ class PackedAttention(MegatronModule):
 
 
 class CompiledAttention(PackedAttention):
-    """Causal attention within packed trajectories, compiled for a processor in float32."""
+    """Causal attention within packed trajectories, compiled for a processor."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

@@ -89,9 +89,11 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         # unfused, the rotation of packed trajectories reads lengths from the device four times a
-        # layer, and SwiGLU keeps five activations of its width instead of three
+        # layer
         apply_rope_fusion=implementation == "transformer_engine",
         bias_activation_fusion=implementation == "transformer_engine",
+        # this name only means that the layer's own activation is called: `elementwise.swiglu`
+        use_te_activation_func=implementation != "transformer_engine",
         **shape.family.overrides,
         **dict(shape.further),
         **precision.layer_fields(parallel, implementation),

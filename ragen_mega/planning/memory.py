@@ -204,23 +204,21 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     sp = tp if layout.sequence_parallel else 1
     queries, keys = shape.q_size // tp, shape.kv_size // tp
     parts = {
-        # twice: the input in float32, the normalised input, its product with the weight, the
-        # inverse root mean square
-        "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
+        # twice: the input, the output, the inverse root mean square
+        "norms": 2 * (shape.hidden_size * 2 * item + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "projection": queries * item,
-        # gate and up, silu(gate), a copy of up, their product
-        "mlp": 5 * shape.ffn_size // tp * item,
+        "mlp": 3 * shape.ffn_size // tp * item,  # gate and up, the product of silu(gate) and up
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if "qk_layernorm" in shape.family.overrides:
-        parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
-            shape.num_heads + shape.num_kv_heads
-        ) // tp * FP32
+        # their inputs are views of the product
+        heads = (shape.num_heads + shape.num_kv_heads) // tp
+        parts["query and key norms"] = heads * FP32
     return parts
 
 
