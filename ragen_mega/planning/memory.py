@@ -2,11 +2,10 @@
 computes with integers and needs neither torch nor ranks.
 
 Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
-Activations are what its local layers save for the backward pass, within 3% of what autograd holds
-(on a CPU more: short trajectories gather keys into a copy, see `megatron/attention.py`);
-Transformer Engine saves less: no float32 copies in norms, 3 instead of 5 widths in SwiGLU, no
-rotary tables, with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need
-besides is assumed. Ranks that compute on the processor share the machine's memory, in which
+Activations are what the local layers save for the backward pass, on a processor within 3% of what
+autograd holds. On a GPU the plan allows more, until one has measured it: float32 copies in norms
+and 5 instead of 3 widths in SwiGLU. Transformer Engine saves no rotary tables, and with FP8 one
+byte for inputs of linear layers. What CUDA, NCCL and SGLang need besides is assumed. Ranks that compute on the processor share the machine's memory, in which
 checkpoints and the embedded engine are too. Tensor and sequence parallelism: arXiv:2205.05198; in
 flight under 1F1B: arXiv:2104.04473.
 """
@@ -203,22 +202,26 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     tp = layout.tensor_model_parallel_size
     sp = tp if layout.sequence_parallel else 1
     queries, keys = shape.q_size // tp, shape.kv_size // tp
+    spare = not setting.on_host
     parts = {
         # twice: the input, the output, the inverse root mean square
-        "norms": 2 * (shape.hidden_size * 2 * item + FP32) // sp,
+        "norms": 2 * (shape.hidden_size * (2 * item + spare * FP32) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
-        "projection": queries * item,
-        "mlp": 3 * shape.ffn_size // tp * item,  # gate and up, the product of silu(gate) and up
+        "projection": spare * queries * item,  # compiled attention writes it as it is read
+        # gate and up, the product of silu(gate) and up
+        "mlp": (3 + 2 * spare) * shape.ffn_size // tp * item,
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if "qk_layernorm" in shape.family.overrides:
-        # their inputs are views of the product
-        heads = (shape.num_heads + shape.num_kv_heads) // tp
-        parts["query and key norms"] = heads * FP32
+        # the queries of several key heads are copied to stand side by side
+        copied = queries * (keys > shape.head_dim) * item
+        parts["query and key norms"] = (
+            (queries + keys) * (FP32 + item) if spare else copied
+        ) + (shape.num_heads + shape.num_kv_heads) // tp * FP32
     return parts
 
 
