@@ -5,9 +5,9 @@ Parameters, gradients and optimizer state are exact, as megatron-core's buffers 
 Activations are what the local layers save for the backward pass, on a processor within 3% of what
 autograd holds. On a GPU the plan allows more, until one has measured it: float32 copies in norms
 and 5 instead of 3 widths in SwiGLU. Transformer Engine saves no rotary tables, and with FP8 one
-byte for inputs of linear layers. What CUDA, NCCL and SGLang need besides is assumed. Ranks that compute on the processor share the machine's memory, in which
-checkpoints and the embedded engine are too. Tensor and sequence parallelism: arXiv:2205.05198; in
-flight under 1F1B: arXiv:2104.04473.
+byte for inputs of linear layers. What CUDA, NCCL and SGLang need besides is assumed. Ranks that
+compute on the processor share the machine's memory, in which checkpoints and the embedded engine
+are too. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B: arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
 PROGRAM = int(0.8 * GIB)
 """Measured on a processor: Python, torch and the libraries of a rank."""
-FRAGMENTATION = 0.05
-"""Assumed share of activations that is lost to fragmentation."""
+FRAGMENTATION, HOST_FRAGMENTATION = 0.05, 0.15
+"""Assumed share of activations that is lost to fragmentation, on a GPU and on a processor."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 FILL = 0.9
 """Share of a device's memory that a chosen setting may use: some terms are assumed."""
@@ -219,9 +219,9 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     if "qk_layernorm" in shape.family.overrides:
         # the queries of several key heads are copied to stand side by side
         copied = queries * (keys > shape.head_dim) * item
-        parts["query and key norms"] = (
-            (queries + keys) * (FP32 + item) if spare else copied
-        ) + (shape.num_heads + shape.num_kv_heads) // tp * FP32
+        parts["query and key norms"] = ((queries + keys) * (FP32 + item) if spare else copied) + (
+            shape.num_heads + shape.num_kv_heads
+        ) // tp * FP32
     return parts
 
 
@@ -271,7 +271,11 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
         logits = min(tokens, TILE_ROWS) * shape.vocab_size * (item + 4 * FP32) // tp
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
     # float32 and as it is returned
-    return max(layer, logits + 3 * tokens * hidden * item + head * (FP32 + item))
+    loss = logits + 3 * tokens * hidden * item
+    # A tied gradient of the head waits for that of the embedding; the allocator of a processor
+    # returns memory late.
+    of_head = head * (FP32 + item)
+    return max(layer, loss) + of_head if setting.on_host else max(layer, loss + of_head)
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
@@ -305,6 +309,7 @@ def stage_phases(
         contexts = CUDA_CONTEXT * (2 if weights else 1)
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    lost = HOST_FRAGMENTATION if setting.on_host else FRAGMENTATION
     for name in trains:
         present = [name] if offload == "turns" else trains
         saved = activations(shape, setting, stage)
@@ -318,7 +323,7 @@ def stage_phases(
         passes = {
             "activations": saved,
             "workspace": passing,
-            "fragmentation": int(FRAGMENTATION * (saved + passing)),
+            "fragmentation": int(lost * (saved + passing)),
         }
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
