@@ -430,7 +430,7 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
     embedded engine that would not fit if all contexts filled up is only told, in the lines that
     are returned, since its pages are taken as they are written.
     """
-    told = []
+    lines = []
     for phase, terms in plan(shape, setting).items():
         if (total := sum(terms.values())) <= device_bytes:
             continue
@@ -443,10 +443,10 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
             f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
         )
         if setting.engine == "embedded" and phase == "rollout":
-            told.append(f"memory: with all contexts full {line}")
+            lines.append(f"memory: with all contexts full {line}")
         else:
             raise ValueError(line)
-    return told
+    return lines
 
 
 def remedies(setting: Setting, phase: str) -> list[str]:

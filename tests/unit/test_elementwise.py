@@ -39,7 +39,7 @@ CASES = {
 
 def with_gradients(function, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(1)
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
     output = function(*leaves)
     gradient = torch.randn(output.shape, dtype=torch.float64).bfloat16()
     output.backward(gradient.to(dtype))

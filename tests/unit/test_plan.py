@@ -356,13 +356,12 @@ SMOLLM2 = ModelShape.from_config(
 
 
 def test_a_microbatch_is_chosen_that_fits_into_the_machine() -> None:
-    """16384 positions take more than half of a machine of 24 GB, half of them do not."""
+    """Of 20 GiB two ranks with 16384 positions each would need more."""
     config = parse(["--advantage-estimator", "grpo", "--bf16"])
-    fitted, [line] = fit(config, SMOLLM2, 2, 10 * GIB, on_host=True)
-    assert fitted.train.max_tokens_per_microbatch == 4096 and fitted.parallel.recompute == "none"
-    assert line.startswith(
-        "memory: 4096 positions a microbatch, recomputation none: the plan needs"
-    )
+    fitted, lines = fit(config, SMOLLM2, 2, 10 * GIB, on_host=True)
+    assert fitted.train.max_tokens_per_microbatch == 4096
+    assert fitted.parallel.recompute == "none"
+    assert lines[0].startswith("memory: 4096 positions a microbatch, recomputation none")
     roomy, _ = fit(config, SMOLLM2, 2, 100 * GIB, on_host=True)
     assert roomy.train.max_tokens_per_microbatch == 16384
     tight, _ = fit(config, SMOLLM2, 2, 5 * GIB, on_host=True)
