@@ -37,4 +37,4 @@ def accumulate_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return out.addmm_(a, b)
     if a.device.type == "cuda":
         return torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    return out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    return out.add_(a @ b)

@@ -10,7 +10,7 @@ from ragen_mega.config.sections.guard import GuardConfig
 from ragen_mega.config.sections.logging import LoggingConfig
 from ragen_mega.config.sections.loss import LossConfig
 from ragen_mega.config.sections.model import ModelConfig
-from ragen_mega.config.sections.parallel import OffloadMode, ParallelConfig
+from ragen_mega.config.sections.parallel import OffloadMode, ParallelConfig, Recompute
 from ragen_mega.config.sections.rollout import RolloutConfig
 from ragen_mega.config.sections.train import TrainConfig
 from ragen_mega.config.sections.warm_start import WarmStartConfig
@@ -28,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "OffloadMode",
     "ParallelConfig",
+    "Recompute",
     "RolloutConfig",
     "StarPOConfig",
     "TrainConfig",

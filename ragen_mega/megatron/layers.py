@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from ragen_mega.data import distributed
 from ragen_mega.data.forest import Forest
@@ -95,7 +96,7 @@ def attention_implementation(config: TransformerConfig) -> str:
     """Return the row of `ATTENTION` for this model on this device."""
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
-    return "compiled" if cpu.is_active() and not config.bf16 else "torch"
+    return "compiled" if cpu.is_active() else "torch"
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -138,7 +139,37 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        return _Normalize.apply(x, self.weight, self.eps)
+
+
+class _Normalize(Function):
+    """The root mean square norm as a function that keeps its input alone, where plain torch keeps
+    every intermediate, in float32 too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _widened(x)
+        squares = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
+        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [.., 1]
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normal, wide, factor = _widened(x) * scale, _widened(gradient), _widened(weight)
+        # its sums over rows and over columns are products with a vector
+        both = (normal * wide).flatten(0, -2)
+        d_weight = torch.mv(both.t(), both.new_ones(len(both)))
+        mean = torch.mv(both, factor).div_(x.shape[-1]).view(scale.shape)
+        d_x = (wide * factor).addcmul_(normal, mean, value=-1).mul_(scale)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return x in the dtype in which norms are computed."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -232,7 +263,7 @@ class PackedAttention(MegatronModule):
 
 
 class CompiledAttention(PackedAttention):
-    """Causal attention within packed trajectories, compiled for a processor in float32."""
+    """Causal attention within packed trajectories, compiled for a processor."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

@@ -95,7 +95,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         **shape.family.overrides,
         **dict(shape.further),
         **precision.layer_fields(parallel, implementation),
-        **_RECOMPUTE[parallel.recompute],
+        **_RECOMPUTE[parallel.recomputation],
     )
 
 

@@ -68,7 +68,7 @@ class Trainer:
         mark_tensor_parallel(module)
         self.module = module
         self.groups = groups
-        self.max_tokens = train.max_tokens_per_microbatch
+        self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)
         shape = module.shape
         self.cost = Cost.of_model(

@@ -18,8 +18,8 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
-from ragen_mega.planning.layouts import FILL, HOST_GIB, LAYOUT, best, ranked, smallest
-from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan, remedies
+from ragen_mega.planning.layouts import HOST_GIB, LAYOUT, best, ranked, smallest
+from ragen_mega.planning.memory import FILL, GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import Play, default_play
 from ragen_mega.run.check import check_environments

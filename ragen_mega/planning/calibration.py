@@ -44,6 +44,7 @@ from ragen_mega.planning.validation import solve
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
+from ragen_mega.run.placement import host_memory
 from ragen_mega.run.timers import seconds_of
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 
@@ -267,7 +268,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     peak = max(2 * math.prod(what) / time for what, time in products) / SHARE
     memory, attention = measure_copies(device) / SHARE, measure_attention(device, dtype)
     latency, link = measure_collectives(device)
-    gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else _host_gib()
+    gib = torch.cuda.mem_get_info()[1] / 2**30 if device == "cuda" else host_memory() / 2**30
     source = "measured by ragen-mega plan --calibrate; the price is none"
     constants = Constants(
         memory=SHARE, link=SHARE, latency=latency, attention=min(0.8, attention / peak),
@@ -451,10 +452,6 @@ def small(layers: int) -> PretrainedConfig:
         "qwen2", hidden_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, intermediate_size=384, vocab_size=512,
     )  # fmt: skip
-
-
-def _host_gib() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
     """
     layout, sampled, fp8 = config.parallel, config.rollout, bool(machine.hardware.fp8)
     is_served, tp = sampled.rollout_engine == "sglang", 2 * sampled.rollout_tensor_parallel_size
-    tokens, room = 2 * config.train.max_tokens_per_microbatch, sampled.kv_cache_tokens
+    tokens, room = 2 * config.train.microbatch_tokens, sampled.kv_cache_tokens
     offload = "none" if layout.offload == "none" else "rollout"
     has_critic = config.advantage.uses_critic
     has_critic &= config.advantage.reward_placement == "trajectory"
@@ -68,7 +68,7 @@ def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
         "--fp8 hybrid": (
             fp8 and layout.fp8 == "none" and layout.bf16, {"parallel": {"fp8": "hybrid"}}
         ),
-        "--recompute none": (layout.recompute != "none", {"parallel": {"recompute": "none"}}),
+        "--recompute none": (layout.recomputation != "none", {"parallel": {"recompute": "none"}}),
         "--offload none": (layout.offload != "none", {"parallel": {"offload": "none"}}),
         f"--max-tokens-per-microbatch {tokens}": (
             True, {"train": {"max_tokens_per_microbatch": tokens}}

@@ -7,13 +7,11 @@ from dataclasses import replace
 from ragen_mega.config import StarPOConfig
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
-from ragen_mega.planning.memory import GIB, Setting, host_bytes, plan
+from ragen_mega.planning.memory import FILL, GIB, Setting, host_bytes, plan
 from ragen_mega.planning.time import Play, default_play, step_seconds
 
 DEFAULT = Machine(HARDWARE["H100"])
 """The machine that recipes are made for."""
-FILL = 0.9
-"""Share of a GPU's memory that a chosen layout may use: some terms of the plan are assumed."""
 TOKENS = (16384, 8192, 4096)
 """Tokens of a microbatch that a layout is tried with."""
 MARGIN = 1.1

@@ -2,22 +2,23 @@
 computes with integers and needs neither torch nor ranks.
 
 Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
-Activations are what its local layers save for the backward pass, within 3% of what autograd holds
-(on a CPU more: short trajectories gather keys into a copy, see `megatron/attention.py`);
-Transformer Engine saves less: no float32 copies in norms, 3 instead of 5 widths in SwiGLU, no
-rotary tables, with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need
-besides is assumed. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B:
-arXiv:2104.04473.
+Activations are what the local layers save for the backward pass, on a processor within 3% of what
+autograd holds. On a GPU the plan allows more, until one has measured it: float32 copies in norms.
+Transformer Engine saves 3 instead of 5 widths in SwiGLU, no rotary tables, and with FP8 one byte
+for inputs of linear layers. What CUDA, NCCL and SGLang need besides is assumed. Ranks that
+compute on the processor share the machine's memory, in which checkpoints and the embedded engine
+are too. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B: arXiv:2104.04473.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from ragen_mega.config import ParallelConfig, StarPOConfig
+from ragen_mega.config import ParallelConfig, Recompute, StarPOConfig
 from ragen_mega.models.shape import ModelShape
 
 GIB = 2**30
@@ -30,10 +31,17 @@ COMMUNICATOR = 1 * GIB
 """Assumed: NCCL's buffers per kind of group (TP, PP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
-FRAGMENTATION = 0.05
-"""Assumed share of activations that is lost to fragmentation."""
+PROGRAM = int(0.8 * GIB)
+"""Measured on a processor: Python, torch and the libraries of a rank."""
+FRAGMENTATION, HOST_FRAGMENTATION = 0.05, 0.15
+"""Assumed share of activations that is lost to fragmentation, on a GPU and on a processor."""
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+FILL = 0.9
+"""Share of a device's memory that a chosen setting may use: some terms are assumed."""
 # of the whole vocabulary, in the fused loss: ragen_kernels.launch.CHUNK_BYTES
 LOGITS_CHUNK = 600 * 2**20
+TILE_ROWS = 128
+"""Rows of a chunk on a processor, at least (`ragen_kernels.policy`)."""
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
@@ -64,19 +72,23 @@ class Setting:
     """A copy of the engine's weights in host memory."""
     sharing: float = 1.0
     """Tokens of trajectories per position that is computed."""
+    on_host: bool = False
+    """Whether ranks compute on the processor, and share the machine's memory."""
 
     @classmethod
-    def from_config(cls, config: StarPOConfig, num_ranks: int, *, sharing: float = 1.0) -> Setting:
-        """Read the settings of a run on `num_ranks` GPUs. Raises ValueError if the layout does not
-        fit them.
+    def from_config(
+        cls, config: StarPOConfig, num_ranks: int, *, sharing: float = 1.0, on_host: bool = False
+    ) -> Setting:
+        """Read the settings of a run on `num_ranks` devices. Raises ValueError if the layout does
+        not fit them.
         """
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
         num_engines = rollout.num_engines(num_ranks, num_ranks)
         return cls(
-            parallel=config.parallel,
+            parallel=replace(config.parallel, recompute=config.parallel.recomputation),
             num_ranks=num_ranks,
-            max_tokens=max(config.train.max_tokens_per_microbatch, rollout.max_context_length),
+            max_tokens=max(config.train.microbatch_tokens, rollout.max_context_length),
             has_critic=config.advantage.uses_critic,
             has_reference=config.needs_reference,
             engine=rollout.rollout_engine,
@@ -86,6 +98,7 @@ class Setting:
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,
+            on_host=on_host,
         )
 
     @property
@@ -189,22 +202,24 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     tp = layout.tensor_model_parallel_size
     sp = tp if layout.sequence_parallel else 1
     queries, keys = shape.q_size // tp, shape.kv_size // tp
+    spare = not setting.on_host
     parts = {
-        # twice: the input in float32, the normalised input, its product with the weight, the
-        # inverse root mean square
-        "norms": 2 * (shape.hidden_size * (FP32 + 2 * item) + FP32) // sp,
+        # twice: the input, the output, the inverse root mean square
+        "norms": 2 * (shape.hidden_size * (2 * item + spare * FP32) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
-        "projection": queries * item,
+        "projection": spare * queries * item,  # compiled attention writes it as it is read
         # gate and up, silu(gate), a copy of up, their product
         "mlp": 5 * shape.ffn_size // tp * item,
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if "qk_layernorm" in shape.family.overrides:
-        parts["query and key norms"] = (queries + keys) * (FP32 + item) + (
+        # the queries of several key heads are copied to stand side by side
+        copied = queries * (keys > shape.head_dim) * item
+        parts["query and key norms"] = ((queries + keys) * (FP32 + item) if spare else copied) + (
             shape.num_heads + shape.num_kv_heads
         ) // tp * FP32
     return parts
@@ -252,21 +267,27 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], tp), shape.hidden_size
     logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
+    if setting.on_host:  # smaller chunks, of which plain torch makes copies in float32
+        logits = min(tokens, TILE_ROWS) * shape.vocab_size * (item + 4 * FP32) // tp
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
     # float32 and as it is returned
-    return max(layer, logits + 3 * tokens * hidden * item + head * (FP32 + item))
+    loss = logits + 3 * tokens * hidden * item
+    # A tied gradient of the head waits for that of the embedding; the allocator of a processor
+    # returns memory late.
+    of_head = head * (FP32 + item)
+    return max(layer, loss) + of_head if setting.on_host else max(layer, loss + of_head)
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """Count the bytes of (weights, key-value cache) of the engine on a GPU of its group; none for
-    the embedded engine, which uses the CPU.
+    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none on
+    a GPU for the embedded engine, which uses the CPU.
     """
-    if setting.engine == "embedded":
+    is_embedded = setting.engine == "embedded"
+    if is_embedded and not setting.on_host:
         return 0, 0
-    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
-        setting.itemsize, setting.engine_tp
-    )
+    item = FP32 if is_embedded else setting.itemsize
+    weights = shape.engine_weights(item, setting.engine_tp, fp8=setting.engine_fp8)
+    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(item, setting.engine_tp)
 
 
 def stage_phases(
@@ -281,9 +302,14 @@ def stage_phases(
     in_fp8 = {}
     if layout.fp8 != "none":  # Transformer Engine keeps each linear weight as it is and transposed
         in_fp8["FP8 weights"] = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
-    contexts = CUDA_CONTEXT * (2 if weights else 1)
-    base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
-    base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    if setting.on_host:
+        base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
+        base["checkpoint and host copies"] = host_copies(shape, setting, stage)
+    else:
+        contexts = CUDA_CONTEXT * (2 if weights else 1)
+        base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
+        base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    lost = HOST_FRAGMENTATION if setting.on_host else FRAGMENTATION
     for name in trains:
         present = [name] if offload == "turns" else trains
         saved = activations(shape, setting, stage)
@@ -297,7 +323,7 @@ def stage_phases(
         passes = {
             "activations": saved,
             "workspace": passing,
-            "fragmentation": int(FRAGMENTATION * (saved + passing)),
+            "fragmentation": int(lost * (saved + passing)),
         }
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
@@ -306,7 +332,11 @@ def stage_phases(
     else:
         stays, sending = {}, {"actor parameters": trains["actor"].parameters}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
-    if weights:
+    if weights and setting.engine == "embedded":
+        # received as they are, then joined and transposed
+        yield "sync", base | stays | {"engine weights": 2 * weights}
+        yield "rollout", base | stays | {"engine weights": weights, "key-value cache": kv}
+    elif weights:
         engine = {"engine weights": weights, "engine workspace": ENGINE_WORKSPACE}
         yield "sync", base | stays | sending | engine | {"buffers": largest + SYNC_BUCKET}
         yield "rollout", base | stays | engine | {"key-value cache": kv}
@@ -327,46 +357,104 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of host memory of the rank that needs most: offloaded tensors, the reference
-    policy, the engine's weights if a copy is kept, and a checkpoint on its way to the disk, which
-    one data-parallel rank writes for all. An export goes tensor by tensor.
+    """Count the bytes of host memory of the rank that needs most, whose device is a GPU: its copies
+    and the engine's weights if a copy is kept. An export goes tensor by tensor.
     """
-    layout = setting.parallel
+    stages = {0, setting.parallel.pipeline_model_parallel_size - 1}
+    copies = max(host_copies(shape, setting, stage) for stage in stages)
+    return copies + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+
+
+def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Count the bytes of what a rank of a pipeline stage copies to host memory: offloaded tensors,
+    the reference policy, and a checkpoint on its way to the disk, which one data-parallel rank
+    writes for all. Where ranks share that memory, each has an equal part of the checkpoint.
+    """
+    layout, total = setting.parallel, 0
     whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))
-    totals = []
-    for stage in {0, layout.pipeline_model_parallel_size - 1}:
-        total = 0
-        for is_critic in (False, *([True] * setting.has_critic)):
-            state = state_of(shape, setting, stage, is_critic=is_critic)
-            staged = state_of(shape, whole, stage, is_critic=is_critic)
-            total += staged.parameters + staged.optimizer
-            if setting.has_reference and not is_critic:
-                # the actor's own wait here too while the reference computes
-                total += state.parameters * (2 if layout.offload == "none" else 1)
-            if layout.offload != "none":
-                total += state.parameters + state.optimizer
-        totals.append(total)
-    return max(totals) + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+    for is_critic in (False, *([True] * setting.has_critic)):
+        state = state_of(shape, setting, stage, is_critic=is_critic)
+        staged = state_of(shape, whole, stage, is_critic=is_critic)
+        total += (staged.parameters + staged.optimizer) // (setting.dp if setting.on_host else 1)
+        if setting.has_reference and not is_critic:
+            # the actor's own wait here too while the reference computes
+            total += state.parameters * (2 if layout.offload == "none" else 1)
+        if layout.offload != "none":
+            total += state.parameters + state.optimizer
+    return total
 
 
-def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> None:
-    """Raise ValueError, with remedies, unless every phase fits into `device_bytes`."""
+def fit(
+    config: StarPOConfig, shape: ModelShape, num_ranks: int, device_bytes: int, *, on_host: bool
+) -> tuple[StarPOConfig, list[str]]:
+    """Return `config` with the microbatch and the recomputation that fit into the `device_bytes` of
+    a rank, where no flag decides them, and lines about it. Raises ValueError, with remedies, unless
+    every phase fits.
+
+    The largest microbatch that fits is chosen, down to one whole context, and recomputation only
+    where none fits without.
+    """
+    setting = Setting.from_config(config, num_ranks, on_host=on_host)
+    given, mode = config.train.max_tokens_per_microbatch, config.parallel.recompute
+    sizes, least = [setting.max_tokens], config.rollout.max_context_length
+    while given is None and sizes[-1] > least:
+        sizes.append(max(least, sizes[-1] // 2))
+    for recompute, tokens in itertools.product(RECOMPUTE if mode is None else (mode,), sizes):
+        layout = replace(config.parallel, recompute=recompute)
+        setting = replace(setting, parallel=layout, max_tokens=tokens)
+        peak = max(sum(terms.values()) for terms in training(shape, setting).values())
+        if peak <= FILL * device_bytes:
+            break
+    lines = check_fits(shape, setting, device_bytes)
+    config = replace(config, parallel=layout)
+    if given is None:
+        train = replace(config.train, max_tokens_per_microbatch=tokens)
+        config = replace(config, train=train)
+    if tokens < sizes[0] or layout.recomputation != (mode or "none"):
+        lines.insert(
+            0,
+            f"memory: {tokens} positions a microbatch, recomputation {recompute}: the plan needs"
+            f" {peak / GIB:.1f} of {device_bytes / GIB:.1f} GiB a rank",
+        )
+    return config, lines
+
+
+def training(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
+    """Return the phases of `plan` in which a model is trained."""
+    phases = plan(shape, setting).items()
+    return {phase: terms for phase, terms in phases if phase.startswith("train")}
+
+
+def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[str]:
+    """Raise ValueError, with remedies, unless every phase fits into `device_bytes`. A cache of the
+    embedded engine that would not fit if all contexts filled up is only told, in the lines that
+    are returned, since its pages are taken as they are written.
+    """
+    lines = []
     for phase, terms in plan(shape, setting).items():
-        if (total := sum(terms.values())) > device_bytes:
-            largest = [
-                f"{name} {size / GIB:.1f}"
-                for name, size in sorted(terms.items(), key=lambda term: -term[1])[:4]
-            ]
-            raise ValueError(
-                f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
-                f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
-            )
+        if (total := sum(terms.values())) <= device_bytes:
+            continue
+        largest = [
+            f"{name} {size / GIB:.1f}"
+            for name, size in sorted(terms.items(), key=lambda term: -term[1])[:4]
+        ]
+        line = (
+            f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
+            f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
+        )
+        if setting.engine == "embedded" and phase == "rollout":
+            lines.append(f"memory: with all contexts full {line}")
+        else:
+            raise ValueError(line)
+    return lines
 
 
 def remedies(setting: Setting, phase: str) -> list[str]:
     """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel
     if not phase.startswith("train"):
+        if setting.engine == "embedded":
+            return ["lower --max-context-length or --num-groups", "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
         return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
@@ -376,7 +464,10 @@ def remedies(setting: Setting, phase: str) -> list[str]:
         "set --recompute full": layout.recompute != "full",
         "add --sequence-parallel": not shards_sequence,
         "lower --max-tokens-per-microbatch": True,
-        "set --offload turns": setting.has_critic and layout.offload != "turns",
+        "set --offload turns": setting.has_critic
+        and layout.offload != "turns"
+        and not setting.on_host,
+        "start fewer ranks on this machine": setting.on_host and setting.num_ranks > 1,
         "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
     }
     return [remedy for remedy, helps in advice.items() if helps]

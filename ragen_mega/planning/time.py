@@ -616,7 +616,7 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
         sequence_parallel=layout.sequence_parallel,
         shards_optimizer=layout.use_distributed_optimizer,
         fp8=layout.fp8 != "none",
-        recompute=layout.recompute,
+        recompute=layout.recomputation,
         itemsize=setting.itemsize,
     )
 

@@ -32,7 +32,7 @@ from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.planning.memory import Setting, check_fits
+from ragen_mega.planning.memory import fit
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import describe_start, known_config
@@ -42,7 +42,7 @@ from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
-from ragen_mega.run.placement import ACTOR, CRITIC, Colocated
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
@@ -91,7 +91,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
         )
         for name in names
     }
-    check_model_and_engine(config)
+    config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
         name: reference_players(config.environment, name, prompts[name]) for name in names
@@ -359,8 +359,10 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
     )
 
 
-def check_model_and_engine(config: StarPOConfig) -> None:
-    """Raise ValueError where trainer or engine could not take this model on this machine."""
+def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
+    """Return `config` with the microbatch that fits into the memory of a rank. Raises ValueError
+    where trainer or engine could not take this model on this machine.
+    """
     if config.model.load is None:
         hf = small_model(config.model, vocab_size=512)
     else:
@@ -368,11 +370,21 @@ def check_model_and_engine(config: StarPOConfig) -> None:
     check_model(hf, config.parallel)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
-    if torch.cuda.is_available():
-        setting = Setting.from_config(config, distributed.world_size())
-        check_fits(ModelShape.of(hf), setting, torch.cuda.mem_get_info()[1])
     if config.model.load is not None:
         check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
+    return fit_memory(config, ModelShape.of(hf))
+
+
+def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
+    """Choose the microbatch and the recomputation that fit into the memory of a rank, where no flag
+    does, and say so in a line. Raises ValueError where the plan does not fit. Collective.
+    """
+    on_host, num_ranks = not torch.cuda.is_available(), distributed.world_size()
+    room = min(distributed.gather_objects(device_capacity()))
+    config, lines = fit(config, shape, num_ranks, room, on_host=on_host)
+    for line in lines if distributed.is_main() else ():
+        print(line, flush=True)
+    return config
 
 
 def check_loaded(

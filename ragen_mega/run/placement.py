@@ -11,9 +11,11 @@ If an engine loses its weights in the middle of a rollout, SYNC and ROLLOUT are 
 placement `separate` (`separate.py`) ranks that train play evaluations only, in the same phases.
 """
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -213,3 +215,34 @@ def device_memory() -> dict[str, int]:
         "peak": peak,
         "free": free,
     }
+
+
+def device_capacity() -> int:
+    """Return the bytes of this rank's device; on a CPU an equal part of the machine's memory, or of
+    what the control groups of this process allow, for each rank on it.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    return host_memory() // ranks
+
+
+def host_memory(system: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the least that its
+    control groups (v1 or v2) or those above them allow. A file without a number sets no limit.
+    """
+    limits = [psutil.virtual_memory().total]
+    listed = system / "proc/self/cgroup"
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = system / "sys/fs/cgroup" / controllers
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        place = root / group.lstrip("/")
+        for folder in (place, *place.parents):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int((folder / name).read_text()))
+            if folder == root:
+                break
+    return min(limits)

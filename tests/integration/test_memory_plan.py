@@ -5,7 +5,6 @@ after a forward pass.
 import itertools
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import Part, microbatch, pack
 from ragen_mega.data.types import Trajectory
-from ragen_mega.megatron import layers
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
@@ -63,6 +61,7 @@ def setting(parallel: ParallelConfig, num_ranks: int = 1, max_tokens: int = 0) -
         has_reference=False,
         engine="embedded",
         kv_cache_tokens=0,
+        on_host=True,
     )
 
 
@@ -111,11 +110,8 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     and its positions.
     """
     groups = initialize(parallel)
-    # as on a GPU: attention that is compiled for a CPU keeps less
-    with patch.dict(layers.ATTENTION, compiled=layers.PackedAttention):
-        model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    # so long that each is a call of attention by itself, as all are on a GPU
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:
         one.loss_mask, one.rollout_logprobs = [False] * 300, [0.0] * 300

@@ -63,3 +63,14 @@ def test_attention_to_keys_that_all_point_away() -> None:
         assert_close(
             found.grad, expected.grad.float(), rtol=0, atol=1e-3 * expected.grad.abs().max()
         )
+
+
+def test_attention_in_bfloat16_rounds_its_result_once() -> None:
+    query, key, value = (drawn(60, heads, 16).bfloat16() for heads in (6, 2, 3))
+    key, value = key[:, :2], value[:, :2]
+    forest = Forest.of([30, 30], [0, 0])
+    found, expected = (
+        forest_attention(*(x.to(dtype) for x in (query, key, value)), forest, 0.25).double()
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert ((found - expected).abs() <= 2.0**-8 * (expected.abs() + 1e-3)).all()

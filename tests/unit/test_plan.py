@@ -14,7 +14,6 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import answer as tool
 from ragen_mega.planning.layouts import (
     DEFAULT,
-    FILL,
     MARGIN,
     best,
     fits,
@@ -22,16 +21,19 @@ from ragen_mega.planning.layouts import (
     ranked,
 )
 from ragen_mega.planning.memory import (
+    FILL,
     GIB,
     Setting,
     check_fits,
     engine_bytes,
+    fit,
     host_bytes,
     plan,
     state_of,
 )
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import default_play, step_seconds
+from ragen_mega.run.placement import host_memory
 from tests.support.plan_command import run_plan
 
 RECIPES = sorted(path.stem for path in FOLDER.glob("qwen*.flags"))
@@ -342,3 +344,51 @@ def test_a_checkpoint_on_its_way_to_the_disk_is_in_host_memory(offload: str, cop
     setting = Setting.from_config(parse(flags), 1)
     expected = copies * (2 + 3 * 4) * shape.num_parameters
     assert host_bytes(shape, setting) == pytest.approx(expected, rel=1e-3)
+
+
+SMOLLM2 = ModelShape.from_config(
+    {
+        "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+        "vocab_size": 49152, "tie_word_embeddings": True,
+    }
+)  # fmt: skip
+
+
+def test_a_microbatch_is_chosen_that_fits_into_the_machine() -> None:
+    """Of 20 GiB two ranks with 16384 positions each would need more."""
+    config = parse(["--advantage-estimator", "grpo", "--bf16"])
+    fitted, lines = fit(config, SMOLLM2, 2, 10 * GIB, on_host=True)
+    assert fitted.train.max_tokens_per_microbatch == 4096
+    assert fitted.parallel.recompute == "none"
+    assert lines[0].startswith("memory: 4096 positions a microbatch, recomputation none")
+    roomy, _ = fit(config, SMOLLM2, 2, 100 * GIB, on_host=True)
+    assert roomy.train.max_tokens_per_microbatch == 16384
+    tight, _ = fit(config, SMOLLM2, 2, 5 * GIB, on_host=True)
+    assert tight.parallel.recompute == "full"
+    assert tight.train.max_tokens_per_microbatch >= config.rollout.max_context_length
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens-per-microbatch 16384 --recompute none", "--bf16"])
+def test_a_flag_that_does_not_fit_is_refused_with_the_numbers(flag: str) -> None:
+    config = parse(["--advantage-estimator", "grpo", *flag.split()])
+    with pytest.raises(ValueError, match=r"needs .* GiB of 3\.0 GiB in phase train actor.*fewer"):
+        fit(config, SMOLLM2, 2, 3 * GIB, on_host=True)
+
+
+@pytest.mark.parametrize(
+    ("listed", "file"),
+    [
+        ("0::/job/step\n", "sys/fs/cgroup/job/memory.max"),
+        ("4:cpu,memory:/job\n0::/\n", "sys/fs/cgroup/cpu,memory/memory.limit_in_bytes"),
+    ],
+)
+def test_memory_is_what_the_control_groups_allow(tmp_path: Path, listed: str, file: str) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(listed)
+    whole = host_memory(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("max\n")
+    assert host_memory(tmp_path) == whole
+    (tmp_path / file).write_text(f"{2**28}\n")
+    assert host_memory(tmp_path) == 2**28

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from ragen_mega.config.sections.section import Count, Natural, OnlyWith, Positive, Section
 
 OffloadMode = Literal["none", "rollout", "turns"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,10 @@ class ParallelConfig(Section):
     """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: the feed-forward part of each layer, which holds
-    most of them, or whole layers. (Attention is fused and never keeps its scores.)
+    recompute: Recompute | None = None
+    """Recompute activations in the backward pass: none, the feed-forward part of each layer, which
+    holds most of them, or whole layers (default: none, or what the memory of a rank demands).
+    Attention is fused and never keeps its scores.
     """
     bf16: bool = False
     """Parameters and activations in bfloat16; their originals, gradient sums and Adam's moments in
@@ -87,6 +89,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
             )
+
+    @property
+    def recomputation(self) -> Recompute:
+        """Return what is recomputed where the memory does not decide."""
+        return self.recompute or "none"
 
     @property
     def recipe(self) -> str:

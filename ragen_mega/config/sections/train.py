@@ -13,6 +13,9 @@ from ragen_mega.config.sections.section import (
     Section,
 )
 
+MOST_TOKENS = 16384
+"""Positions of a microbatch, unless a flag says otherwise or the memory is too small."""
+
 
 @dataclass(frozen=True)
 class TrainConfig(Section):
@@ -27,8 +30,10 @@ class TrainConfig(Section):
     """
     updates_per_rollout: Count = 1
     """Passes over the kept trajectories of a rollout (Online-k)."""
-    max_tokens_per_microbatch: Count = 16384
-    """Token positions that one forward pass computes, at most."""
+    max_tokens_per_microbatch: Count | None = None
+    """Token positions that one forward pass computes, at most (default: 16384, or the half, quarter
+    and so on that fits into the memory of a rank).
+    """
     shared_prefixes: Literal["auto", "on", "off"] = "auto"
     """Compute once what trajectories of a microbatch share from their beginning: `on` wherever
     any do, `auto` where it saves at least 3% of the positions, and never with --fp8, which rounds
@@ -71,6 +76,11 @@ class TrainConfig(Section):
     """
     seed: Natural = 0
     """Seed of initial states, outcomes, sampling and minibatches."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Return the positions of a microbatch where the memory does not decide."""
+        return self.max_tokens_per_microbatch or MOST_TOKENS
 
     def schedule(self, step: int) -> float:
         """Return the share of both learning rates with which a step is trained."""

@@ -53,8 +53,15 @@ def forest_attention(
 
 
 def _arrays(*tensors: Tensor) -> list[Reals]:
-    """Share the memory of the tensors, whose storage can no longer be resized."""
-    return [tensor.detach().contiguous().numpy() for tensor in tensors]
+    """Share the memory of the tensors, whose storage can no longer be resized, or copy those in
+    bfloat16 to float32.
+    """
+    return [tensor.detach().to(_real(tensor)).contiguous().numpy() for tensor in tensors]
+
+
+def _real(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is computed."""
+    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
 class _ForestAttention(Function):
@@ -67,21 +74,23 @@ class _ForestAttention(Function):
         chains: tuple[Integers, Integers],
         scale: float,
     ) -> Tensor:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        logs = query.new_empty(query.shape[:2])
-        scale = query.new_tensor(scale).numpy()[()]
+        output = query.new_empty(query.shape, dtype=_real(query))
+        logs = output.new_empty(query.shape[:2])
+        scale = output.new_tensor(scale).numpy()[()]
         arrays = _arrays(query, key, value, output, logs)
         in_parts(attend_forest, key.shape[1], *chains, scale, *arrays)
+        output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, logs)
         ctx.chains, ctx.scale = chains, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [torch.zeros(x.shape, dtype=x.dtype) for x in ctx.saved_tensors[:3]]
+        inputs = ctx.saved_tensors[:3]
+        gradients = [torch.zeros(x.shape, dtype=_real(x)) for x in inputs]
         arrays = _arrays(*ctx.saved_tensors, d_output, *gradients)
         in_parts(attend_forest_backward, arrays[1].shape[1], *ctx.chains, ctx.scale, *arrays)
-        return *gradients, None, None
+        return *(x.to(y.dtype) for x, y in zip(gradients, inputs)), None, None
 
 
 _AT = types.intp
