@@ -167,18 +167,17 @@ def _weights(path: Path, reader: GGUFReader, hf: PretrainedConfig) -> Iterator[t
     (kind,) = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == hf.model_type]
     names = gguf.get_tensor_name_map(kind, shape.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    stored = {}
-    for name in expected_tensors(shape):
+    found = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
+    stored, wanted = {}, {}
+    for name, size in expected_tensors(shape).items():
         stem, _, suffix = name.rpartition(".")
         stored[name] = f"{names.get_name(stem)}.{suffix}"
-    for which, found in (
-        ("lacks", stored.values() - tensors.keys()),
-        ("must not hold", tensors.keys() - stored.values()),
-    ):
-        if found:
+        wanted[stored[name]] = size
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
             raise ValueError(
-                f"{path} {which} {min(found)} as a {hf.model_type} of {shape.num_layers} layers;"
-                " give another model"
+                f"{key} of {path} must be {wanted.get(key, 'absent')} in a {hf.model_type} of"
+                f" {shape.num_layers} layers, not {found.get(key, 'absent')}; give another model"
             )
     for name, key in stored.items():
         tensor = tensors[key]
