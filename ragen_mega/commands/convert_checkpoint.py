@@ -8,10 +8,10 @@ and without a GPU.
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a GGUF file, a run (its newest valid checkpoint), one checkpoint
-of a run, or a directory that this tool wrote in megatron format; the tool detects and reports which. The tool
-takes the actor of a run, in the type of its parameters. Values are copied bit by bit unless --dtype
-asks for another type; config.json then names that type. Tokenizer, chat template and generation
-config are carried along.
+of a run, or a directory that this tool wrote in megatron format; the tool detects and reports
+which. The tool takes the actor of a run, in the type of its parameters. Values are copied bit by
+bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
+and generation config are carried along.
 
 `huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
 with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
@@ -90,7 +90,8 @@ def open_source(path: Path, say: Say) -> Source:
         path = dequantised(file)
     if not path.is_dir():
         raise ValueError(
-            f"--from {path} is neither a directory nor a GGUF file; give a Hugging Face directory, a run or a checkpoint"
+            f"--from {path} is neither a directory nor a GGUF file; give a model, a run or a"
+            " checkpoint"
         )
     if (path / MANIFEST).exists() and (path / STATE).exists():
         try:

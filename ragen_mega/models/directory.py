@@ -113,12 +113,16 @@ def _read_config(flag: str, path: Path) -> dict:
         values = json.loads((path / "config.json").read_text())
         model_type = values.get("model_type")
     except FileNotFoundError:
-        what = (
-            f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
-            f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
-            if (path / "state.json").exists()
-            else "holds no config.json; give the directory of a Hugging Face model"
-        )
+        what = "holds no config.json; give the directory of a Hugging Face model"
+        if (path / "state.json").exists():
+            what = (
+                f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
+                f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
+            )
+        elif snapshots := sorted(path.glob("snapshots/*/config.json")):
+            what = (
+                f"is the hub's cache of a model; give {snapshots[-1].parent}, one of its versions"
+            )
         raise ValueError(f"{flag} {path} {what}") from None
     except (ValueError, AttributeError) as error:
         raise ValueError(

@@ -134,6 +134,7 @@ def test_texts_get_the_tokens_of_the_tokenizer(split: str, tmp_path: Path, token
     assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
+UP = "blk.1.ffn_up.weight"
 ROWS = np.ones((64, 64), np.float32)
 BAD = {
     "architecture": ({"architecture": "gemma2"}, "general.architecture"),
