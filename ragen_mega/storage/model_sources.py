@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, a GGUF file or the hub of Hugging Face."""
+"""Sources of a model: a directory, a GGUF file, the hub of Hugging Face."""
 
 from pathlib import Path
 

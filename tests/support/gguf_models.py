@@ -21,6 +21,7 @@ TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = [
     "system user assistant The dragon pays 10 coins, the phoenix 2024 in 12 of 345 games.",
+    "1  2   3  4   5 in columns",
     "  x = 7\n\n\ty = 89 + 1234567;  it's  don't we'LL \r\n caf\u00e9 \u6f22\u5b57 \U0001f409",
 ]
 
@@ -54,7 +55,6 @@ def byte_level_tokenizer(split: pre_tokenizers.PreTokenizer) -> PreTrainedTokeni
     backend.train_from_iterator(TEXTS * 9, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=SPECIAL[1],
         eos_token=SPECIAL[2],
         pad_token=SPECIAL[2],
         chat_template=TEMPLATE,
@@ -137,14 +137,15 @@ def _write_tokenizer(
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     padding = [f"[PAD{index}]" for index in range(len(tokens), size)]
-    types = [3 if token in SPECIAL else 1 for token in tokens] + [5] * len(padding)
+    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * len(padding)
+    for index, token in tokenizer.added_tokens_decoder.items():
+        types[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*tokens, *padding])
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
     if template:
         writer.add_chat_template(template)

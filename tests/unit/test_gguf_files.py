@@ -50,8 +50,8 @@ MODELS = {
     "qwen3": ("qwen3", "qwen2", {"tie_word_embeddings": False, "head_dim": 48}),
 }
 """Name -> architecture, split of its tokenizer, entries of its configuration."""
-ERROR = {"F16": 1e-3, "BF16": 1e-2, "Q8_0": 1e-2, "Q4_1": 0.1}
-"""Type -> largest rounding, in units of the largest number of a block."""
+ERROR = {"F16": 4e-3, "BF16": 4e-2, "Q8_0": 0.1, "Q4_1": 0.8}
+"""Type -> mean error that it makes in the logits, as a share of their size: twice as measured."""
 TOKENS = torch.tensor([[7, 1, 300, 42, 5, 9, 2, 6, 440, 8]])
 
 
@@ -84,11 +84,10 @@ def test_logits_are_those_of_the_model_that_was_written(
     assert str(directory) in capsys.readouterr().out.replace("\n", "")
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rounded = logits(loaded)
-    # the model itself: what was written, as far as its numbers are rounded
     exact = logits(model)
-    assert float((rounded - exact).abs().mean()) < 6 * ERROR[kind] * float(exact.abs().mean())
+    assert float((rounded - exact).abs().mean() / exact.abs().mean()) < ERROR[kind]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.parameters():  # that model with the numbers that are in the file
             if parameter.dim() == 2:
                 type_ = GGMLQuantizationType[kind]
                 stored = gguf.dequantize(gguf.quantize(parameter.numpy(), type_), type_)
