@@ -15,12 +15,14 @@ from typing import Any
 import gguf
 import torch
 from gguf import GGUFReader
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.data.launcher import cache_folder
 from ragen_mega.models.directory import content_digest
+from ragen_mega.models.huggingface import brief
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.report.console import Console
@@ -44,11 +46,13 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _SPLITS = {
-    "gpt-2": [],
-    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-    "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3), "isolated")],
-    "qwen2": [pre_tokenizers.Split(Regex(_LLAMA3.replace("{1,3}", "")), "isolated")],
+    "gpt-2": [_WORDS],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), _WORDS],
+    "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _BYTES],
+    "qwen2": [pre_tokenizers.Split(Regex(_LLAMA3.replace("{1,3}", "")), "isolated"), _BYTES],
 }
 """`tokenizer.ggml.pre` -> how a text is split before its bytes are merged, as in the tokenizer.json
 of the models of this name.
@@ -125,36 +129,38 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
         raise ValueError(
             f"{path} is one of several parts of a model; join them by llama-gguf-split --merge"
         )
-    values = {entry: _field(reader, f"{architecture}.{key}") for entry, key in _ENTRIES.items()}
     shapes = {tensor.name: tensor.shape.tolist()[::-1] for tensor in reader.tensors}
-    embedding = shapes.get("token_embd.weight", [None])
-    is_number = {entry: type(value) in (int, float) for entry, value in values.items()}
-    if not all(is_number.values()) or None in embedding:
-        lacking = [_ENTRIES[entry] for entry, is_there in is_number.items() if not is_there]
-        raise ValueError(
-            f"{path} states no {lacking[0] if lacking else 'embedding'} of a {architecture} model;"
-            " is the file complete?"
-        )
-    scaling = _field(reader, f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in shapes:
-        raise ValueError(
-            f"the positions in {path} are scaled (rope.scaling.type {scaling}"
-            f"{', rope_freqs.weight' * ('rope_freqs.weight' in shapes)}), which is not supported;"
-            " give a model without scaled positions, e.g. no Llama 3.1 or later"
-        )
+    values = {entry: _field(reader, f"{architecture}.{key}") for entry, key in _ENTRIES.items()}
+    values["vocab_size"] = shapes.get("token_embd.weight", [None])[0]
+    for entry, value in values.items():
+        if not (type(value) in (int, float) and value > 0):
+            raise ValueError(
+                f"{path} must state the {entry} of a {architecture} model, not {value!r:.60}; is"
+                " the file complete?"
+            )
     whole = values["hidden_size"] // values["num_attention_heads"]
-    rotated = _field(reader, f"{architecture}.rope.dimension_count", whole)
-    hf = AutoConfig.for_model(
-        architecture,
-        **values,
-        head_dim=_field(reader, f"{architecture}.attention.key_length", rotated),
-        vocab_size=embedding[0],
-        tie_word_embeddings="output.weight" not in shapes,
-        **{
-            f"{token}_token_id": _field(reader, f"tokenizer.ggml.{name}_token_id")
-            for token, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        },
-    )
+    rotated = _field(reader, f"{architecture}.rope.dimension_count")
+    head_dim = _field(reader, f"{architecture}.attention.key_length", rotated or whole)
+    scaling = _field(reader, f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in shapes or rotated not in (None, head_dim):
+        raise ValueError(
+            f"{path} must give RoPE without scaling for all channels of a head, not for {rotated}"
+            f" of {head_dim} with rope.scaling.type {scaling}"
+            f" and {'a' if 'rope_freqs.weight' in shapes else 'no'} rope_freqs.weight; give another"
+            " model, e.g. no Llama 3.1 or later"
+        )
+    try:
+        hf = AutoConfig.for_model(
+            architecture,
+            **values,
+            head_dim=head_dim,
+            tie_word_embeddings="output.weight" not in shapes,
+            bos_token_id=_field(reader, "tokenizer.ggml.bos_token_id"),
+            eos_token_id=_field(reader, "tokenizer.ggml.eos_token_id"),
+            pad_token_id=_field(reader, "tokenizer.ggml.padding_token_id"),
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"the sizes in {path} contradict each other: {brief(error)}") from None
     check_config(hf)
     return hf
 
@@ -192,7 +198,7 @@ def _weights(path: Path, reader: GGUFReader, hf: PretrainedConfig) -> Iterator[t
             weight = _rotary_halves(weight, shape.num_heads)
         elif hf.model_type == "llama" and ".self_attn.k_proj." in name:
             weight = _rotary_halves(weight, shape.num_kv_heads)
-        yield name, weight.float()
+        yield name, weight
 
 
 def _rotary_halves(weight: Tensor, num_heads: int) -> Tensor:
@@ -216,12 +222,9 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
-        raise ValueError(f"cannot read a tokenizer from {path}: {error}") from None
+        raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
     if kind == "gpt2":
-        merged = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=split in ("gpt-2", "smollm")
-        )
         backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*_SPLITS[split], merged])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
         backend.normalizer = normalizers.NFC() if split == "qwen2" else None
     return tokenizer

@@ -83,15 +83,15 @@ def write_gguf(
     writer.add_embedding_length(hf.hidden_size)
     writer.add_block_count(hf.num_hidden_layers)
     writer.add_feed_forward_length(hf.intermediate_size)
-    writer.add_head_count(hf.num_attention_heads)
     writer.add_head_count_kv(hf.num_key_value_heads)
     writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
     writer.add_rope_freq_base(hf.rope_parameters["rope_theta"])
+    sizes = {f"{hf.model_type}.attention.head_count": hf.num_attention_heads}
     if head_dim := getattr(hf, "head_dim", None):
-        writer.add_rope_dimension_count(head_dim)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    for name, value in (keys or {}).items():
+        sizes |= {f"{hf.model_type}.attention.{x}_length": head_dim for x in ("key", "value")}
+        if hf.model_type == "llama":
+            sizes["llama.rope.dimension_count"] = head_dim
+    for name, value in (sizes | (keys or {})).items():
         writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
     _write_tokenizer(writer, tokenizer, pre, template, hf.vocab_size)
     for name, weight in _stored(model):
