@@ -34,6 +34,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
+from ragen_mega.config.recorded import beside
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_writer import MegatronWriter
 from ragen_mega.models.directory import find_gguf
@@ -91,7 +92,7 @@ def open_source(path: Path, say: Say) -> Source:
     if not path.is_dir():
         raise ValueError(
             f"--from {path} is neither a directory nor a GGUF file; give a model, a run or a"
-            " checkpoint"
+            f" checkpoint{beside(path)}"
         )
     if (path / MANIFEST).exists() and (path / STATE).exists():
         try:

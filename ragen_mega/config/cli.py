@@ -9,17 +9,15 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ragen_mega.config.flags import all_flags, help_text, read_settings
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.config.sections.environment import EnvironmentConfig, json_object, parse_shares
+from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.data.registry import did_you_mean
-from ragen_mega.environments.pool import briefly
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.registry import declares
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
@@ -47,13 +45,15 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 
 def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
     """Replace `--tasks FILE [--score my_module:score]` in `argv` by the environment that it stands
-    for. Raises ValueError for another environment beside it.
+    for. Raises ValueError for another environment beside it, and for a score alone.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--tasks", "--score"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
     if found.tasks is None:
+        if found.score is not None:
+            raise ValueError("--score does nothing without --tasks FILE; add it, or drop --score")
         return [*argv]
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
     if others or not found.tasks:
@@ -136,7 +136,7 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
     """Put flags of a recipe or a run before `rest`, less those that mean nothing beside it."""
     flags, played = _of_choices(flags, rest), _value("--environments", rest)
     if played is not None:
-        flags = _of_played(_less_declared(flags, rest, played), played)
+        flags = _of_played(_less_declared(flags, played), played)
     return [*flags, *rest]
 
 
@@ -149,21 +149,20 @@ def _value(flag: str, words: Sequence[str]) -> str | None:
 
 def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     """Return the recipe that `--recipe NAME` names and the other words. Without it the recipe is
-    `default`, unless that is DEFAULT_RECIPE and `argv` names other environments than it is about:
-    then it is the recipe of the environment's own name; else OWN_RECIPE, whose limits follow from
-    scripted play, or none for a model that is loaded, which the learning rates of small models do
-    not fit.
+    `default`. DEFAULT_RECIPE gives way to none where `argv` loads a model, which the learning rates
+    of small models do not fit, and where `argv` names environments that it is not about: to the
+    recipe of the environment's own name, else to OWN_RECIPE, whose limits follow from scripted
+    play.
     """
     name, rest = split_recipe(argv, _UNNAMED)
-    played = _value("--environments", rest)
-    if name != _UNNAMED or default != DEFAULT_RECIPE or not played:
+    if name != _UNNAMED or default != DEFAULT_RECIPE:
         return default if name == _UNNAMED else name, rest
-    played = parse_shares(played).keys()
-    about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
-    if played <= parse_shares(about).keys():
-        return default, rest
     if _value("--load", rest):
         return "none", rest
+    about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
+    played = parse_shares(_value("--environments", rest) or about).keys()
+    if played <= parse_shares(about).keys():
+        return default, rest
     (first, *others) = played
     return first if not others and first in recipe_names() else OWN_RECIPE, rest
 
@@ -210,27 +209,19 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
     return kept
 
 
-def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[str]:
+def _less_declared(flags: list[str], played: str) -> list[str]:
     """Drop the limits of an episode that a played environment declares from the flags of a recipe
     that is not about this environment: they were chosen for another one.
     """
     about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
-    limits = [group for group in _LIMITS if {flag_of(name) for name in group} & {*flags}]
+    others = parse_shares(played).keys() - about.keys()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in parse_shares(played).keys() - about.keys() if limits else ():
-        # what cannot be built is said where all settings are known
-        with contextlib.suppress(ValueError):
-            given = _value("--environment-options", rest) or "{}"
-            build = partial(make, name, **json_object("environment_options", given).get(name, {}))
-            with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
-                own = [
-                    group
-                    for group in limits
-                    if any(getattr(environment, limit, None) is not None for limit in group)
-                ]
-            limits = [group for group in limits if group not in own]
-            for limit in itertools.chain(*own):
-                parser.add_argument(flag_of(limit), nargs="?")
+    with contextlib.suppress(ValueError):  # an unknown name is refused where environments are built
+        for group in _LIMITS:
+            is_given = not {flag_of(limit) for limit in group}.isdisjoint(flags)
+            if is_given and any(declares(name, limit) for name in others for limit in group):
+                for limit in group:
+                    parser.add_argument(flag_of(limit), nargs="?")
     return parser.parse_known_args(flags)[1]
 
 
