@@ -56,6 +56,7 @@ setup(
         "transformers>=5.0,<6",
         "tokenizers>=0.22,<0.24",
         "safetensors>=0.5",
+        "gguf>=0.17,<1",  # models in llama.cpp's format
         "numpy>=2.0,<2.4",
         "numba>=0.62,<0.69",  # the embedded engine, training on a CPU; brings llvmlite
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well

@@ -7,11 +7,11 @@ and without a GPU.
     ragen-mega convert --from Qwen2.5-7B-Instruct --to qwen-megatron \\
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
---from is a Hugging Face directory, a run (its newest valid checkpoint), one checkpoint of a run, or
-a directory that this tool wrote in megatron format; the tool detects and reports which. The tool
-takes the actor of a run, in the type of its parameters. Values are copied bit by bit unless --dtype
-asks for another type; config.json then names that type. Tokenizer, chat template and generation
-config are carried along.
+--from is a Hugging Face directory, a GGUF file, a run (its newest valid checkpoint), one checkpoint
+of a run, or a directory that this tool wrote in megatron format; the tool detects and reports
+which. The tool takes the actor of a run, in the type of its parameters. Values are copied bit by
+bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
+and generation config are carried along.
 
 `huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
 with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
@@ -25,8 +25,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +37,9 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.config.recorded import beside
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_writer import MegatronWriter
+from ragen_mega.models.directory import find_gguf
 from ragen_mega.models.families import find_family
-from ragen_mega.models.huggingface import load_config, local_directory
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.layout import model_slots
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.report.console import Console
@@ -50,7 +50,8 @@ from ragen_mega.storage.checkpoints import (
     find_latest,
     read_checkpoint,
 )
-from ragen_mega.storage.integrity import MANIFEST, sync
+from ragen_mega.storage.gguf_files import dequantised
+from ragen_mega.storage.integrity import MANIFEST, atomic_directory
 from ragen_mega.storage.model_readers import (
     HuggingFaceReader,
     MegatronReader,
@@ -58,6 +59,7 @@ from ragen_mega.storage.model_readers import (
     check_tensors,
     open_model,
 )
+from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -85,10 +87,12 @@ def open_source(path: Path, say: Say) -> Source:
     """Find out what `path` is. Raises ValueError if it cannot be converted or is
     damaged.
     """
+    if file := find_gguf(path):
+        path = dequantised(file)
     if not path.is_dir():
         raise ValueError(
-            f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint"
-            f"{beside(path)}"
+            f"--from {path} is neither a directory nor a GGUF file; give a model, a run or a"
+            f" checkpoint{beside(path)}"
         )
     if (path / MANIFEST).exists() and (path / STATE).exists():
         try:
@@ -150,35 +154,6 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
             " generation config"
         )
     return places[0]
-
-
-@contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that gets its name when the block succeeds, and is deleted if
-    it fails.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(
-            f"--to {target} exists already and stays untouched; delete it or give another name"
-        )
-    target = target.absolute()
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        unfinished.mkdir()
-    except FileExistsError:
-        raise ValueError(
-            f"{unfinished} exists: another conversion is at work or was killed; delete it if"
-            " none is"
-        ) from None
-    try:
-        yield unfinished
-        for path in [*unfinished.iterdir(), unfinished]:
-            sync(path)
-        unfinished.rename(target)
-        sync(target.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:

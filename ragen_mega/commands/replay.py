@@ -30,7 +30,7 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.models.huggingface import load_config, local_directory
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics, write_json
 from ragen_mega.report.provenance import read_settings
@@ -42,6 +42,7 @@ from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
+from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import train_step
 from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start

@@ -53,11 +53,16 @@ def keep_caches_at_home() -> None:
     """Have torch.compile keep its code under the user's home: its default, a folder of /tmp whose
     name is known beforehand, may be another user's.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "ragen_mega" / "torchinductor"
     with suppress(OSError):  # a home that cannot be written to
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor")))
+
+
+def cache_folder(name: str) -> Path:
+    """Return this program's folder of that name in the user's cache, made if it is not there."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "ragen_mega" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def open_many_files() -> None:

@@ -19,17 +19,35 @@ _LFS = b"version https://git-lfs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file that a path means: itself, or the only one in a directory without a
+    model in another format. Raises ValueError if such a directory holds several.
+    """
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or any((path / file).exists() for file in ("config.json", *_WEIGHTS)):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path} holds several models ({names}); give the path of one file")
+    return found[0] if found else None
+
+
 def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
-    """Return the shape of the model that `flag` names, None if that is a Hub model or its sizes are
-    invalid. Raises ValueError if it is a local path that cannot hold a model.
+    """Return the shape of the model that `flag` names, None if that is a GGUF file or a hub model,
+    or if its sizes are invalid. Raises ValueError if it is a local path that cannot hold a model.
     """
     path = Path(name)
+    if file := find_gguf(path):
+        _check_content(flag, file)
+        return None
     if not path.is_dir():
         if path.exists() or not _HUB_NAME.fullmatch(name):
-            state = "is a file" if path.exists() else "does not exist"
+            state = "is no GGUF file" if path.exists() else "does not exist"
             raise ValueError(
-                f"{flag} {name} {state}; give the directory of a model, or its name on the hub as"
-                " owner/model"
+                f"{flag} {name} {state}; give the directory of a model, a file that ends in .gguf,"
+                " or a name on the hub as owner/model"
             )
         return None
     shape = _shape(_read_config(flag, path))
@@ -72,13 +90,13 @@ def _check_content(flag: str, path: Path) -> None:
 
 
 def content_digest(path: Path) -> str:
-    """Return the digest by which a model directory is known again after it was moved or renamed:
-    the whole of its small files, and of each file of weights the size and evenly spaced blocks,
-    since reading all of a large model takes minutes.
+    """Return the digest by which a model, a directory or a GGUF file, is known again after it was
+    moved: the whole of its small files, and of each file of weights the size and evenly spaced
+    blocks, since reading all of a large model takes minutes.
     """
     digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix not in (".json", ".jinja", ".txt", ".safetensors"):
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file != path and file.suffix not in (".json", ".jinja", ".txt", ".safetensors"):
             continue
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
@@ -95,12 +113,16 @@ def _read_config(flag: str, path: Path) -> dict:
         values = json.loads((path / "config.json").read_text())
         model_type = values.get("model_type")
     except FileNotFoundError:
-        what = (
-            f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
-            f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
-            if (path / "state.json").exists()
-            else "holds no config.json; give the directory of a Hugging Face model"
-        )
+        what = "holds no config.json; give the directory of a Hugging Face model"
+        if (path / "state.json").exists():
+            what = (
+                f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
+                f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
+            )
+        elif snapshots := sorted(path.glob("snapshots/*/config.json")):
+            what = (
+                f"is the hub's cache of a model; give {snapshots[-1].parent}, one of its versions"
+            )
         raise ValueError(f"{flag} {path} {what}") from None
     except (ValueError, AttributeError) as error:
         raise ValueError(

@@ -1,17 +1,11 @@
-"""Hugging Face directories: configuration, tokenizer, download, random weights."""
+"""Hugging Face directories: configuration, tokenizer, random weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -21,8 +15,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
-
-from ragen_mega.config.recorded import beside
 
 transformers_logging.disable_progress_bar()
 
@@ -45,7 +37,7 @@ def load_config(directory: str) -> PretrainedConfig:
         hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError, *_WRONG_TYPE) as error:
         raise ValueError(
-            f"cannot read a model configuration from {directory}: {_brief(error)}"
+            f"cannot read a model configuration from {directory}: {brief(error)}"
         ) from None
     if fp8_block(vars(hf)):
         del hf.quantization_config
@@ -82,7 +74,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"cannot read a tokenizer from {directory}: {_brief(error)}") from None
+        raise ValueError(f"cannot read a tokenizer from {directory}: {brief(error)}") from None
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer in {directory} has no chat template; load an Instruct checkpoint"
@@ -100,7 +92,7 @@ def stop_tokens(directory: str) -> set[int]:
         ids = GenerationConfig.from_pretrained(directory).eos_token_id
     except (OSError, ValueError, *_WRONG_TYPE) as error:
         raise ValueError(
-            f"cannot read generation_config.json in {directory}: {_brief(error)}; mend or delete it"
+            f"cannot read generation_config.json in {directory}: {brief(error)}; mend or delete it"
         ) from None
     ids = ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and token >= 0 for token in ids if token is not None):
@@ -109,31 +101,6 @@ def stop_tokens(directory: str) -> set[int]:
             " correct it"
         )
     return {token for token in ids if token is not None}
-
-
-def local_directory(name: str, revision: str | None = None, *, fetch: bool = True) -> Path:
-    """`name` itself if it is a directory, else that model of the hub, downloaded unless `fetch` is
-    False. The last part of a download's path is its commit: `revision`, by default the newest.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    path = Path(name)
-    if path.is_absolute() or name.count("/") > 1 or beside(path).strip() and path.parent.name:
-        raise ValueError(f"--load {name}: there is no such directory{beside(path)}")
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
-                local_files_only=not fetch,
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"--load {name} is neither a directory nor a model that the hub gives"
-            f" ({_brief(error)}); check the name, the network, or give a local directory"
-        ) from None
 
 
 def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -153,6 +120,6 @@ def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> 
     }
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """Return the first two lines of an error as one."""
     return " ".join(" ".join(str(error).strip().splitlines()[:2]).split()) or type(error).__name__

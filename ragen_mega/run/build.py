@@ -28,8 +28,8 @@ from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.cuts import head_rows
-from ragen_mega.models.directory import content_digest
-from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.models.directory import content_digest, find_gguf
+from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import fit
@@ -54,6 +54,7 @@ from ragen_mega.storage.checkpoints import (
     lock_named,
 )
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
@@ -191,15 +192,15 @@ def build_sampling(
 
 def locate(config: StarPOConfig) -> StarPOConfig:
     """Return the configuration with absolute paths, so that it can be resumed from another
-    directory, and with the downloads of hub models, whose paths name their commit, in place of hub
-    names. Collective.
+    directory: those of hub models' downloads, which name the commit, in place of hub names, and
+    those of dequantised models in place of GGUF files. Collective.
     """
 
     def absolute(path: str | None) -> str | None:
         return path if path is None or os.sep not in path else os.path.abspath(path)
 
     def model(name: str | None) -> str | None:
-        if name is None or Path(name).is_dir():
+        if name is None or Path(name).is_dir() and not find_gguf(Path(name)):
             return name if name is None else os.path.abspath(name)
         commit = on_main(lambda: local_directory(name).name)  # once: it may change meanwhile
         if os.environ.get("LOCAL_RANK", "0") == "0":

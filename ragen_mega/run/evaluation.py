@@ -13,13 +13,14 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
-from ragen_mega.models.huggingface import load_config, local_directory
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 MAX_SESSIONS = 256

@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import resource
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,35 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A directory beside `target` that gets its name when the block succeeds, and is deleted if
+    it fails.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(
+            f"{target} exists already and stays untouched; delete it or give another name"
+        )
+    target = target.absolute()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir()
+    except FileExistsError:
+        raise ValueError(
+            f"{unfinished} exists: another conversion is at work or was killed; delete it if"
+            " none is"
+        ) from None
+    try:
+        yield unfinished
+        for path in [*unfinished.iterdir(), unfinished]:
+            sync(path)
+        unfinished.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_manifest(directory: Path, facts: Mapping[str, Any], files: Mapping[str, Any]) -> None:

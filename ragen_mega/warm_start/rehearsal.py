@@ -16,10 +16,10 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
 from ragen_mega.environments.random_player import is_drawn
-from ragen_mega.models.huggingface import local_directory
 from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     ScriptedEpisode,

@@ -354,7 +354,7 @@ def test_the_command(
         signal.signal(signal.SIGTERM, before)
     assert left.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: --to {tmp_path}/a/b exists already") and said.count("\n") == 1
+    assert said.startswith(f"error: {tmp_path}/a/b exists already") and said.count("\n") == 1
 
 
 def test_a_checkpoint_is_named_from_wherever_one_is(

@@ -34,9 +34,10 @@ from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
-from ragen_mega.models.huggingface import load_config, local_directory, random_weights
+from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
+from ragen_mega.storage.model_sources import local_directory
 
 BF16 = "bf16"
 """The row that the others are compared with: Transformer Engine's layers without FP8."""

@@ -10,12 +10,12 @@ class ModelConfig(Section):
     """Model that is trained, loaded or built."""
 
     load: str | None = None
-    """Hugging Face model name or directory to start from. Without it a small Qwen2 is built and
-    warm-started.
+    """Model to start from: a directory in Hugging Face's format, a .gguf file, or a name on the
+    hub. Without it a small Qwen2 is built and warm-started.
     """
     critic_load: str | None = None
-    """Hugging Face model name or directory that the critic starts from (default: what the policy
-    starts from).
+    """Model that the critic starts from, named as by --load (default: what the policy starts
+    from).
     """
     hidden_size: Count = 96
     """Width of the small model (only without --load)."""

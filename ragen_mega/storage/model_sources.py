@@ -1,0 +1,39 @@
+"""Sources of a model: a directory, a GGUF file, the hub of Hugging Face."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ragen_mega.config.recorded import beside
+from ragen_mega.models.directory import find_gguf
+from ragen_mega.models.huggingface import brief
+from ragen_mega.storage.gguf_files import dequantised
+
+
+def local_directory(name: str, revision: str | None = None, *, fetch: bool = True) -> Path:
+    """Return the model directory that `name` means: itself, its GGUF file after it was dequantised,
+    or that model of the hub, downloaded unless `fetch` is False. The last part of a download's path
+    is its commit: `revision`, by default the newest.
+    """
+    path = Path(name)
+    if file := find_gguf(path):
+        return dequantised(file)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.count("/") > 1 or beside(path).strip() and path.parent.name:
+        raise ValueError(f"--load {name}: there is no such directory{beside(path)}")
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+                local_files_only=not fetch,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"--load {name} is neither a directory nor a model that the hub gives"
+            f" ({brief(error)}); check the name, the network, or give a local directory"
+        ) from None
