@@ -16,13 +16,15 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from ragen_mega.data.jit import ANY_ORDER, EXACT, Integers, Reals, jit
 
 BLOCK = 32
 """Positions in one block of the cache."""
+Cached = Reals | NDArray[np.uint16]
+"""Numbers of the cache; uint16 are the bits of bfloat16, which numpy does not know."""
 LANES = 16
 """Numbers that a processor may take at once; rows of scores are rounded up to them."""
 VOCABULARY_BLOCK = 1024
@@ -122,6 +124,37 @@ def _add_products(rows, x, out):
         out[i] += a
 
 
+def _cached(number, blocks):
+    """Return a float as the number that `blocks` hold: itself, or the nearest bfloat16."""
+    raise NotImplementedError("compiled code alone calls this")
+
+
+@overload(_cached, jit_options={"fastmath": EXACT})
+def _compile_cached(number, blocks):
+    def rounded(number, blocks):
+        bits = number.view(np.uint32)
+        is_odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+        return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
+
+    return rounded if blocks.dtype == types.uint16 else lambda number, blocks: number
+
+
+def _floats(block, room):
+    """Return a block of the cache itself if it holds floats, else its numbers, put into `room`."""
+    raise NotImplementedError("compiled code alone calls this")
+
+
+@overload(_floats, jit_options={"fastmath": EXACT})
+def _compile_floats(block, room):
+    def widened(block, room):
+        bits, numbers = block.reshape(-1), room.reshape(-1).view(np.uint32)
+        for i in range(len(bits)):
+            numbers[i] = np.uint32(bits[i]) << np.uint32(16)
+        return room
+
+    return widened if block.dtype == types.uint16 else lambda block, room: block
+
+
 @intrinsic
 def _fetch_line(typing, numbers, at):
     """Ask for the cache line of numbers[at] before it is needed."""
@@ -145,7 +178,7 @@ def _fetch(blocks, block, head, which):
     size = blocks.shape[3] * BLOCK
     start = ((block * blocks.shape[1] + head) * 2 + which) * size
     numbers = blocks.reshape(-1)
-    for at in range(start, start + size, LANES):
+    for at in range(start, start + size, 64 // numbers.itemsize):
         _fetch_line(numbers, at)
 
 
@@ -188,7 +221,7 @@ def rotate_and_store(
     rows: Integers,
     positions: Integers,
     table: Integers,
-    blocks: Reals,
+    blocks: Cached,
 ) -> None:
     """Add the bias to qkv [T, heads + 2 * kv_heads, 2, d / 2], norm and rotate q and k in place,
     scale q by d ** -0.5, and write k and v to where rows [T] have positions [T].
@@ -218,8 +251,9 @@ def rotate_and_store(
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
         for h in range(kv_heads):
             for i in range(2 * half):
-                blocks[block, h, 0, i, place] = by_head[t, heads + h, i]
-                blocks[block, h, 1, i, place] = by_head[t, heads + kv_heads + h, i]
+                key, value = by_head[t, heads + h, i], by_head[t, heads + kv_heads + h, i]
+                blocks[block, h, 0, i, place] = _cached(key, blocks)
+                blocks[block, h, 1, i, place] = _cached(value, blocks)
 
 
 @jit(fastmath=EXACT)
@@ -231,7 +265,7 @@ def attend(
     rows: Integers,
     positions: Integers,
     table: Integers,
-    blocks: Reals,
+    blocks: Cached,
     out: Reals,
 ) -> None:
     """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
@@ -242,7 +276,7 @@ def attend(
     most = 0
     for w in range(first, last):
         most = max(most, positions[queries[w]])
-    lines = np.empty((group, most + LANES), out.dtype)
+    lines, room = np.empty((group, most + LANES), out.dtype), np.empty((d, BLOCK), out.dtype)
     for w in range(first, last):
         t = queries[w]
         row, seen = table[rows[t]], positions[t] + 1
@@ -252,9 +286,10 @@ def attend(
             asking, results = by_head[t, h * group :], out[w, h * group : (h + 1) * group]
             for b in range(num_blocks):  # all queries of a key head, while its keys are near
                 _fetch(blocks, row[b], h, 1)
+                keys = _floats(blocks[row[b], h, 0], room)
                 for n in range(group):
                     part = lines[n, b * BLOCK : min((b + 1) * BLOCK, width)]
-                    _put_sum(asking[n], blocks[row[b], h, 0], part)
+                    _put_sum(asking[n], keys, part)
             next_h = (h + 1) % kv_heads
             following = row if next_h else table[rows[queries[min(w + 1, last - 1)]]]
             for n in range(group):
@@ -265,9 +300,10 @@ def attend(
                 line[seen:width] = 0
             results[:] = 0
             for b in range(num_blocks):
+                values = _floats(blocks[row[b], h, 1], room)
                 for n in range(group):
                     part = lines[n, b * BLOCK : min((b + 1) * BLOCK, width)]
-                    _add_products(blocks[row[b], h, 1], part, results[n])
+                    _add_products(values, part, results[n])
             for n in range(group):
                 results[n] /= _sum(lines[n, :seen], real(0))
 
