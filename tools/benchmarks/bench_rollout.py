@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import DeafRenderer, play_turns
+from random_models import model_config, write_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import command, flag
@@ -41,6 +42,8 @@ ENVIRONMENT = "frozen_lake"
 FLAGS = (
     *OUTPUTS,
     flag("--load", "Hugging Face checkpoint (default: the default small model, random)", type=Path),
+    flag("--model", "instead, a published model's name: its sizes, with random weights", ""),
+    flag("--bf16", "weights of both players in bfloat16, as train's --bf16", False),
     flag("--groups", "initial states", 8),
     flag("--group-size", "trajectories of each", 16),
     flag("--turns", "of a trajectory", 5),
@@ -68,7 +71,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the report; both players take turns. Raises ValueError if a trajectory was cut."""
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     renderer = DeafRenderer(load_tokenizer(str(directory)))
     prompts = [(seed, None) for seed in range(123, 123 + arguments.groups)]
@@ -77,7 +81,10 @@ def measure(
     )
     tasks = list(itertools.chain(*groups))
     engine = EmbeddedEngine(
-        model.config, max_context=arguments.max_context, max_sessions=len(tasks)
+        model.config,
+        max_context=arguments.max_context,
+        max_sessions=len(tasks),
+        dtype=dtype,
     )
     seeds, contexts = itertools.count(), list[int]()
 
@@ -138,6 +145,7 @@ def measure(
         "prompt_style": arguments.prompt_style,
         "trajectory_tokens": {"mean": statistics.fmean(contexts), "max": max(contexts)},
         "threads": arguments.threads,
+        "dtype": str(dtype).removeprefix("torch."),
         "model": {"parameters": model.num_parameters()} | shape,
     }
 
@@ -152,8 +160,8 @@ def tables(report: dict[str, Any]) -> str:
     ]
     return (
         f"{report['trajectories']} trajectories of {report['turns']} turns,"
-        f" {report['sampled_tokens_per_turn']} sampled tokens a turn, {report['threads']} threads"
-        f" on {report['hardware']}\n\n"
+        f" {report['sampled_tokens_per_turn']} sampled tokens a turn, {report['dtype']},"
+        f" {report['threads']} threads on {report['hardware']}\n\n"
         + table(("player", "tokens/s", "spread", "tokens/CPU s"), rows)
         + f"\n\nembedded is {report['ratio']:.2f} times as fast, {report['cpu_ratio']:.2f} times by"
         " CPU seconds"
@@ -169,8 +177,11 @@ def main(arguments: argparse.Namespace) -> None:
         prompt_style=arguments.prompt_style,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.load or Path(scratch)
-        if arguments.load is None:
+        directory = arguments.load or Path(scratch)  # a model by name or the small one is written
+        if arguments.model:
+            shape = model_config(arguments.model)
+            write_checkpoint(shape, ENVIRONMENT, directory, dtype=torch.float32)
+        elif arguments.load is None:
             write_small_model(StarPOConfig(environment=environment), directory)
         report = measure(arguments, environment, directory)
     publish(arguments, report, tables(report), {"sampled tokens a second": report["repeats"]})

@@ -27,39 +27,49 @@ _REALS = {
 
 
 class _Matrix:
-    """A weight [out, in], stored transposed, by which rows of its type are multiplied."""
+    """A weight, stored as [in, out], by which rows of its type are multiplied."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._transposed = weight.t().contiguous()  # [in, out]
+        self._weight = weight  # [in, out]
 
     def put(self, rows: Tensor, out: Tensor) -> None:
         """out [T, out] <- the products of rows [T, in]."""
-        torch.mm(rows, self._transposed, out=out)
+        torch.mm(rows, self._weight, out=out)
+
+    put_exactly = put
 
     def add(self, rows: Tensor, total: Tensor) -> None:
         """Add the products of rows [T, in] to total [T, out]."""
-        total.addmm_(rows, self._transposed)
+        total.addmm_(rows, self._weight)
 
 
 class _PackedMatrix:
-    """A bfloat16 weight [out, in] in the order in which oneDNN's kernels read it; plain orders take
-    a quarter to a half longer. Rows and results are float32.
+    """A bfloat16 weight in the order in which oneDNN's kernels read it: from the plain order a
+    product of 32 rows takes a quarter longer. Rows and results are float32.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
     def put(self, rows: Tensor, out: Tensor) -> None:
-        """out [T, out] <- the products of rows [T, in]."""
-        out.copy_(self._times(rows))
+        """out [T, out] <- the products of rows [T, in], each rounded to bfloat16."""
+        out.copy_(self._times(rows.bfloat16()))
+
+    def put_exactly(self, rows: Tensor, out: Tensor) -> None:
+        """out [T, out] <- the products with 16 bits: oneDNN returns 8, and the product less those
+        in a second pass, which sums in float32.
+        """
+        rows = rows.bfloat16()
+        rounded = self._times(rows)
+        rest = torch.ops.mkldnn._linear_pointwise.binary(rows, rounded, self._weight, None, "sub")
+        out.copy_(rounded).add_(rest)
 
     def add(self, rows: Tensor, total: Tensor) -> None:
         """Add the products of rows [T, in] to total [T, out]."""
-        total.add_(self._times(rows))
+        total.add_(self._times(rows.bfloat16()))
 
     def _times(self, rows: Tensor) -> Tensor:
-        linear = torch.ops.mkldnn._linear_pointwise
-        return linear(rows.bfloat16(), self._packed, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,7 @@ class Decoder:
         self._matrix = _PackedMatrix if dtype == torch.bfloat16 else _Matrix
         received = _receive(shape, weights, dtype)
         self._embedding = received[_EMBEDDING]
-        self._head = self._matrix(received[_HEAD])
+        self._head = self._matrix(received[_HEAD].t())
         self._norm = self._numbers(received["model.norm.weight"])
         self._epsilon = self._numbers(torch.tensor(shape.rms_norm_eps, dtype=torch.float64))[()]
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
@@ -145,7 +155,8 @@ class Decoder:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
         def matrix(*names: str) -> _Matrix | _PackedMatrix:
-            return self._matrix(torch.cat([received[f"{name}_proj.weight"] for name in names]))
+            parts = [received[f"{name}_proj.weight"] for name in names]
+            return self._matrix(torch.cat(parts).t().contiguous())
 
         def halves(*names: str) -> Reals:
             """[..., 2, d / 2]; nothing of it if the family has no such parameters."""
@@ -218,7 +229,7 @@ class Decoder:
         if out is None:
             out = hidden.new_empty(len(hidden), self.shape.vocab_size)
         out = out[: len(hidden)]
-        self._head.put(hidden, out)
+        self._head.put_exactly(hidden, out)
         return out
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
