@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import DeafRenderer, play_turns
-from random_models import model_config, write_checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import command, flag
@@ -42,7 +41,6 @@ ENVIRONMENT = "frozen_lake"
 FLAGS = (
     *OUTPUTS,
     flag("--load", "Hugging Face checkpoint (default: the default small model, random)", type=Path),
-    flag("--model", "instead, a published model's name: its sizes, with random weights", ""),
     flag("--bf16", "weights of both players in bfloat16, as train's --bf16", False),
     flag("--groups", "initial states", 8),
     flag("--group-size", "trajectories of each", 16),
@@ -177,11 +175,8 @@ def main(arguments: argparse.Namespace) -> None:
         prompt_style=arguments.prompt_style,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.load or Path(scratch)  # a model by name or the small one is written
-        if arguments.model:
-            shape = model_config(arguments.model)
-            write_checkpoint(shape, ENVIRONMENT, directory, dtype=torch.float32)
-        elif arguments.load is None:
+        directory = arguments.load or Path(scratch)
+        if arguments.load is None:
             write_small_model(StarPOConfig(environment=environment), directory)
         report = measure(arguments, environment, directory)
     publish(arguments, report, tables(report), {"sampled tokens a second": report["repeats"]})
