@@ -42,7 +42,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
-from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
@@ -250,7 +250,7 @@ def build_models(
     hf: PretrainedConfig,
     groups: ProcessGroupCollection,
     start: Start,
-    placement: Placement,
+    placement: Colocated,
 ) -> tuple[MegatronPolicy, MegatronCritic | None]:
     """Return the policy and critic with the weights that training starts from."""
     policy = MegatronPolicy(
