@@ -35,6 +35,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
+from ragen_mega.config.recorded import beside
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_writer import MegatronWriter
 from ragen_mega.models.families import find_family
@@ -87,6 +88,7 @@ def open_source(path: Path, say: Say) -> Source:
     if not path.is_dir():
         raise ValueError(
             f"--from {path} is no directory; give a Hugging Face directory, a run or a checkpoint"
+            f"{beside(path)}"
         )
     if (path / MANIFEST).exists() and (path / STATE).exists():
         try:

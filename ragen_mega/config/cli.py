@@ -45,13 +45,15 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 
 def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
     """Replace `--tasks FILE [--score my_module:score]` in `argv` by the environment that it stands
-    for. Raises ValueError for another environment beside it.
+    for. Raises ValueError for another environment beside it, and for a score alone.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--tasks", "--score"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
     if found.tasks is None:
+        if found.score is not None:
+            raise ValueError("--score does nothing without --tasks FILE; add it, or drop --score")
         return [*argv]
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
     if others or not found.tasks:
@@ -147,21 +149,20 @@ def _value(flag: str, words: Sequence[str]) -> str | None:
 
 def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     """Return the recipe that `--recipe NAME` names and the other words. Without it the recipe is
-    `default`, unless that is DEFAULT_RECIPE and `argv` names other environments than it is about:
-    then it is the recipe of the environment's own name; else OWN_RECIPE, whose limits follow from
-    scripted play, or none for a model that is loaded, which the learning rates of small models do
-    not fit.
+    `default`. DEFAULT_RECIPE gives way to none where `argv` loads a model, which the learning rates
+    of small models do not fit, and where `argv` names environments that it is not about: to the
+    recipe of the environment's own name, else to OWN_RECIPE, whose limits follow from scripted
+    play.
     """
     name, rest = split_recipe(argv, _UNNAMED)
-    played = _value("--environments", rest)
-    if name != _UNNAMED or default != DEFAULT_RECIPE or not played:
+    if name != _UNNAMED or default != DEFAULT_RECIPE:
         return default if name == _UNNAMED else name, rest
-    played = parse_shares(played).keys()
-    about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
-    if played <= parse_shares(about).keys():
-        return default, rest
     if _value("--load", rest):
         return "none", rest
+    about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
+    played = parse_shares(_value("--environments", rest) or about).keys()
+    if played <= parse_shares(about).keys():
+        return default, rest
     (first, *others) = played
     return first if not others and first in recipe_names() else OWN_RECIPE, rest
 

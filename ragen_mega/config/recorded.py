@@ -14,14 +14,20 @@ def read_recorded(directory: Path) -> dict[str, Any]:
     """Read section -> name -> value of a run's settings, and its provenance. Raises ValueError, in
     one line, if the directory holds no run, or a damaged one.
     """
-    if not (directory / CONFIG_FILE).exists():
-        what = f"holds no run (no {CONFIG_FILE})" if directory.is_dir() else "does not exist"
+    if not is_run(directory):
+        what = f"holds no run (no {CONFIG_FILE} of one)" if directory.is_dir() else "does not exist"
         raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
     recorded = read_object(directory / CONFIG_FILE, remedy)
     for settings in (recorded, *recorded.get("provenance", ())):
         _move(settings)
     return recorded
+
+
+def is_run(directory: Path) -> bool:
+    """Check if a directory has the config.json of a run, which a model's `model_type` is not in."""
+    config = directory / CONFIG_FILE
+    return config.exists() and '"model_type"' not in config.read_text(errors="replace")
 
 
 def _move(settings: dict[str, Any]) -> None:
@@ -35,7 +41,8 @@ def beside(directory: Path) -> str:
     """Write `, in ... are ...`: the runs in the folder where a directory would be, if there are
     any.
     """
-    runs = sorted(path.parent.name for path in directory.parent.glob(f"*/{CONFIG_FILE}"))
+    configs = directory.parent.glob(f"*/{CONFIG_FILE}")
+    runs = sorted(path.parent.name for path in configs if is_run(path.parent))
     more = f" and {len(runs) - _MOST_RUNS} more" if len(runs) > _MOST_RUNS else ""
     return f"; in {directory.parent} are {', '.join(runs[:_MOST_RUNS])}{more}" if runs else ""
 

@@ -38,7 +38,7 @@ from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, rea
 from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
@@ -133,7 +133,7 @@ def build_run(
             console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
-    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    renderer = load_renderer(str(base), think=config.environment.think)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     for note in on_main(lambda: check_play(config, renderer)):
         console.say(note)
@@ -185,7 +185,7 @@ def build_sampling(
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
-    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    renderer = load_renderer(str(base), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
 
 

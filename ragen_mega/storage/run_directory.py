@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import CONFIG_FILE, read_object, read_recorded
+from ragen_mega.config.recorded import CONFIG_FILE, is_run, read_object, read_recorded
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -80,7 +80,7 @@ def holds_work(path: Path) -> bool:
 
 def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Raise ValueError if a run may not use this directory; nothing is touched."""
-    is_run, summary = (directory / CONFIG_FILE).exists(), directory / SUMMARY_FILE
+    summary = directory / SUMMARY_FILE
     if resume and overwrite:
         raise ValueError(
             "resume continues a run and overwrite deletes it; drop resume or overwrite"
@@ -99,10 +99,10 @@ def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
             break
     if not holds_work(directory):
         return
-    if not is_run:
+    if not is_run(directory):
         raise ValueError(
-            f"run directory {directory} holds files that are no run (no {CONFIG_FILE}) and stay"
-            " untouched; choose another --name"
+            f"run directory {directory} holds files that are no run (no {CONFIG_FILE} of a run)"
+            " and stay untouched; choose another --name"
         )
     if not resume and not overwrite:
         raise ValueError(

@@ -1,22 +1,34 @@
 """A model that went through Megatron's format and back is served by the real SGLang as transformers
-computes it.
+computes it, and the page on serving is followed word for word.
 
 Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then
 RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.
 """
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragen_mega.config import parse
 from ragen_mega.engines.sglang.server import ServerSettings, SGLangServer
 from ragen_mega.models.huggingface import load_config, load_tokenizer
-from tests.support.converted_models import convert, write_start
+from tests.support.converted_models import FLAGS, convert, write_start
+from tests.support.serving_page import CLIENT, command
 from tests.support.sglang_server import (
     DEVICE,
     DTYPE,
+    IS_CUDA,
     PYTHON,
     START_TIMEOUT,
     check_close,
@@ -66,3 +78,47 @@ def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> N
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert len(tokens) == 8
     check_close(torch.tensor(logprobs), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(IS_CUDA, reason="the command of the page is for CPUs")
+def test_the_examples_of_the_page_serve_and_play(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "NAME"
+    run.mkdir(parents=True)
+    write_start(tmp_path, "qwen2_tied").rename(run / "huggingface")
+    (run / "config.json").write_text(json.dumps(parse(FLAGS).to_dict()))
+    (tmp_path / ".venv-sglang").symlink_to(Path(PYTHON).parents[1])
+    (tmp_path / "my_client.py").write_text(CLIENT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {"no_proxy": "127.0.0.1"}
+
+    def follow(words: list[str]) -> str:
+        return subprocess.run(
+            words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    with open(tmp_path / "log", "w") as log:
+        serve = ["bash", "-c", command("SGLANG_USE_CPU_ENGINE=1 ", port)]
+        server = subprocess.Popen(
+            serve, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()[-2000:]
+            try:
+                urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            except (URLError, ConnectionError):
+                time.sleep(1)
+        answer = json.loads(follow(["bash", "-c", command("curl ", port)]))
+        assert answer["model"] == "my-agent" and answer["choices"][0]["message"]["content"]
+        address = f"http://127.0.0.1:{port}"
+        played = follow([sys.executable, "my_client.py", "runs/NAME", address])
+        assert played.splitlines()[-1].endswith(("True", "False")), "turn, reward and success"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,10 +14,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ragen_mega.config import parse
+from ragen_mega.environments.episode import SYSTEM_PROMPT
 from ragen_mega.environments.protocol import Message
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.support.serving_page import CLIENT, command
 
 USER = [
     Message("user", "State:\nP _ O\nYou have 10 actions left.\n"),
@@ -147,7 +150,7 @@ def test_a_thought_ends_with_the_first_token_that_completes_its_end(tokenizer, t
     assert length == (ends[0] if ends else len(tokens))
 
 
-def test_the_client_of_the_documentation_asks_as_training_does(
+def test_the_examples_of_the_documentation_ask_as_training_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Against a server that says the same to everything; its prompts beside the chat template's."""
@@ -170,16 +173,22 @@ def test_the_client_of_the_documentation_asks_as_training_does(
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     tokenizer = train_tokenizer(["#_PXO up down left right"] * 9)
     tokenizer.save_pretrained(tmp_path / "huggingface")
-    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     program = tmp_path / "my_client.py"
-    program.write_text(page.partition("```python\n# my_client.py\n")[2].partition("```")[0])
+    program.write_text(CLIENT)
     with HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setattr(sys, "argv", [program.name, str(tmp_path), address])
         runpy.run_path(str(program), run_name="__main__")
+        curl = command("curl ", server.server_port)
+        subprocess.run(["bash", "-c", curl], check=True, capture_output=True, timeout=60)
         server.shutdown()
+    path, by_curl = asked.pop()
+    assert path == "/v1/chat/completions"
+    assert by_curl["messages"][0] == {"role": "system", "content": SYSTEM_PROMPT}
+    for name in ("model", "temperature", "top_p", "top_k", "repetition_penalty"):
+        assert by_curl[name] == asked[0][1][name], name
     assert len(asked) == 2 and {path for path, _ in asked} == {"/v1/completions"}
     episode = episode_maker(config.environment, "sokoban")()
     messages = episode.start(seed=123)

@@ -7,6 +7,7 @@ import gymnasium
 import pytest
 
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config.cli import with_recorded
 from ragen_mega.report.provenance import read_settings
 from ragen_mega.run.evaluation import evaluate
 from ragen_mega.storage import run_directory
@@ -113,6 +114,21 @@ def test_what_is_not_ours_stays(output: Path, content: str) -> None:
     with pytest.raises(ValueError, match="choose another --name"):
         claim(output / "mine", resume=False, overwrite=False)
     assert (output / "mine" / "config.json").read_text() == content
+
+
+@pytest.mark.parametrize("flag", ["resume", "overwrite"])
+def test_a_model_is_no_run(output: Path, flag: str) -> None:
+    """Its config.json and weights stay, and it is not named as a run beside others."""
+    model = output / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    begin(settings(output, "--name", "a"))
+    with pytest.raises(ValueError, match="holds files that are no run"):
+        claim(model, **({"resume": False, "overwrite": False} | {flag: True}))
+    with pytest.raises(ValueError, match="model holds no run .* in .* are a$"):
+        with_recorded(model, [])
+    with pytest.raises(ValueError, match="nothing does not exist; .* in .* are a$"):
+        with_recorded(output / "nothing", [])
 
 
 def test_a_finished_run_says_what_to_do(output: Path) -> None:

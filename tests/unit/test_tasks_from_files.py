@@ -253,3 +253,5 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
     assert config.environment.options(name) == {"score": "scored_by:score"}
     with pytest.raises(ValueError, match="--environments"):
         parse(["--tasks", "my_data.jsonl", "--environments", "bandit"])
+    with pytest.raises(ValueError, match="--score does nothing without --tasks"):
+        parse(["--score", "scored_by:score"])
