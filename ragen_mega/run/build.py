@@ -312,8 +312,12 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         # Only here, for it brings a compiler (numba), which a server's ranks need not load.
         from ragen_mega.engines.embedded.engine import EmbeddedEngine
 
-        num_sessions = rollout.sessions_per_engine(num_engines(config))
-        return EmbeddedEngine(hf, max_context=rollout.max_context_length, max_sessions=num_sessions)
+        return EmbeddedEngine(
+            hf,
+            max_context=rollout.max_context_length,
+            max_sessions=rollout.sessions_per_engine(num_engines(config)),
+            dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
+        )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
     group = distributed.consecutive_group(tp)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.environment import json_object
@@ -96,10 +98,12 @@ def evaluate_sets(
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine
 
+    hf = load_config(str(directory))
     engine = EmbeddedEngine(
-        load_config(str(directory)),
+        hf,
         max_context=rollout.max_context_length,
         max_sessions=min(per_rank, MAX_SESSIONS),
+        dtype=torch.bfloat16 if hf.dtype == torch.bfloat16 else torch.float32,
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     renderer = load_renderer(str(directory), think=config.think)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -26,6 +27,7 @@ from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
+from ragen_mega.models.shape import ModelShape
 from tests.support.rounding import exact_logprobs
 
 Result = TypeVar("Result")
@@ -170,6 +172,53 @@ def test_float64_is_exact_to_float64() -> None:
     torch.testing.assert_close(
         torch.tensor(completion.logprobs, dtype=torch.float64), picked, atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("processor_multiplies_it", [True, False])
+def test_bfloat16_loses_no_more_than_in_transformers(
+    name: str, processor_multiplies_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not processor_multiplies_it:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    model = build_model(name).bfloat16()
+    engine = EmbeddedEngine(model.config, max_context=200, max_sessions=8, dtype=torch.bfloat16)
+
+    async def everything(
+        engine: EmbeddedEngine,
+    ) -> list[tuple[list[int], list[tuple[int, Completion]]]]:
+        prompt = random_tokens(random.Random(0), BLOCK + 5)
+        return await asyncio.gather(*(play(engine, i, prompt, turns=4) for i in range(16)))
+
+    with engine.awake():
+        engine.load_weights(model.state_dict().items())
+        trajectories = run(everything(engine))
+    ours, theirs = [], []
+    exact_model = copy.deepcopy(model).double()
+    for tokens, answers in trajectories:
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            exact, rounded = (
+                torch.log_softmax(m(ids).logits[0].double(), dim=-1) for m in (exact_model, model)
+            )
+        for start, completion in answers:
+            at = torch.arange(start - 1, start - 1 + len(completion.tokens)), completion.tokens
+            ours.append(torch.tensor(completion.logprobs) - exact[at])
+            theirs.append(rounded[at] - exact[at])
+    # Each rounds at places of its own; transformers also rounds sums of layers and logits.
+    our_error, their_error = (torch.cat(errors).abs().mean() for errors in (ours, theirs))
+    assert our_error < 1.5 * their_error
+
+
+def test_logits_of_bfloat16_weights_have_more_digits_than_bfloat16() -> None:
+    model = build_model("qwen3").bfloat16()
+    shape = ModelShape.of(model.config)
+    decoder = Decoder(shape, model.state_dict().items(), max_context=8, dtype=torch.bfloat16)
+    hidden = torch.randn(37, shape.hidden_size, generator=torch.Generator().manual_seed(0))
+    rounded = hidden.bfloat16()
+    exact = rounded.double() @ model.lm_head.weight.double().t()
+    error = (decoder.logits(rounded.float()) - exact).abs().max()
+    assert error < exact.abs().max() * torch.finfo(torch.bfloat16).eps / 100
 
 
 def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(

@@ -4,6 +4,7 @@ does not depend on the others, nor on the number of threads.
 
 import numpy as np
 import pytest
+import torch
 from numba.core import caching
 from numpy.typing import NDArray
 
@@ -105,6 +106,24 @@ class Batch:
             for x in (blocks[:, :, 0], blocks[:, :, 1])
         )
         return keys, values
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_cache_in_bfloat16_holds_the_nearest_numbers(
+    heads: tuple[int, int, int], threads: int
+) -> None:
+    in_floats, in_halves = (
+        Batch(heads, np.float32, has_bias=False, has_norm=False) for _ in range(2)
+    )
+    in_halves.blocks = np.zeros(in_floats.blocks.shape, dtype=np.uint16)
+    in_floats.blocks[:] = 0
+    for batch in (in_floats, in_halves):
+        batch.store()
+    nearest = torch.from_numpy(in_floats.blocks).bfloat16()
+    assert np.array_equal(in_halves.blocks, nearest.view(torch.uint16).numpy())
+    in_floats.blocks = nearest.float().numpy()
+    queries = np.arange(len(in_floats.rows))
+    assert np.array_equal(in_halves.attend(queries), in_floats.attend(queries))
 
 
 @pytest.mark.parametrize("real", REALS)

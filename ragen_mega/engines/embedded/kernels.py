@@ -16,13 +16,17 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from ragen_mega.data.jit import ANY_ORDER, EXACT, Integers, Reals, jit
 
 BLOCK = 32
 """Positions in one block of the cache."""
+Cached = Reals | NDArray[np.uint16]
+"""Numbers of the cache; uint16 are the bits of bfloat16, which numpy does not know."""
+TOGETHER = 8
+"""Queries that take turns at each block of the cache: rows that share it read it once."""
 LANES = 16
 """Numbers that a processor may take at once; rows of scores are rounded up to them."""
 VOCABULARY_BLOCK = 1024
@@ -49,6 +53,12 @@ def _exp(x):
     r = y - n * _LOG_2_HIGH - n * _LOG_2_LOW
     p = ((((r * _P5 + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
     return np.float32(0) if x < _LEAST else (p * (r * r) + r + _ONE) * power
+
+
+@jit(fastmath=EXACT)
+def _rounded_up(count):
+    """The least multiple of LANES that is no smaller."""
+    return (count + LANES - 1) // LANES * LANES
 
 
 @jit(fastmath=EXACT)
@@ -122,6 +132,37 @@ def _add_products(rows, x, out):
         out[i] += a
 
 
+def _cached(number, blocks):
+    """Return a float as the number that `blocks` hold: itself, or the nearest bfloat16."""
+    raise NotImplementedError("compiled code alone calls this")
+
+
+@overload(_cached, jit_options={"fastmath": EXACT})
+def _compile_cached(number, blocks):
+    def rounded(number, blocks):
+        bits = np.float32(number).view(np.uint32)
+        is_odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+        return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
+
+    return rounded if blocks.dtype == types.uint16 else lambda number, blocks: number
+
+
+def _floats(block, room):
+    """Return a block of the cache itself if it holds floats, else its numbers, put into `room`."""
+    raise NotImplementedError("compiled code alone calls this")
+
+
+@overload(_floats, jit_options={"fastmath": EXACT})
+def _compile_floats(block, room):
+    def widened(block, room):
+        bits, numbers = block.reshape(-1), room.reshape(-1).view(np.uint32)
+        for i in range(len(bits)):
+            numbers[i] = np.uint32(bits[i]) << np.uint32(16)
+        return room
+
+    return widened if block.dtype == types.uint16 else lambda block, room: block
+
+
 @intrinsic
 def _fetch_line(typing, numbers, at):
     """Ask for the cache line of numbers[at] before it is needed."""
@@ -145,7 +186,7 @@ def _fetch(blocks, block, head, which):
     size = blocks.shape[3] * BLOCK
     start = ((block * blocks.shape[1] + head) * 2 + which) * size
     numbers = blocks.reshape(-1)
-    for at in range(start, start + size, LANES):
+    for at in range(start, start + size, 64 // numbers.itemsize):
         _fetch_line(numbers, at)
 
 
@@ -188,7 +229,7 @@ def rotate_and_store(
     rows: Integers,
     positions: Integers,
     table: Integers,
-    blocks: Reals,
+    blocks: Cached,
 ) -> None:
     """Add the bias to qkv [T, heads + 2 * kv_heads, 2, d / 2], norm and rotate q and k in place,
     scale q by d ** -0.5, and write k and v to where rows [T] have positions [T].
@@ -218,8 +259,9 @@ def rotate_and_store(
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
         for h in range(kv_heads):
             for i in range(2 * half):
-                blocks[block, h, 0, i, place] = by_head[t, heads + h, i]
-                blocks[block, h, 1, i, place] = by_head[t, heads + kv_heads + h, i]
+                key, value = by_head[t, heads + h, i], by_head[t, heads + kv_heads + h, i]
+                blocks[block, h, 0, i, place] = _cached(key, blocks)
+                blocks[block, h, 1, i, place] = _cached(value, blocks)
 
 
 @jit(fastmath=EXACT)
@@ -231,7 +273,7 @@ def attend(
     rows: Integers,
     positions: Integers,
     table: Integers,
-    blocks: Reals,
+    blocks: Cached,
     out: Reals,
 ) -> None:
     """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
@@ -242,34 +284,60 @@ def attend(
     most = 0
     for w in range(first, last):
         most = max(most, positions[queries[w]])
-    lines = np.empty((group, most + LANES), out.dtype)
-    for w in range(first, last):
-        t = queries[w]
-        row, seen = table[rows[t]], positions[t] + 1
-        num_blocks = positions[t] // BLOCK + 1
-        width = (seen + LANES - 1) // LANES * LANES
+    lines = np.empty((TOGETHER, group, most + LANES), out.dtype)
+    room = np.empty((d, BLOCK), out.dtype)
+    end = first
+    while end < last:  # all queries of rows with the same beginning, a key head at a time
+        start, beginning, num_blocks = end, table[rows[queries[end]], 0], 0
+        while end < min(start + TOGETHER, last) and table[rows[queries[end]], 0] == beginning:
+            num_blocks = max(num_blocks, positions[queries[end]] // BLOCK + 1)
+            end += 1
         for h in range(kv_heads):
-            asking, results = by_head[t, h * group :], out[w, h * group : (h + 1) * group]
-            for b in range(num_blocks):  # all queries of a key head, while its keys are near
-                _fetch(blocks, row[b], h, 1)
-                for n in range(group):
-                    part = lines[n, b * BLOCK : min((b + 1) * BLOCK, width)]
-                    _put_sum(asking[n], blocks[row[b], h, 0], part)
-            next_h = (h + 1) % kv_heads
-            following = row if next_h else table[rows[queries[min(w + 1, last - 1)]]]
-            for n in range(group):
-                for b in range(n, num_blocks, group):  # the next keys, all queries together
-                    _fetch(blocks, following[b], next_h, 0)
-                line = lines[n]
-                _exponentials(line[:seen], _largest(line[:seen]))
-                line[seen:width] = 0
-            results[:] = 0
+            held = -1
+            keys = values = _floats(blocks[0, h, 0], room)
             for b in range(num_blocks):
+                for w in range(start, end):
+                    t = queries[w]
+                    if positions[t] < b * BLOCK:
+                        continue
+                    if table[rows[t], b] != held:
+                        held = table[rows[t], b]
+                        _fetch(blocks, held, h, 1)
+                        keys = _floats(blocks[held, h, 0], room)
+                    stop = min((b + 1) * BLOCK, _rounded_up(positions[t] + 1))
+                    for n in range(group):
+                        part = lines[w - start, n, b * BLOCK : stop]
+                        _put_sum(by_head[t, h * group + n], keys, part)
+            next_h = (h + 1) % kv_heads
+            for w in range(start, end):
+                t = queries[w]
+                seen = positions[t] + 1
+                after = w if next_h else min(end, last - 1)
+                following = table[rows[queries[after]]]
                 for n in range(group):
-                    part = lines[n, b * BLOCK : min((b + 1) * BLOCK, width)]
-                    _add_products(blocks[row[b], h, 1], part, results[n])
-            for n in range(group):
-                results[n] /= _sum(lines[n, :seen], real(0))
+                    for b in range(n, (seen - 1) // BLOCK + 1, group):  # the next keys
+                        _fetch(blocks, following[b], next_h, 0)
+                    line = lines[w - start, n]
+                    _exponentials(line[:seen], _largest(line[:seen]))
+                    line[seen : _rounded_up(seen)] = 0
+                out[w, h * group : (h + 1) * group] = 0
+            held = -1
+            for b in range(num_blocks):
+                for w in range(start, end):
+                    t = queries[w]
+                    if positions[t] < b * BLOCK:
+                        continue
+                    if table[rows[t], b] != held:
+                        held = table[rows[t], b]
+                        values = _floats(blocks[held, h, 1], room)
+                    stop = min((b + 1) * BLOCK, _rounded_up(positions[t] + 1))
+                    for n in range(group):
+                        part = lines[w - start, n, b * BLOCK : stop]
+                        _add_products(values, part, out[w, h * group + n])
+            for w in range(start, end):
+                for n in range(group):
+                    line = lines[w - start, n, : positions[queries[w]] + 1]
+                    out[w, h * group + n] /= _sum(line, real(0))
 
 
 @jit(fastmath=EXACT)

@@ -26,10 +26,12 @@ class KVCache:
         per_slot = -(-max_context // BLOCK)
         num_blocks = num_slots * per_slot
         size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim, BLOCK)
-        real = np.float64 if dtype == torch.float64 else np.float32
+        numbers = torch.empty(0, dtype=dtype)
+        if dtype == torch.bfloat16:
+            numbers = numbers.view(torch.uint16)  # its bits
         # Per layer [blocks, kv_heads, keys or values, d, BLOCK], so that scores and sums are both
         # taken along lines of positions. Pages that are never written take no memory.
-        self.layers = [np.zeros(size, dtype=real) for _ in range(shape.num_layers)]
+        self.layers = [np.zeros(size, dtype=numbers.numpy().dtype) for _ in range(shape.num_layers)]
         self.table = np.zeros((num_slots, per_slot), dtype=np.int64)
         self._num_held = np.zeros(num_slots, dtype=np.int64)  # blocks of each slot
         self._references = np.zeros(num_blocks, dtype=np.int64)

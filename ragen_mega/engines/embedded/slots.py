@@ -56,7 +56,7 @@ class _Rows:
 
     def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
         places = (num_slots, max_context)
-        real = np.float64 if dtype == torch.float64 else np.float32
+        self.real = real = np.float64 if dtype == torch.float64 else np.float32
         self.ids = np.zeros(places, dtype=np.int64)
         self.logprobs = np.zeros(places, dtype=real)
         self.uniforms = np.zeros(places)
@@ -86,7 +86,7 @@ class SlotTable:
         self._rows = _Rows(num_slots, max_context, shape.vocab_size, dtype)
         self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
         # [slots, V]; in fresh memory every step would fault in all its pages.
-        self._logits = torch.empty(num_slots, shape.vocab_size, dtype=dtype)
+        self._logits = torch.from_numpy(np.empty((num_slots, shape.vocab_size), self._rows.real))
         self.computed_tokens = 0
         """Prompt tokens computed so far; the others were in the cache."""
         self._workspace: Workspace | None = None
