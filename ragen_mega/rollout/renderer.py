@@ -124,13 +124,7 @@ class ChatRenderer:
     def _delta(self, *messages: Message) -> str:
         """Return the text from the end of an assistant's answer, over `messages`, to the next."""
         conversation = [_PROBES[0], Message("assistant", _ANSWER), *messages]
-        before, found, delta = self._template(conversation).partition(_ANSWER)
-        if not found:
-            raise ValueError(
-                "the chat template drops or rewrites assistant messages; turns cannot be appended"
-                " to it"
-            )
-        return delta
+        return self._template(conversation).partition(_ANSWER)[2]
 
     def _check_template(self) -> None:
         special = set(self.tokenizer.all_special_ids)
@@ -163,11 +157,20 @@ class ChatRenderer:
         return tokens
 
     def _template(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return the messages as the template writes them, but answers as they are: it may strip
+        the thoughts of earlier ones, and a policy sees its own.
+        """
+        mark = _ANSWER
+        while any(mark in message.content for message in messages):
+            mark += "-"
+        contents = [self._cut(message.content) for message in messages]
+        answers = [m.role == "assistant" for m in messages]
         conversation = [
-            {"role": message.role, "content": self._cut(message.content)} for message in messages
+            {"role": message.role, "content": mark if is_answer else content}
+            for message, content, is_answer in zip(messages, contents, answers, strict=True)
         ]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 conversation, tools=tools, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
@@ -175,6 +178,14 @@ class ChatRenderer:
             raise ValueError(
                 f"the chat template does not take messages with the roles {roles}: {error}"
             ) from error
+        pieces = text.split(mark)
+        if len(pieces) != 1 + sum(answers):
+            raise ValueError(
+                "the chat template drops or rewrites assistant messages; turns cannot be appended"
+                " to it"
+            )
+        own = (content for content, is_answer in zip(contents, answers, strict=True) if is_answer)
+        return pieces[0] + "".join(map("".join, zip(own, pieces[1:], strict=True)))
 
     def _cut(self, content: str) -> str:
         """Return the content with a CUT in every control token, which only the template may write:

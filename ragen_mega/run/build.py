@@ -39,7 +39,12 @@ from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
+from ragen_mega.rollout.tasks import (
+    TaskSampler,
+    check_first_prompts,
+    evaluation_prompts,
+    prompt_examples,
+)
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
@@ -134,6 +139,12 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    for name in config.environment.evaluated:
+        if shown := prompt_examples(config.environment, name):
+            console.say(
+                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
+                f" take {len(renderer.start(shown))} tokens"
+            )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     for note in on_main(lambda: check_play(config, renderer)):
         console.say(note)
@@ -208,10 +219,14 @@ def locate(config: StarPOConfig) -> StarPOConfig:
         return str(local_directory(name, commit, fetch=False))
 
     boards, start = config.evaluation.boards, config.warm_start.warm_start_from
+    examples = config.environment.prompt_examples_file
     return replace(
         config,
         model=replace(
             config.model, load=model(config.model.load), critic_load=model(config.model.critic_load)
+        ),
+        environment=replace(
+            config.environment, prompt_examples_file=examples and os.path.abspath(examples)
         ),
         evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
         warm_start=replace(config.warm_start, warm_start_from=start and os.path.abspath(start)),

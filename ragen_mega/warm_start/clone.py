@@ -28,7 +28,7 @@ from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_
 from ragen_mega.environments.protocol import Message, Observation
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.scripted import check_skill, scripted_response
+from ragen_mega.environments.scripted import check_skill, scripted_response
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""

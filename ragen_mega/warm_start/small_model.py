@@ -41,7 +41,7 @@ from ragen_mega.warm_start.clone import (
     scripted_episodes,
     scripted_texts,
 )
-from ragen_mega.warm_start.scripted import narration_note
+from ragen_mega.environments.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 TAIL = 0.25

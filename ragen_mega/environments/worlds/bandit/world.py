@@ -28,6 +28,28 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     return f" arms {first} {second}"
 
 
+_TRAITS = {
+    "River": "keeps moving",
+    "Stone": "rests in place",
+    "Baker": "works every day",
+    "Pirate": "hunts for treasure",
+    "Lantern": "gives steady light",
+    "Storm": "comes with thunder",
+    "Phoenix": "rises from ashes",
+    "Dragon": "guards a hoard of gold",
+    "Trader": "takes risks",
+    "Librarian": "is careful",
+}
+
+
+def explain(environment: Any, actions: Sequence[str]) -> str:
+    """Return a sentence on the meaning of both names, and the chosen arm."""
+    said = [
+        f"{arm} {_TRAITS.get(arm, 'is a name')}" for arm in environment.facts()["arms"]
+    ]
+    return f" {' and '.join(said)}, so {' '.join(actions)} may pay more."
+
+
 def references(environment: Any, budget: Budget) -> References:
     """Return the references: one pull decides, and only the names of the arms differ: uniformly
     random play is right half of the time.
@@ -46,8 +68,13 @@ class Bandit:
     """
 
     is_instant = True
-    narrator = Narrator(describe)
+    narrator = Narrator(describe, explain=explain)
     solver = Solver(references, optimal_actions)
+    example_options = (
+        {"low_arm": "Stone", "high_arm": "River"},
+        {"low_arm": "Pirate", "high_arm": "Baker"},
+        {"low_arm": "Lantern", "high_arm": "Storm"},
+    )  # none that is played, and the bold arm is not always the better one
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
 from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
+from ragen_mega.environments.worlds.ways import way
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -39,6 +40,28 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
         f" {'then' if index else 'go'}{moves[action]}" for index, action in enumerate(actions)
     ]
     return "".join([*parts, *moves.values(), *chosen])
+
+
+_NAMES = {"edge": "the edge", "hole": "a hole", "goal": "the goal"}
+
+
+def neighbours(environment: Any) -> dict[str, str]:
+    """Return the cell that each move leads to, in words."""
+    facts, lake = environment.facts(), environment.lake
+    kinds = {
+        action: _kind(facts, lake, lake.neighbour(facts["player"], action)) for action in DIRECTIONS
+    }
+    return {action: _NAMES.get(kind, "ice") for action, kind in kinds.items()}
+
+
+def explain(environment: Any, actions: Sequence[str]) -> str:
+    """Return sentences on the way to the goal, and on the cell that the first action leads to."""
+    facts = environment.facts()
+    chosen = f" {actions[0]} is {neighbours(environment)[actions[0]]}." if actions else ""
+    return (
+        f" The goal is {way(facts['player'], facts['goal'])}.{chosen}"
+        f" I go {' and then '.join(actions)}."
+    )
 
 
 _AHEAD = {
@@ -77,4 +100,5 @@ NARRATOR = Narrator(
     actions_per_turn=2,
     statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))?"
     r" (?:edge|hole|goal|(?:closer|farther)(?: brink)?)\b",
+    explain=explain,
 )

@@ -21,10 +21,14 @@ _BRACKETS = str.maketrans("<>", "()")  # a repeated tag would end the thought
 
 
 def scripted_response(
-    episode: Episode, generator: np.random.Generator, *, skill: float = 0.0
+    episode: Episode,
+    generator: np.random.Generator,
+    *,
+    skill: float = 0.0,
+    in_sentences: bool = False,
 ) -> str:
     """Write the scripted player's response in this turn, after a forced `<think>` where the episode
-    asks for thoughts.
+    asks for thoughts; its thought is `in_sentences` where the narrator has any.
 
     Each action is the optimal one with probability `skill`, else uniformly random.
     """
@@ -48,7 +52,8 @@ def scripted_response(
     if not config.think:
         return answer
     if narrator is not None:
-        return f"{narrator.describe(environment, actions)}</think>{answer}"
+        tell = (narrator.explain if in_sentences else None) or narrator.describe
+        return f"{tell(environment, actions)}</think>{answer}"
     seen = text_of(episode.observation).translate(_BRACKETS)
     return f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}</think>{answer}"
 
