@@ -6,6 +6,7 @@ it (few-shot prompting, arXiv:2005.14165).
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,14 @@ def worked_example(
     return (*turn, Message("assistant", "<think>" * think + answer))
 
 
-def read_conversations(path: str | Path, environment: str) -> list[Conversation]:
+def read_conversations(path: str | Path, environment: str | None = None) -> list[Conversation]:
     """Read the conversations of a file of JSON lines: objects with `messages`, as TRL and the
-    OpenAI API write them, and perhaps the name of the `environment` that they are of.
+    OpenAI API write them, and perhaps the name of the `environment` that they are of (None: read
+    all).
 
     Raises ValueError, in one line, for a file without any for this environment, and for a
-    conversation that does not begin with a message of the user and end with an answer.
+    conversation that does not begin with a message of the user, or of the system before it, and end
+    with an answer.
     """
     rule = (
         'must be an object such as {"messages": [{"role": "user", "content": "..."}, {"role":'
@@ -75,22 +78,21 @@ def read_conversations(path: str | Path, environment: str) -> list[Conversation]
         try:
             row: Any = json.loads(line)
             messages = tuple(Message(m["role"], m["content"]) for m in row["messages"])
-            is_ours = row.get("environment", environment) == environment
+            is_ours = environment is None or row.get("environment", environment) == environment
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"{path}, line {number}: {rule}") from None
-        roles = [message.role for message in messages]
-        if not (
-            all(isinstance(message.content, str) for message in messages)
-            and set(roles) <= {"user", "assistant", "tool"}
-            and roles[:1] == ["user"]
-            and roles[-1:] == ["assistant"]
-        ):
+        if not all(isinstance(message.content, str) for message in messages):
+            raise ValueError(f"{path}, line {number}: {rule}")
+        roles = " ".join(str(message.role) for message in messages)
+        if not re.fullmatch("(system )?user (user |tool |assistant )*assistant", roles):
             raise ValueError(
-                f"{path}, line {number}: a conversation must begin with the user and end with the"
-                f" assistant, without a system message, and its roles are {', '.join(roles)}"
+                f"{path}, line {number}: a conversation must be messages of a user, with those of"
+                " the system before and of tools after it, and end with one of the assistant; its"
+                f" roles are {roles or 'none'}"
             )
         if is_ours:
             found.append(messages)
     if not found:
-        raise ValueError(f"{path} must hold conversations of {environment}, and has none; {rule}")
+        of = f" of {environment}" if environment else ""
+        raise ValueError(f"{path} must hold conversations{of}, and has none: a line {rule}")
     return found

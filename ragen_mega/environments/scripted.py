@@ -40,6 +40,8 @@ def scripted_response(
         per_turn = narrator.actions_per_turn
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
+    if skill == 1:  # a solver of a random world plans no further than the next action
+        count = len(plan) or count
     actions = [
         (
             plan[index]

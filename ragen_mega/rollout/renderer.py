@@ -66,7 +66,7 @@ class ChatRenderer:
         self._opened = ""  # with which the template itself begins an answer
         if beginning.rstrip().endswith(_THINK):
             self._opened = beginning[beginning.rindex(_THINK) :]
-        forced = _THINK if think and not self._opened else ""
+        self._forced = forced = _THINK if think and not self._opened else ""
         self._between = _Remembered(lambda messages: self._encode(self._delta(*messages) + forced))
         self._beginning = _Remembered(  # members of a group begin alike
             lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
@@ -95,6 +95,14 @@ class ChatRenderer:
         """
         between = self._between(tuple(messages))
         return list(between[1:] if finished_cleanly else between)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Return what a policy that gives this answer samples: without the `<think>` that the
+        prompt ends with, and with the end of the turn.
+        """
+        if begun := self._opened or self._forced:
+            text = text.removeprefix(begun).removeprefix(_THINK)
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.end_of_turn]
 
     def decode_action(self, tokens: Sequence[int]) -> str:
         """Return the text of one sampled turn, special tokens left out."""

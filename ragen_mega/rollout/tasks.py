@@ -95,7 +95,8 @@ def prompt_examples(config: EnvironmentConfig, name: str) -> Conversation:
             _worked_example(config, name, kinds[index % len(kinds)], seeds, held_out)
             for index in range(count)
         ]
-    return tuple(message for conversation in found[:count] for message in conversation)
+    said = [message for conversation in found[:count] for message in conversation]
+    return tuple(message for message in said if message.role != "system")
 
 
 def _worked_example(
@@ -223,9 +224,7 @@ class TaskSampler:
         return seed
 
 
-def initial_state(
-    environment: Environment, seed: int, board: Sequence[str] | None = None
-) -> str:
+def initial_state(environment: Environment, seed: int, board: Sequence[str] | None = None) -> str:
     """Return the first observation, by which boards are told apart."""
     return calls.reset(environment, seed, board=board)
 

@@ -149,8 +149,8 @@ def build_run(
     for note in on_main(lambda: check_play(config, renderer)):
         console.say(note)
     start = Start(base, None)
-    if config.model.load is None:
-        start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)
+    if config.has_warm_start:
+        start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console, base)
     if config.model.critic_load:
         start = start._replace(critic=local_directory(config.model.critic_load))
 
@@ -219,7 +219,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
         return str(local_directory(name, commit, fetch=False))
 
     boards, start = config.evaluation.boards, config.warm_start.warm_start_from
-    examples = config.environment.prompt_examples_file
+    examples, imitated = config.environment.prompt_examples_file, config.warm_start.sft_file
     return replace(
         config,
         model=replace(
@@ -229,7 +229,11 @@ def locate(config: StarPOConfig) -> StarPOConfig:
             config.environment, prompt_examples_file=examples and os.path.abspath(examples)
         ),
         evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
-        warm_start=replace(config.warm_start, warm_start_from=start and os.path.abspath(start)),
+        warm_start=replace(
+            config.warm_start,
+            warm_start_from=start and os.path.abspath(start),
+            sft_file=imitated and os.path.abspath(imitated),
+        ),
         rollout=replace(config.rollout, sglang_python=absolute(config.rollout.sglang_python)),
     )
 

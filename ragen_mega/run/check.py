@@ -53,6 +53,8 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     if config.environment.prompt_examples_file is not None:
         for name in config.environment.evaluated:
             read_conversations(config.environment.prompt_examples_file, name)
+    if config.warm_start.sft_file is not None:
+        read_conversations(config.warm_start.sft_file)
     if config.evaluation.boards is not None:
         for name in config.environment.shares:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))

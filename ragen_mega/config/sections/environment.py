@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ragen_mega.config.sections.section import Bounds, Count, Natural, NonNegative, OnlyWith, Section
+from ragen_mega.config.sections.section import (
+    Bounds,
+    Count,
+    Natural,
+    NonNegative,
+    OnlyWith,
+    Section,
+)
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
 

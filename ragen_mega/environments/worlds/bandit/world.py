@@ -44,9 +44,7 @@ _TRAITS = {
 
 def explain(environment: Any, actions: Sequence[str]) -> str:
     """Return a sentence on the meaning of both names, and the chosen arm."""
-    said = [
-        f"{arm} {_TRAITS.get(arm, 'is a name')}" for arm in environment.facts()["arms"]
-    ]
+    said = [f"{arm} {_TRAITS.get(arm, 'is a name')}" for arm in environment.facts()["arms"]]
     return f" {' and '.join(said)}, so {' '.join(actions)} may pay more."
 
 

@@ -194,7 +194,10 @@ class FrozenLake:
                 "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the"
                 " row and Left lowers the column."
             )
-        if self._observation not in ("coord", "words"):  # elsewhere symbols stand for what lies in a cell
+        if self._observation not in (
+            "coord",
+            "words",
+        ):  # elsewhere symbols stand for what lies in a cell
             legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
             parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))
