@@ -51,13 +51,18 @@ def scripted_response(
         for index in range(count if episode.takes_names else 1)
     ]
     answer = write_answer(episode, actions)
+    if in_sentences:
+        answer = answer.replace("<answer> ", "<answer>", 1)
     if not config.think:
         return answer
-    if narrator is not None:
-        tell = (narrator.explain if in_sentences else None) or narrator.describe
-        return f"{tell(environment, actions)}</think>{answer}"
-    seen = text_of(episode.observation).translate(_BRACKETS)
-    return f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}</think>{answer}"
+    if narrator is None:
+        seen = text_of(episode.observation).translate(_BRACKETS)
+        thought = f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}"
+    elif in_sentences and narrator.explain:
+        thought = narrator.explain(environment, actions)
+    else:
+        thought = narrator.describe(environment, actions)
+    return f"{thought}</think>{answer}"
 
 
 def check_skill(environment: Environment, skill: float) -> None:

@@ -41,7 +41,8 @@ CHAT_TEMPLATE = (
 """That of SmolLM2-135M-Instruct."""
 FLAGS = """
     --environments frozen_lake --prompt-style brief --max-response-length 48 --max-turns 3
-    --max-actions-per-turn 1 --prompt-examples 1 --advantage-estimator grpo --max-context-length 1500
+    --max-actions-per-turn 1 --prompt-examples 1 --advantage-estimator grpo
+    --max-context-length 1500
     --sft-steps 20 --sft-lr 3e-3 --warm-start-trajectories 24 --warm-start-batch 8
 """.split()
 
@@ -101,7 +102,7 @@ def test_the_loss_covers_answers_alone_and_falls(family: str, tmp_path: Path) ->
         said_by_player = [turn.partition("<|im_end|>")[0] + "<|im_end|>" for turn in turns]
         example, *own = said_by_player
         assert answers(trajectory, renderer) == own, "neither the example nor an observation"
-        assert all("I go " in text and text.endswith("</answer><|im_end|>") for text in own)
+        assert all(" is " in text and text.endswith("</answer><|im_end|>") for text in own)
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     nats, bounds = [], []

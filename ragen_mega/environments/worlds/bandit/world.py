@@ -29,23 +29,25 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
 
 
 _TRAITS = {
-    "River": "keeps moving",
-    "Stone": "rests in place",
-    "Baker": "works every day",
-    "Pirate": "hunts for treasure",
-    "Lantern": "gives steady light",
-    "Storm": "comes with thunder",
-    "Phoenix": "rises from ashes",
-    "Dragon": "guards a hoard of gold",
-    "Trader": "takes risks",
-    "Librarian": "is careful",
+    "River": "moves",
+    "Stone": "rests",
+    "Pirate": "steals",
+    "Baker": "works",
+    "Storm": "roars",
+    "Lantern": "shines",
+    "Phoenix": "rises",
+    "Dragon": "hoards",
+    "Trader": "dares",
+    "Librarian": "reads",
 }
 
 
 def explain(environment: Any, actions: Sequence[str]) -> str:
-    """Return a sentence on the meaning of both names, and the chosen arm."""
-    said = [f"{arm} {_TRAITS.get(arm, 'is a name')}" for arm in environment.facts()["arms"]]
-    return f" {' and '.join(said)}, so {' '.join(actions)} may pay more."
+    """Return what the name of the chosen arm brings to mind; as short as can be, because a small
+    model loses the form in a longer thought.
+    """
+    arm = actions[0]
+    return f"A {arm.lower()} {_TRAITS.get(arm, 'is my guess')}."
 
 
 def references(environment: Any, budget: Budget) -> References:

@@ -7,7 +7,6 @@ from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
 from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
-from ragen_mega.environments.worlds.ways import way
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -55,13 +54,8 @@ def neighbours(environment: Any) -> dict[str, str]:
 
 
 def explain(environment: Any, actions: Sequence[str]) -> str:
-    """Return sentences on the way to the goal, and on the cell that the first action leads to."""
-    facts = environment.facts()
-    chosen = f" {actions[0]} is {neighbours(environment)[actions[0]]}." if actions else ""
-    return (
-        f" The goal is {way(facts['player'], facts['goal'])}.{chosen}"
-        f" I go {' and then '.join(actions)}."
-    )
+    """Return what the first of the chosen moves leads to, as short as a small model can keep."""
+    return f"{actions[0]} is {neighbours(environment)[actions[0]]}."
 
 
 _AHEAD = {

@@ -59,11 +59,8 @@ def ways(environment: Any) -> str:
 
 
 def explain(environment: Any, actions: Sequence[str]) -> str:
-    """Return sentences on the way of the first box to its target, and on the cell that the first
-    action leads to.
-    """
-    chosen = f" {actions[0]} is {neighbours(environment)[actions[0]]}." if actions else ""
-    return f" {ways(environment)}{chosen} I go {' and then '.join(actions)}."
+    """Return what the first of the chosen moves leads to, as short as a small model can keep."""
+    return f"{actions[0]} is {neighbours(environment)[actions[0]]}."
 
 
 def _narrate_move(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
