@@ -93,6 +93,6 @@ def read_conversations(path: str | Path, environment: str | None = None) -> list
         if is_ours:
             found.append(messages)
     if not found:
-        of = f" of {environment}" if environment else ""
-        raise ValueError(f"{path} must hold conversations{of}, and has none: a line {rule}")
+        whose = f" of {environment}" if environment else ""
+        raise ValueError(f"{path} must hold conversations{whose}, and has none: a line {rule}")
     return found

@@ -157,8 +157,8 @@ class Sokoban:
 
     def _describe(self, room: Room) -> str:
         if self._observation == "words":
-            told = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
-            return " ".join([*told, ways(self)])
+            cells = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
+            return " ".join([*cells, ways(self)])
         grid = "\n".join(room.rows(self._symbols))
         if self._observation == "grid":
             return grid
