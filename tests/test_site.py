@@ -95,17 +95,3 @@ def test_every_flag_and_metric_is_listed(site: Path) -> None:
     assert [one.name for one in all_flags() if f">{flag_of(one.name)}<" not in flags] == ["recipe"]
     metrics = (site / "metrics.html").read_text()
     assert not [key for key in GLOSSARY if f">{key}<" not in metrics]
-
-
-def test_formulas_lead_to_their_code(pages: dict[Path, Links], site: Path) -> None:
-    """Every function that the algorithm's page names with its module."""
-    named = re.findall(r"`([a-z]+\.[a-z_]+)`", (ROOT / "docs" / "algorithm.md").read_text())
-    modules = {path.stem for path in (ROOT / "ragen_mega" / "algorithm").glob("*.py")}
-    functions = {name for name in named if name.split(".")[0] in modules}
-    linked = {
-        link for link in pages[site / "algorithm.html"].linked if link.startswith("code.html#")
-    }
-    assert len(functions) > 15
-    assert {f"code.html#{name.replace('.', '')}" for name in functions} <= linked
-    code = (site / "code.html").read_text()
-    assert "def" in code and all(f">{name}<" in code for name in functions)

@@ -13,9 +13,9 @@
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
 # package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300".
 # DIR (default gpu_check) receives report.md, report.json and <part>.log. The page report.md has at
-# most 60 lines, sets measured figures beside docs/benchmarks/gpu_day_predicted.md and is printed at
-# the end. The exit code is the number of parts that failed. After each part FILE (.tar.gz) holds all
-# that is worth keeping of DIR, for a machine that gives few files back or may be taken away.
+# most 60 lines and is printed at the end. The exit code is the number of parts that failed. After
+# each part FILE (.tar.gz) holds all that is worth keeping of DIR, for a machine that gives few files
+# back or may be taken away.
 # --again runs what has not passed according to DIR/report.json, first what failed, with more
 # cautious settings, and keeps the figures of the others.
 # --small tries the script itself out: every part with the smallest shapes, whose numbers say nothing.

@@ -28,7 +28,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SUPERVISOR = ROOT / "ragen_mega" / "engines" / "sglang" / "supervisor.py"
-PREDICTED = ROOT / "docs" / "benchmarks" / "gpu_day_predicted.md"
 PAGE_LINES = 60
 PACKED_SUFFIXES = {".log", ".json", ".jsonl", ".md", ".svg", ".xml"}
 LARGEST_PACKED, LARGEST_ARCHIVE = 4 << 20, 14 << 20
@@ -206,47 +205,6 @@ def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> 
     return report
 
 
-def find(report: Any, path: str) -> float | None:
-    """Return the number at a path such as `step/runs/0/seconds`: keys and indices;
-    `key=value&key=value` chooses a row of a list, by its own values or those of its `shape`.
-    """
-
-    def is_meant(row: Mapping[str, Any], wanted: str) -> bool:
-        about = row | row.get("shape", {})
-        return all(f"{about.get(key)}" == value for key, value in pairs(wanted))
-
-    def pairs(wanted: str) -> list[list[str]]:
-        return [pair.split("=") for pair in wanted.split("&")]
-
-    try:
-        for key in path.split("/"):
-            if "=" in key:
-                report = next(row for row in report if is_meant(row, key))
-            else:
-                report = report[int(key) if isinstance(report, list) else key]
-    except (KeyError, IndexError, TypeError, ValueError, StopIteration):
-        return None
-    return report if isinstance(report, int | float) else None
-
-
-def predictions(text: str) -> list[list[str]]:
-    """Parse figure, path in report.json, and a prediction for each kind of GPU: the rows of the
-    table.
-    """
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip().strip("`") for cell in row] for row in rows]
-
-
-def compare(report: Mapping[str, Any], text: str) -> list[str]:
-    """Return lines of a table of measured figures beside those that `text` predicts."""
-    lines = []
-    for figure, path, *predicted in predictions(text):
-        value = find(report, path)
-        said = "-" if value is None else f"{value:.3g}"
-        lines.append("| " + " | ".join((figure, said if lines else "measured", *predicted)) + " |")
-    return [*lines[:1], "|---" * lines[0].count(" | ") + "|---|", *lines[1:]] if lines else []
-
-
 def page(report: Mapping[str, Any]) -> str:
     """Return the report in at most PAGE_LINES lines."""
     lines = ["# GPU check", "", f"{report['date']}, commit {report['commit']}", ""]
@@ -255,8 +213,6 @@ def page(report: Mapping[str, Any]) -> str:
         f"| {row['part']} | {row['result']} | {row['seconds']} | {row['last_line']} |"
         for row in report["parts"]
     ]
-    if PREDICTED.exists():
-        lines += ["", *compare(report, PREDICTED.read_text())]
     room = PAGE_LINES - len(lines) - 1
     if versions := report.get("versions"):  # several in a line, so that all have room
         words = textwrap.wrap(", ".join(versions), 200)

@@ -3,11 +3,9 @@ torch user would write.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import ragen_kernels as ours
 import torch
@@ -257,18 +255,6 @@ def fused_rows(state: tuple[Tensor, LossInputs]) -> tuple[Tensor]:
     return (logits.detach(),)
 
 
-@contextmanager
-def half_of_the_programs() -> Iterator[None]:
-    """Halve the number of rows in flight for the block: if that is faster, L2 does not hold all of
-    them.
-    """
-    from ragen_kernels import triton_policy
-
-    half = triton_policy.num_persistent_programs(torch.device("cuda")) // 2
-    with mock.patch.object(triton_policy, "num_persistent_programs", lambda device: half):
-        yield
-
-
 def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
     """Return the policy loss and its gradient, logits in."""
 
@@ -278,8 +264,6 @@ def policy_providers(compiled: Function | None) -> tuple[Provider, ...]:
         )
 
     named = {"ragen": fused_rows} | with_torch(run, torch_policy_loss, compiled)
-    if torch.cuda.is_available():
-        named["ragen, half the programs"] = half_of_the_programs()(fused_rows)
     return tuple(
         Provider(name, job, lambda inputs: (inputs.fresh_logits(), inputs), logits_gradient_error)
         for name, job in named.items()

@@ -30,12 +30,12 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.models.huggingface import load_config, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics, write_json
 from ragen_mega.report.provenance import read_settings
 from ragen_mega.rollout.holding import from_main
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models
 from ragen_mega.run.placement import Colocated
@@ -189,7 +189,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         policy=policy,
         critic=critic,
         engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
-        renderer=ChatRenderer(load_tokenizer(str(base)), think=config.environment.think),
+        renderer=load_renderer(str(base), think=config.environment.think),
         tasks=TaskSampler(config),
         prompts={},
         references=dict.fromkeys(config.environment.shares, unknown),

@@ -7,10 +7,10 @@ Whoever reaches the port can play; it is open to this machine alone unless --hos
 """
 
 import argparse
-import json
 import logging
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data.launcher import open_many_files
 from ragen_mega.environments.adapters.packages import required
 
@@ -33,9 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ragen_mega.environments.adapters.openenv_server import application
     from ragen_mega.environments.adapters.web_guard import MOST_BYTES, ImpatientProtocol, guard
 
-    options = json.loads(arguments.environment_options)
-    if not isinstance(options, dict):
-        raise ValueError(f"--environment-options must be a JSON object, not {options!r}")
+    options = json_object("--environment-options", arguments.environment_options)
     open_many_files()  # every session is one
     app = application(arguments.environment, options, arguments.max_sessions)
     app = guard(app, arguments.idle_timeout)

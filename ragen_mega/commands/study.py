@@ -49,13 +49,17 @@ from ragen_mega.studies.runs import (
     __doc__,
     ("study", {"nargs": "?", "help": "name that --list shows, or a .toml file"}),
     flag("--list", "name the studies", False),
-    flag("--preset", "small: here (default); paper: as published, confounds included"),
+    flag(
+        "--preset",
+        "small: here (default); paper: as published, confounds included",
+        choices=PRESETS,
+    ),
     flag("--seeds", "seeds of every arm (default: 3; to --report all found)", type=int),
     flag("--first-seed", "the first of them (default: 0; to --report all found)", type=int),
     flag(
         "--match",
-        "steps, tokens or none: what all arms have the same of (default: none; to --report that of"
-        " the runs)",
+        "what all arms have the same of (default: none; to --report that of the runs)",
+        choices=("steps", "tokens", "none"),
     ),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run, unless its arm names them", 1),
@@ -75,9 +79,6 @@ def main(arguments: argparse.Namespace) -> int | None:
             study = Study.read(path)
             print(f"{study.name:16} {study.title} ({study.source}); {len(study.arms)} arms")
         return 0
-    matches = (None, "steps", "tokens", "none")
-    if arguments.preset not in (None, *PRESETS) or arguments.match not in matches:
-        raise ValueError("--preset is small or paper, --match is steps, tokens or none")
     num_seeds = 3 if arguments.seeds is None else arguments.seeds
     if min(num_seeds, arguments.jobs, arguments.ranks) < 1:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")

@@ -9,17 +9,15 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ragen_mega.config.flags import all_flags, help_text, read_settings
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.config.sections.environment import EnvironmentConfig, json_object, parse_shares
+from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.data.registry import did_you_mean
-from ragen_mega.environments.pool import briefly
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.registry import declares
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
@@ -136,7 +134,7 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
     """Put flags of a recipe or a run before `rest`, less those that mean nothing beside it."""
     flags, played = _of_choices(flags, rest), _value("--environments", rest)
     if played is not None:
-        flags = _of_played(_less_declared(flags, rest, played), played)
+        flags = _of_played(_less_declared(flags, played), played)
     return [*flags, *rest]
 
 
@@ -210,27 +208,19 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
     return kept
 
 
-def _less_declared(flags: list[str], rest: Sequence[str], played: str) -> list[str]:
+def _less_declared(flags: list[str], played: str) -> list[str]:
     """Drop the limits of an episode that a played environment declares from the flags of a recipe
     that is not about this environment: they were chosen for another one.
     """
     about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
-    limits = [group for group in _LIMITS if {flag_of(name) for name in group} & {*flags}]
+    others = parse_shares(played).keys() - about.keys()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in parse_shares(played).keys() - about.keys() if limits else ():
-        # what cannot be built is said where all settings are known
-        with contextlib.suppress(ValueError):
-            given = _value("--environment-options", rest) or "{}"
-            build = partial(make, name, **json_object("environment_options", given).get(name, {}))
-            with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
-                own = [
-                    group
-                    for group in limits
-                    if any(getattr(environment, limit, None) is not None for limit in group)
-                ]
-            limits = [group for group in limits if group not in own]
-            for limit in itertools.chain(*own):
-                parser.add_argument(flag_of(limit), nargs="?")
+    with contextlib.suppress(ValueError):  # an unknown name is refused where environments are built
+        for group in _LIMITS:
+            is_given = not {flag_of(limit) for limit in group}.isdisjoint(flags)
+            if is_given and any(declares(name, limit) for name in others for limit in group):
+                for limit in group:
+                    parser.add_argument(flag_of(limit), nargs="?")
     return parser.parse_known_args(flags)[1]
 
 

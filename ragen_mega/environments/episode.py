@@ -19,6 +19,7 @@ from ragen_mega.environments.calls import reset, step
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
     CUT,
+    TAG,
     Action,
     Budget,
     Environment,
@@ -30,7 +31,7 @@ from ragen_mega.environments.protocol import (
 PromptStyle = Literal["full", "system", "brief", "compact"]
 
 _MALFORMED = "Your answer could not be read. Keep to the format."
-_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?(?:think|answer|tool_call|tool_response)>")
+_MARKER = re.compile(rf"<\|[^|<>\s]{{1,40}}\|>|{TAG.pattern}")
 _TOKENS_PER_WORD = 2
 """Upper bound of the tokens of a word, with a share of the tags, so that no answer within the
 announced length is cut off.

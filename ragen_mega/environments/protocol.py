@@ -6,6 +6,7 @@ trajectory alone.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -15,6 +16,8 @@ CUT = "\U000f0000"
 """A mark of private use in the content of a message: the texts before and after it are encoded
 apart, and the mark itself is no text.
 """
+TAG = re.compile(r"</?(?:think|answer|tool_call|tool_response)>")
+"""Tags of an answer and of a tool's result."""
 
 
 @dataclass(frozen=True, slots=True)

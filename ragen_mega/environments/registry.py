@@ -95,6 +95,15 @@ def held_out_options(name: str) -> dict[str, Any]:
     return {"split": splits[1]} if len(splits) > 1 else {}
 
 
+def declares(name: str, attribute: str) -> bool:
+    """Return whether the class of environment `name` has this attribute, or an annotation which
+    says that its instances do. Nothing is built. Raises ValueError for an unknown name.
+    """
+    found = ENVIRONMENTS.get(name)
+    kinds = inspect.getmro(found) if isinstance(found, type) else ()
+    return any(attribute in (vars(kind) | inspect.get_annotations(kind)) for kind in kinds)
+
+
 def make(name: str, **options: Any) -> Environment:
     """Build the environment `name`; `options` override what the name implies. An option is a
     keyword of the constructor, or a class attribute.

@@ -13,7 +13,13 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ragen_mega.config.recorded import beside
@@ -82,6 +88,27 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
             f"the tokenizer in {directory} has no chat template; load an Instruct checkpoint"
         )
     return tokenizer
+
+
+def stop_tokens(directory: str) -> set[int]:
+    """Return the tokens that end an answer by generation_config.json; the empty set without that
+    file. Raises ValueError if it cannot be read.
+    """
+    if not Path(directory, "generation_config.json").exists():
+        return set()
+    try:
+        ids = GenerationConfig.from_pretrained(directory).eos_token_id
+    except (OSError, ValueError, *_WRONG_TYPE) as error:
+        raise ValueError(
+            f"cannot read generation_config.json in {directory}: {_brief(error)}; mend or delete it"
+        ) from None
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int and token >= 0 for token in ids if token is not None):
+        raise ValueError(
+            f"eos_token_id in {directory}/generation_config.json must be token ids, not {ids};"
+            " correct it"
+        )
+    return {token for token in ids if token is not None}
 
 
 def local_directory(name: str, revision: str | None = None, *, fetch: bool = True) -> Path:

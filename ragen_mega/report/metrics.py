@@ -3,7 +3,6 @@ TensorBoard, W&B).
 """
 
 import html
-import importlib.util
 import json
 import math
 import secrets
@@ -157,7 +156,7 @@ class RunLogger:
     launcher can use the same command every time.
 
     Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is
-    given, if it holds something else, or if W&B is asked for and not installed.
+    given, or if it holds something else.
     """
 
     def __init__(
@@ -182,11 +181,6 @@ class RunLogger:
         self._open_files = ExitStack()
         if not is_writer:
             return
-        if wandb_project is not None and importlib.util.find_spec("wandb") is None:
-            raise ValueError(
-                f"wandb_project {wandb_project} needs the package wandb, which is not installed; "
-                "run pip install wandb or drop --wandb-project"
-            )
         claim(self.directory, resume=resume, overwrite=overwrite)
         with self._unless_refused():
             if wandb_project is not None:

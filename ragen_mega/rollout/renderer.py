@@ -9,15 +9,19 @@ import json
 import re
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ragen_mega.environments.protocol import CUT, Message
+from ragen_mega.environments.episode import quote
+from ragen_mega.environments.protocol import CUT, TAG, Message
+from ragen_mega.models.huggingface import load_tokenizer, stop_tokens
 
 _THINK = "<think>"
+_BRACKETED = re.compile(r"<[^<>\s]+>")
 _BYTES_OF_TOKEN = 40  # in a list, with its integer
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
 _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
@@ -46,38 +50,60 @@ class _Remembered:
 
 class ChatRenderer:
     """Renders the turns of an episode for one tokenizer; with `think`, every assistant turn begins
-    with `<think>`.
+    with `<think>`, and without it as the chat template begins an answer without thoughts.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, think: bool) -> None:
-        """Raises ValueError if the chat template is not append-only."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, think: bool, stops: Iterable[int] = ()
+    ) -> None:
+        """`stops`: tokens that end an answer, besides those that the tokenizer names. Raises
+        ValueError if the chat template is not append-only or does not go with `think`.
+        """
         if not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat_template; use an instruct model's tokenizer or set"
                 " ChatML"
             )
         self.tokenizer = tokenizer
+        self._think = think
         added = tokenizer.added_tokens_decoder.values()
-        controls = {str(token) for token in added if token.special}
-        controls |= {*tokenizer.all_special_tokens}
-        longest_first = sorted(filter(None, controls), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        beginning = self._template([_PROBES[0]])
-        self._opened = ""  # with which the template itself begins an answer
-        if beginning.rstrip().endswith(_THINK):
-            self._opened = beginning[beginning.rindex(_THINK) :]
-        self._forced = forced = _THINK if think and not self._opened else ""
-        self._between = _Remembered(lambda messages: self._encode(self._delta(*messages) + forced))
+        special = {str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}
+        controls = special | {*filter(_BRACKETED.fullmatch, map(str, added))}
+        controls = {name for name in controls if name and not TAG.fullmatch(name)}
+        self._hidden = frozenset(tokenizer.convert_tokens_to_ids(sorted(special & controls)))
+        longest_first = sorted({*controls, _ANSWER}, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)))
+        history, _ = self._parts(_answered(_PROBES[1]))
+        # With which the template itself begins an answer, and which a history lacks.
+        self._opened = self._text(_PROBES[:1]).partition(history)[2]
+        opens_thought = self._opened.rstrip().endswith(_THINK)
+        if opens_thought and not think:
+            raise ValueError(
+                "the chat template begins every answer with <think>, and --no-think asks for"
+                " answers without thoughts; leave out --no-think, or load a model whose template"
+                " heeds enable_thinking"
+            )
+        self._forced = _THINK if think and not opens_thought else ""
+        self._between = _Remembered(
+            lambda messages: self._encode(self._delta(*messages) + self._forced)
+        )
         self._beginning = _Remembered(  # members of a group begin alike
-            lambda messages, tools: self._encode(self._beginning_text(messages, tools) + forced)
+            lambda messages, tools: self._encode(
+                self._beginning_text(messages, tools) + self._forced
+            )
         )
         marker = self._encode(self._delta(_PROBES[1]))[0]
         self.end_of_turn = marker
         """Token that ends an assistant turn (`<|im_end|>`)."""
         self._check_template()
-        end_ids = {marker} if tokenizer.eos_token_id is None else {marker, tokenizer.eos_token_id}
+        end_ids = {marker, tokenizer.eos_token_id, *stops} - {None}
         self.stop_token_ids = tuple(sorted(end_ids))
         """Tokens that end a completion when they are sampled."""
+        if self.stop_token_ids[-1] >= len(tokenizer):
+            raise ValueError(
+                f"the tokens that end an answer are {self.stop_token_ids}, and the tokenizer has"
+                f" {len(tokenizer)} tokens; correct eos_token_id in generation_config.json"
+            )
 
     def start(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -85,7 +111,8 @@ class ChatRenderer:
         """Return the first messages and all up to the first sampling position; `tools` are JSON
         schemas. Raises ValueError if the chat template has no place for them.
         """
-        return list(self._beginning(tuple(messages), json.dumps(tools) if tools else None))
+        schemas = json.dumps(tools, ensure_ascii=False) if tools else None
+        return list(self._beginning(tuple(messages), schemas))
 
     def observe(self, messages: Sequence[Message], finished_cleanly: bool) -> list[int]:
         """Return the tokens between the last sampled token of a turn and the first of the next.
@@ -105,9 +132,10 @@ class ChatRenderer:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.end_of_turn]
 
     def decode_action(self, tokens: Sequence[int]) -> str:
-        """Return the text of one sampled turn, special tokens left out."""
+        """Return the text of one sampled turn without special tokens; tags of answers are text."""
         return self.tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [token for token in tokens if token not in self._hidden],
+            clean_up_tokenization_spaces=False,
         )
 
     def thought_length(self, tokens: Sequence[int]) -> int:
@@ -120,9 +148,9 @@ class ChatRenderer:
 
     def _beginning_text(self, messages: Sequence[Message], tools: str | None) -> str:
         if tools is None:
-            return self._template(messages)
-        text = self._template(messages, tools=json.loads(self._cut(tools)))
-        if text == self._template(messages):
+            return self._text(messages)
+        text = self._text(messages, json.loads(self._cut(quote(tools))))
+        if text == self._text(messages):
             raise ValueError(
                 "the chat template leaves out the environment's tools; use a model whose template"
                 " takes them, or describe them in the environment's instruction"
@@ -131,8 +159,8 @@ class ChatRenderer:
 
     def _delta(self, *messages: Message) -> str:
         """Return the text from the end of an assistant's answer, over `messages`, to the next."""
-        conversation = [_PROBES[0], Message("assistant", _ANSWER), *messages]
-        return self._template(conversation).partition(_ANSWER)[2]
+        _, *parts = self._parts(_answered(*messages))
+        return self._joined(parts, messages)
 
     def _check_template(self) -> None:
         special = set(self.tokenizer.all_special_ids)
@@ -143,57 +171,58 @@ class ChatRenderer:
                 " in the tokenizer, or completions could not be told from their end"
             )
         first, second, third = _PROBES
-        earlier = (self._template([first]), self._delta(second))  # histories lack what is opened
-        history = "".join(part.removesuffix(self._opened) + _ANSWER for part in earlier)
-        appended = history + self._delta(third)
-        answer = Message("assistant", _ANSWER)
-        whole = self._template([first, answer, second, answer, third])
-        if appended != whole or self._encode(appended) != self._encode_pieces(appended):
+        earlier = (self._text([first]), self._delta(second))
+        appended = [*(part.removesuffix(self._opened) for part in earlier), self._delta(third)]
+        whole = self._parts(_answered(second, Message("assistant", ""), third))
+        text = _ANSWER.join(appended)
+        apart = [self._encode(piece) for piece in re.split(f"({_ANSWER})", text)]
+        if appended != whole or self._encode(text) != [*chain.from_iterable(apart)]:
             raise ValueError(
                 "the chat template is not prefix-stable: a conversation differs from its turns"
-                " appended one by one, as where it strips earlier thoughts; use one that only"
-                " appends (docs/environments.md#chat-templates)\n  appended"
-                f" {appended!r}\n  whole    {whole!r}"
+                " appended one by one; use one that only appends"
+                " (docs/environments.md#chat-templates)\n  appended"
+                f" {text!r}\n  whole    {_ANSWER.join(whole)!r}"
             )
 
-    def _encode_pieces(self, text: str) -> list[int]:
-        """Return the tokens of the text cut like turns: before and after every assistant answer."""
-        first, *rest = text.split(_ANSWER)
-        tokens = self._encode(first)
-        for piece in rest:
-            tokens += self._encode(_ANSWER) + self._encode(piece)
-        return tokens
+    def _text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return the text of the messages and of the beginning of the next answer."""
+        return self._joined(self._parts(messages, tools), messages)
 
-    def _template(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        """Return the messages as the template writes them, but answers as they are: it may strip
-        the thoughts of earlier ones, and a policy sees its own.
+    def _joined(self, parts: Sequence[str], messages: Sequence[Message]) -> str:
+        answers = [self._cut(message.content) for message in messages if _is_answer(message)]
+        return "".join(chain.from_iterable(zip_longest(parts, answers, fillvalue="")))
+
+    def _parts(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[str]:
+        """Return the template's text before, between and behind the answers among the messages. The
+        template does not see the answers, so it cannot strip their thoughts.
         """
-        mark = _ANSWER
-        while any(mark in message.content for message in messages):
-            mark += "-"
-        contents = [self._cut(message.content) for message in messages]
-        answers = [m.role == "assistant" for m in messages]
         conversation = [
-            {"role": message.role, "content": mark if is_answer else content}
-            for message, content, is_answer in zip(messages, contents, answers, strict=True)
+            {
+                "role": message.role,
+                "content": _ANSWER if _is_answer(message) else self._cut(message.content),
+            }
+            for message in messages
         ]
         try:
             text = self.tokenizer.apply_chat_template(
-                conversation, tools=tools, tokenize=False, add_generation_prompt=True
+                conversation,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self._think,
             )
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(
                 f"the chat template does not take messages with the roles {roles}: {error}"
             ) from error
-        pieces = text.split(mark)
-        if len(pieces) != 1 + sum(answers):
+        parts: list[str] = text.split(_ANSWER)
+        if len(parts) != 1 + sum(map(_is_answer, messages)):
             raise ValueError(
                 "the chat template drops or rewrites assistant messages; turns cannot be appended"
                 " to it"
             )
-        own = (content for content, is_answer in zip(contents, answers, strict=True) if is_answer)
-        return pieces[0] + "".join(map("".join, zip(own, pieces[1:], strict=True)))
+        return parts
 
     def _cut(self, content: str) -> str:
         """Return the content with a CUT in every control token, which only the template may write:
@@ -208,3 +237,18 @@ class ChatRenderer:
         for piece in text.split(CUT):
             tokens += self.tokenizer.encode(piece, add_special_tokens=False)
         return tokens
+
+
+def load_renderer(directory: str, *, think: bool) -> ChatRenderer:
+    """Return the renderer of a model's directory. Raises ValueError as `ChatRenderer` does, and for
+    a file that cannot be read.
+    """
+    return ChatRenderer(load_tokenizer(directory), think=think, stops=stop_tokens(directory))
+
+
+def _is_answer(message: Message) -> bool:
+    return message.role == "assistant"
+
+
+def _answered(*messages: Message) -> list[Message]:
+    return [_PROBES[0], Message("assistant", ""), *messages]

@@ -38,7 +38,7 @@ from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, rea
 from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import (
     TaskSampler,
     check_first_prompts,
@@ -47,7 +47,7 @@ from ragen_mega.rollout.tasks import (
 )
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
-from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Placement
+from ragen_mega.run.placement import ACTOR, CRITIC, Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
@@ -138,7 +138,7 @@ def build_run(
             console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
-    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    renderer = load_renderer(str(base), think=config.environment.think)
     for name in config.environment.evaluated:
         if shown := prompt_examples(config.environment, name):
             console.say(
@@ -196,7 +196,7 @@ def build_sampling(
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
-    renderer = ChatRenderer(load_tokenizer(str(base)), think=config.environment.think)
+    renderer = load_renderer(str(base), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
 
 
@@ -269,7 +269,7 @@ def build_models(
     hf: PretrainedConfig,
     groups: ProcessGroupCollection,
     start: Start,
-    placement: Placement,
+    placement: Colocated,
 ) -> tuple[MegatronPolicy, MegatronCritic | None]:
     """Return the policy and critic with the weights that training starts from."""
     policy = MegatronPolicy(

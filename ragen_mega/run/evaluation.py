@@ -13,10 +13,10 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
-from ragen_mega.models.huggingface import load_config, load_tokenizer, local_directory
+from ragen_mega.models.huggingface import load_config, local_directory
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.storage.model_readers import open_model
@@ -101,7 +101,7 @@ def evaluate_sets(
         max_sessions=min(per_rank, MAX_SESSIONS),
     )
     console = Console(is_writer=distributed.is_main(), num_steps=0)
-    renderer = ChatRenderer(load_tokenizer(str(directory)), think=config.think)
+    renderer = load_renderer(str(directory), think=config.think)
     sync = WeightSync(engine, lambda shard: ((name, reader(name)) for name in reader.names()))
     with engine.awake():
         sync.send()

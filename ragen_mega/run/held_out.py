@@ -14,7 +14,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import play_settings
 from ragen_mega.run.log import RunLog
-from ragen_mega.run.placement import Placement
+from ragen_mega.run.placement import Colocated
 
 
 class Evaluations:
@@ -28,7 +28,7 @@ class Evaluations:
         engine: RolloutEngine,
         renderer: ChatRenderer,
         console: Console,
-        placement: Placement,
+        placement: Colocated,
         sync: WeightSync,
         log: RunLog,
     ) -> None:

@@ -33,10 +33,6 @@ from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.run_directory import Finished
 
-MAX_CLOCK_SKEW = 5.0
-"""Seconds between the clocks of two nodes. torchrun's c10d rendezvous gives a node up whose sign of
-life, by its own clock, is 15 s old.
-"""
 PATIENCE = 300.0
 """Seconds without a sign of life after which a node counts as gone. A library that reads a large
 file without letting other threads run gives none meanwhile.
@@ -184,11 +180,7 @@ def choose_interface() -> None:
     Raises ValueError if this node is not reached by it, or the next one is not.
     """
     master = os.environ["MASTER_ADDR"]
-    families = socket.AF_INET, socket.AF_INET6
-    addresses = {
-        name: [each.address for each in entries if each.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    addresses = _addresses()
     named = os.environ.get(GLOO_INTERFACE)
     was_named = named is not None
     if not was_named:
@@ -214,9 +206,16 @@ def own_address() -> str:
     """Return the address on which ranks of the other nodes, if there are any, reach this one."""
     if num_nodes() == 1:
         return "127.0.0.1"
-    name, families = os.environ[GLOO_INTERFACE].split(",")[0], (socket.AF_INET, socket.AF_INET6)
-    entries = psutil.net_if_addrs()[name]
-    return next(entry.address for entry in entries if entry.family in families)
+    return _addresses()[os.environ[GLOO_INTERFACE].split(",")[0]][0]
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return interface -> its IP addresses."""
+    families = socket.AF_INET, socket.AF_INET6
+    return {
+        name: [entry.address for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
 
 
 def _address_towards(host: str) -> str:
@@ -262,17 +261,13 @@ class Facts:
     hardware: str
     settings: dict[str, Any]
     """section.name -> value."""
-    clock: tuple[float, float]
-    """When it came to a barrier, and when it left it, by its own clock."""
 
 
 def check_agreement(config: StarPOConfig) -> None:
     """Raise ValueError, on all ranks, unless all nodes run the same program with the same settings
     and share the directory of the run. Collective.
     """
-    come = time.time()
-    distributed.barrier()
-    facts = describe(config, (come, time.time())) if _is_first_of_node() else None
+    facts = describe(config) if _is_first_of_node() else None
     everyone = [each for each in distributed.gather_objects(facts) if each is not None]
     if error := disagreement(everyone):
         raise ValueError(error)
@@ -282,7 +277,7 @@ def check_agreement(config: StarPOConfig) -> None:
     _check_shared(config.run_directory.parent, [each.host for each in everyone])
 
 
-def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
+def describe(config: StarPOConfig) -> Facts:
     """Collect the facts of this node."""
     packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]
 
@@ -309,7 +304,6 @@ def describe(config: StarPOConfig, clock: tuple[float, float]) -> Facts:
             for section, values in config.to_dict().items()
             for name, value in values.items()
         },
-        clock=clock,
     )
 
 
@@ -337,14 +331,6 @@ def disagreement(nodes: Sequence[Facts]) -> str | None:
                         f" ({first.host}) and {theirs[name]} on node {index} ({other.host});"
                         f" {remedy}"
                     )
-        # All were in the barrier at one instant, which lies between coming and leaving.
-        skew = max(first.clock[0] - other.clock[1], other.clock[0] - first.clock[1])
-        if skew > MAX_CLOCK_SKEW:
-            return (
-                f"the clocks of the nodes must agree within {MAX_CLOCK_SKEW:g} s: those of node 0"
-                f" ({first.host}) and node {index} ({other.host}) differ by {skew:.0f} s; set them"
-                " by NTP"
-            )
     return None
 
 

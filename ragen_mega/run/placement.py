@@ -14,7 +14,6 @@ placement `separate` (`separate.py`) ranks that train play evaluations only, in 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import psutil
 import torch
@@ -48,26 +47,6 @@ _LEGAL = {
 
 class OutOfMemory(EngineError):
     """Trainer and engine do not fit on the device together."""
-
-
-class Placement(Protocol):
-    """Interface of the loop to engines and trainer, wherever they run."""
-
-    def add(self, name: str, memory: Offloadable) -> None:
-        """Manage the memory of a model."""
-        ...
-
-    def handover(self) -> AbstractContextManager[None]:
-        """SYNC inside, TRAIN afterwards."""
-        ...
-
-    def enter(self, phase: Phase) -> None:
-        """Go to the next phase. Raises RuntimeError if it is not the next one."""
-        ...
-
-    def take_ledger(self) -> dict[str, Max]:
-        """Return the memory at the phase changes since the last call. Collective."""
-        ...
 
 
 class Colocated:

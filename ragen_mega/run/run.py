@@ -57,7 +57,7 @@ from ragen_mega.run.guards import (
 from ragen_mega.run.held_out import Evaluations
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.log import RunLog, StepLog
-from ragen_mega.run.placement import Placement
+from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts, count_sampled
 from ragen_mega.run.sampling import Sampling
 from ragen_mega.run.separate import Part
@@ -88,7 +88,7 @@ class Run:
     references: dict[str, Baselines]
     logger: RunLogger
     console: Console
-    placement: Placement
+    placement: Colocated
     timers: Timers
     part: Part = Part(samples=False)
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0

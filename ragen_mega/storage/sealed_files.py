@@ -19,8 +19,6 @@ _FIELD = b'"sha256":"'  # first field of the header
 _FACTS = "facts"
 """The tensor with the facts as JSON in UTF-8: a header of more than 100 MB would be refused."""
 _BLANK = b"0" * 64
-_PREFIX = 8
-"""Bytes before a safetensors header: its length, little-endian."""
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -55,10 +53,6 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{path.name} does not have the SHA-256 that it states")
     try:
         tensors = load(data)
-        if _FACTS in tensors:
-            return tensors, json.loads(tensors.pop(_FACTS).numpy().tobytes())
-        # files of earlier versions have the facts in the header
-        header = json.loads(data[_PREFIX : _PREFIX + int.from_bytes(data[:_PREFIX], "little")])
-        return tensors, json.loads(header["__metadata__"]["facts"])
+        return tensors, json.loads(tensors.pop(_FACTS).numpy().tobytes())
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__})") from None

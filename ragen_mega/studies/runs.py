@@ -5,7 +5,6 @@ side by side.
 import hashlib
 import json
 import os
-import queue
 import shlex
 import signal
 import subprocess
@@ -273,10 +272,7 @@ class Runner:
     """A queue of jobs of which some run at a time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:
-            self._waiting.put(job)
-        self._total = len(jobs)
+        self._jobs = jobs
         self._running: dict[str, subprocess.Popen] = {}
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -293,8 +289,8 @@ class Runner:
         # Not by joining threads: one whose join is interrupted counts as ended.
         with ThreadPoolExecutor(at_a_time) as pool:
             try:  # a signal may come as soon as the first run has begun
-                workers = [pool.submit(self._work) for _ in range(at_a_time)]
-                wait(workers)
+                runs = [pool.submit(self._work, job) for job in self._jobs]
+                wait(runs)
             except KeyboardInterrupt:
                 while self._running or not self._is_stopped:
                     with suppress(KeyboardInterrupt):
@@ -302,8 +298,8 @@ class Runner:
                         while self._running:
                             time.sleep(_POLL_SECONDS)
                 raise
-        for worker in workers:
-            worker.result()
+        for run in runs:
+            run.result()
 
     def _stop(self) -> None:
         with self._lock:
@@ -311,31 +307,24 @@ class Runner:
             for process in self._running.values():
                 process.terminate()
 
-    def _work(self) -> None:
+    def _work(self, job: Job) -> None:
         # Not as many as there are cores: sums would depend on --jobs in their last bits.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        while not self._waiting.empty():
-            try:
-                job = self._waiting.get_nowait()
-            except queue.Empty:
+        with self._lock:
+            if self._is_stopped:
                 return
-            with self._lock:
-                if self._is_stopped:
-                    return
-                try:
-                    with job.log.open("a") as file:
-                        output = {"stdout": file, "stderr": subprocess.STDOUT}
-                        alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
-                        process = subprocess.Popen(job.words(), env=environment, **output, **alone)
-                except OSError as error:  # e.g. a full disk; the other runs may still be possible
-                    self._close(job.name, f"failed: it could not be started ({error})")
-                    continue
-                self._running[job.name] = process
-            status = process.wait()
-            with self._lock:
-                del self._running[job.name]
-                if self._is_stopped:
-                    return
+            try:
+                with job.log.open("a") as file:
+                    output = {"stdout": file, "stderr": subprocess.STDOUT}
+                    alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
+                    process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+            except OSError as error:  # e.g. a full disk; the other runs may still be possible
+                return self._close(job.name, f"failed: it could not be started ({error})")
+            self._running[job.name] = process
+        status = process.wait()
+        with self._lock:
+            del self._running[job.name]
+            if not self._is_stopped:
                 self._close(job.name, f"failed ({status}): {_told(job.log)}" if status else None)
 
     def _close(self, name: str, failure: str | None) -> None:
@@ -344,8 +333,8 @@ class Runner:
         if failure:
             self.failed.append(name)
             print(f"{name} {failure}", flush=True)
-        left = (time.monotonic() - self._started) / self.done * (self._total - self.done)
-        print(f"{self.done}/{self._total} runs, {name}; about {left / 60:.0f} min left")
+        left = (time.monotonic() - self._started) / self.done * (len(self._jobs) - self.done)
+        print(f"{self.done}/{len(self._jobs)} runs, {name}; about {left / 60:.0f} min left")
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

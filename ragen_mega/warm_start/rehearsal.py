@@ -16,9 +16,9 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
 from ragen_mega.environments.random_player import is_drawn
-from ragen_mega.models.huggingface import load_tokenizer, local_directory
+from ragen_mega.models.huggingface import local_directory
 from ragen_mega.report.step_metrics import custom_metrics
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
@@ -46,11 +46,11 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
     trained = config.environment.shares
     played = {name: list(rehearse(config, name)) for name in config.environment.evaluated}
     if config.model.load is not None:
-        tokenizer = load_tokenizer(str(local_directory(config.model.load)))
+        directory = str(local_directory(config.model.load))
+        renderer = load_renderer(directory, think=config.environment.think)
     else:
         texts = [text for name in trained for text in _texts(played[name])]
-        tokenizer = train_tokenizer(texts)
-    renderer = ChatRenderer(tokenizer, think=config.environment.think)
+        renderer = ChatRenderer(train_tokenizer(texts), think=config.environment.think)
     needed = max(_needed(config, renderer, each) for each in played.values())
     length = min(config.rollout.max_context_length, -(-needed // _ROUNDED) * _ROUNDED)
     return replace(config, rollout=replace(config.rollout, max_context_length=length))

@@ -134,7 +134,6 @@ SAME = Facts(
     versions={"torch": "2.11.0", "sglang": "none"},
     hardware="8 x NVIDIA H100",
     settings={"train.lr": 1e-6, "rollout.num_groups": 8},
-    clock=(100.0, 109.0),
 )
 
 
@@ -142,10 +141,6 @@ SAME = Facts(
     ("change", "said"),
     [
         ({}, None),
-        ({"clock": (113.9, 114.0)}, None),
-        ({"clock": (90.0, 95.1)}, None),
-        ({"clock": (114.1, 120.0)}, "5 s; set them by NTP"),
-        ({"clock": (3.0, 4.0)}, "(b) differ by 96 s"),
         ({"settings": SAME.settings | {"train.lr": 1e-5}}, "train.lr is 1e-06"),
         ({"code": {"ragen_mega.train": "1e"}}, "ragen_mega.train is 1f"),
         ({"code": {"ragen_mega.train": "1f", "plugin": "3d"}}, None),
@@ -193,13 +188,6 @@ _OTHER_CODE = f"""mkdir /tmp/o
 cp -r {ROOT}/ragen_mega /tmp/o
 echo >> /tmp/o/ragen_mega/run/nodes.py
 """
-_AHEAD = """mkdir /tmp/o
-cat > /tmp/o/sitecustomize.py <<END
-import time
-there = time.time
-time.time = lambda: there() + 30
-END
-"""
 _ENDED = "node 1 (node1) has ended, and says why"
 _OWN_PATHS = f"/tmp/o:{PATHS['PYTHONPATH']}"
 FAULTS = {
@@ -215,7 +203,6 @@ FAULTS = {
     "flag that does not exist": ("", {}, "--num-group 4", "--num-group", _ENDED),
     "other code": (_OTHER_CODE, {"PYTHONPATH": _OWN_PATHS}, "",
         "same code: ragen_mega.run.nodes", None),
-    "clock": (_AHEAD, {"PYTHONPATH": _OWN_PATHS}, "", "(node1) differ by 30 s", None),
 }  # fmt: skip
 
 

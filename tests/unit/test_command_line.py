@@ -7,6 +7,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,22 +136,19 @@ def test_no_repetition_is_no_benchmark(repetitions: int) -> None:
         harness.interleave({"a": lambda: pytest.fail("it was run")}, repetitions, warmups=1)
 
 
-def test_cases_of_kernels_are_chosen_by_words_that_are_in_their_names() -> None:
-    """A word in none would replace an earlier measurement by a report without results."""
+def test_the_benchmark_of_kernels_starts_as_documented() -> None:
+    """It finds the folder `kernels/` by itself."""
+    command = [sys.executable, bench_kernels.__file__, "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "--compile-only" in done.stdout, done.stderr
 
-    def cases(*words: str, **flags: object) -> list[bench_kernels.Case]:
-        given = {"device": "cpu", "small": True, "no_compile": True, "budget": None} | flags
-        return bench_kernels.chosen_cases(argparse.Namespace(cases=[*words], **given))
 
-    def chosen(*words: str) -> set[str]:
-        return {case.name for case in cases(*words)}
-
-    assert chosen("bi-level", "linear") == {"bi-level gae", "linear policy loss"} < chosen()
-    with pytest.raises(ValueError, match="logprob.*, bi-level gae, not linaer"):
-        chosen("gae", "linaer")
-    names = [case.name for case in cases(budget=70.0)]
+def test_a_budget_leaves_no_job_of_the_kernels_out() -> None:
+    given = {"device": "cpu", "small": True, "no_compile": True, "budget": 70.0}
+    names = [case.name for case in bench_kernels.all_cases(argparse.Namespace(**given))]
     jobs = len({*names})
-    assert len({*names[:jobs]}) == jobs < len(names), "a budget leaves no job out"
+    assert len({*names[:jobs]}) == jobs < len(names)
 
 
 def test_a_report_is_printed_and_written(

@@ -13,10 +13,14 @@ from ragen_mega.run.check import check
 
 
 class Patient:
-    """Declares limits of its own."""
+    """Declares limits of its own, and is not built where flags are read."""
 
     actions = ("go",)
-    max_turns, max_response_length = 9, 60
+    max_turns = 9
+    max_response_length: int
+
+    def __init__(self):
+        raise AssertionError("an environment was built")
 
     def reset(self, seed):
         return "Go."
@@ -294,6 +298,16 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
         options = json.dumps({name: {"size": 3}})
         config = parse(["--environments", name, "--environment-options", options], recipe="bandit")
         check(config, 1, 1)
+
+
+def test_a_missing_wandb_is_an_error_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = parse(["--wandb-project", "starpo", "--output", str(tmp_path / "runs")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb .*--wandb-project"):
+        check(config, 1, 1)
+    assert not (tmp_path / "runs").exists()
 
 
 RECORDED = """

@@ -244,20 +244,8 @@ def schedule() -> Any:
     return module
 
 
-def test_measured_figures_stand_beside_the_predicted_ones(schedule: Any) -> None:
-    page = (ROOT / "docs/benchmarks/gpu_day_predicted.md").read_text()
-    head, rule, *rows = schedule.compare({"step": {"runs": [{"seconds": 8.25}]}}, page)
-    assert head == "| figure | measured | H100 | H200 |" and set(rule) == set("|-")
-    found = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in rows}
-    assert found["step that keeps 25%, s"][0] == "8.25" and float(
-        found["step that keeps 25%, s"][1]
-    )
-    assert found["step that keeps 100%, s"][0] == "-" and len(rows) > 15
-    row = {"case": "gae", "shape": {"N": 4, "H": 2}, "provider": "ragen", "milliseconds": 0.5}
-    report = {"bench": {"results": [row | {"provider": "torch"}, row]}}
-    assert schedule.find(report, "bench/results/case=gae&N=4&provider=ragen/milliseconds") == 0.5
-    assert schedule.find(report, "bench/results/case=gae&N=5&provider=ragen/milliseconds") is None
-    long = report | {"date": "d", "commit": "c", "versions": ["name 1.0"] * 900}
+def test_the_page_has_at_most_sixty_lines(schedule: Any) -> None:
+    long = {"date": "d", "commit": "c", "versions": ["name 1.0"] * 900}
     long["parts"] = [schedule.row_of(part, "passed", 1.0, "x" * 160) for part in schedule.PARTS]
     assert len(schedule.page(long).splitlines()) <= 60
 

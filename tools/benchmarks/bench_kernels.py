@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from benchmarks import peers
-from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
 from harness import (
     OUTPUTS,
     interleave,
@@ -36,6 +34,11 @@ from harness import (
     seconds_of,
     table,
 )
+
+# isort: split
+# `harness` puts the folder of these on the path
+from benchmarks import peers
+from benchmarks.cases import Case, Provider, hidden_cases, logits_cases, returns_cases
 from ragen_kernels.launch import accumulate_matmul
 
 from ragen_mega.commands.command_line import command, flag
@@ -52,14 +55,6 @@ FLAGS = (
         "that measures",
         "cuda" if torch.cuda.is_available() else "cpu",
         choices=("cuda", "cpu"),
-    ),
-    flag(
-        "--cases",
-        "only cases whose name holds one of these",
-        [],
-        type=str,
-        nargs="*",
-        metavar="WORD",
     ),
     flag("--small", "a CPU's shapes on any device, to try this program out", False),
     flag("--repetitions", "whose medians count", 30),
@@ -166,10 +161,8 @@ def run_case(
         }
 
 
-def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Select the cases that --cases names, by default all. Raises ValueError for a word that names
-    none.
-    """
+def all_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return the cases in order; with a budget first a shape of every job."""
     device = arguments.device
     compiled = None if arguments.no_compile else torch.compile
     sizes = "cpu" if arguments.small else device
@@ -178,14 +171,7 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
         *hidden_cases(device, sizes, compiled),
         *returns_cases(device, sizes),
     ]
-    names = dict.fromkeys(case.name for case in cases)
-    if idle := [word for word in arguments.cases if not any(word in name for name in names)]:
-        raise ValueError(
-            f"--cases takes parts of the names {', '.join(names)}, not {', '.join(idle)}"
-        )
-    words = arguments.cases or [""]
-    chosen = [case for case in cases if any(word in case.name for word in words)]
-    return chosen if arguments.budget is None else by_turns(chosen)
+    return cases if arguments.budget is None else by_turns(cases)
 
 
 def by_turns(cases: Sequence[Case]) -> list[Case]:
@@ -202,11 +188,11 @@ def by_turns(cases: Sequence[Case]) -> list[Case]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every case on the device; a line about each as soon as it is done, and the JSON file
-    written anew. Raises ValueError, before any, for a word that is in no case's name.
+    written anew.
     """
     end = time.monotonic() + (float("inf") if arguments.budget is None else arguments.budget)
     device, repetitions = arguments.device, arguments.repetitions
-    cases = chosen_cases(arguments)
+    cases = all_cases(arguments)
     copy_rate = copy_bandwidth(device, repetitions)
     gemms_ms: dict[str, float] = {}
     results: list[dict[str, Any]] = []

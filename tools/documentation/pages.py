@@ -1,8 +1,7 @@
-"""Pages of the site besides docs/: the READMEs, flags, metrics and the code of every formula, made
-when it is built; and the files elsewhere in the repository that pages link to.
+"""Pages of the site besides docs/: the READMEs, flags and metrics, made when it is built; and the
+files elsewhere in the repository that pages link to.
 """
 
-import ast
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ ADDED = {"overview.md": ROOT / "README.md", "kernels.md": ROOT / "kernels" / "RE
 SOURCES = "sources"
 """Folder of the site with the other files that pages link to."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
-NAMED = re.compile(r"`([\w./]+)`")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -50,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are generated or lie outside of docs/, and the files that they link to."""
     texts = {name: path.read_text() for name, path in ADDED.items()}
-    texts |= {"flags.md": flags_page(), "metrics.md": metrics_page(), "code.md": code_page()}
+    texts |= {"flags.md": flags_page(), "metrics.md": metrics_page()}
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     linked = {
@@ -69,8 +67,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links as they hold in the repository into links as they hold in the site."""
     here = page.file.src_uri
     source = ADDED.get(here, DOCS / here)
-    if here == "algorithm.md":
-        markdown = NAMED.sub(_link_to_code, markdown)
 
     def moved(link: re.Match[str]) -> str:
         target = (source.parent / link[2]).resolve()
@@ -132,53 +128,6 @@ def metrics_page() -> str:
         ]
         parts.append("\n".join((f"## {stage}", "", "| key | |", "|---|---|", *rows)))
     return "\n\n".join(parts) + "\n"
-
-
-def code_page() -> str:
-    """Return the source of everything that the algorithm's page names."""
-    parts = [
-        "# The code of every formula",
-        "What [the algorithm's page](algorithm.md) names, as it runs.",
-    ]
-    for name, source in formulas().items():
-        parts.append(f"## {name}\n\n```python\n{source}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
-def formulas() -> dict[str, str]:
-    """Name on the algorithm's page (`module.name`, `Class.method`, a file of kernels/) -> source.
-
-    Raises ValueError for a name that is not there.
-    """
-    found = {}
-    for name in NAMED.findall((DOCS / "algorithm.md").read_text()):
-        owner, _, member = name.partition(".")
-        module = ROOT / "ragen_mega" / "algorithm" / f"{owner}.py"
-        if name.startswith("ragen_kernels/"):
-            found[name] = (ROOT / "kernels" / name).read_text().strip()
-        elif owner in ("Run", "Sampling"):
-            found[name] = _source(ROOT / "ragen_mega/run" / f"{owner.lower()}.py", owner, member)
-        elif member and "/" not in name and module.exists():
-            found[name] = _source(module, member)
-    return found
-
-
-def _source(path: Path, *names: str) -> str:
-    text = path.read_text()
-    node: ast.AST = ast.parse(text)
-    for name in names:
-        members = {getattr(child, "name", None): child for child in ast.iter_child_nodes(node)}
-        if name not in members:
-            raise ValueError(f"docs/algorithm.md names {name}, which {path} does not have; mend it")
-        node = members[name]
-    return ast.get_source_segment(text, node, padded=True) or ""
-
-
-def _link_to_code(name: re.Match[str]) -> str:
-    if name[1] not in formulas():
-        return name[0]
-    anchor = re.sub(r"[^\w -]", "", name[1].lower())
-    return f"[{name[0]}](code.md#{anchor})"
 
 
 def _targets(page: Path, text: str) -> Iterator[Path]:

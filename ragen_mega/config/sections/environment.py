@@ -72,7 +72,9 @@ class EnvironmentConfig(Section):
     earned (default: the environment's, else -0.1).
     """
     think: bool = True
-    """Force a `<think>` at the start of every turn."""
+    """Force a `<think>` at the start of every turn. Otherwise the chat template begins an answer
+    without thoughts in its own way.
+    """
     prompt_style: Literal["full", "system", "brief", "compact"] = "full"
     """Places that state the task, the budget and the format: `full` the first user message and
     every turn, `system` the system message and every turn, `brief` the system message alone,

@@ -18,6 +18,8 @@ _MARKS = ("\\boxed", "```")
 class GemEnvironment:
     """One of GEM's single-agent text environments, with its own prompt and reward."""
 
+    max_turns: int
+
     def __init__(self, environment: str, /, **options: Any) -> None:
         """`options` are keywords of the environment. Raises ValueError for an environment that is
         unknown or cannot be made, and if gem-llm is not installed.

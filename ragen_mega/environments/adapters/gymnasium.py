@@ -96,6 +96,8 @@ class GymnasiumWorld:
     the environment nor the table above has names for them.
     """
 
+    max_turns: int
+
     def __init__(self, environment_id: str, /, **options: Any) -> None:
         """`options` are those of `gymnasium.make`. Raises ValueError for actions of another kind,
         and whatever `gymnasium.make` raises.

@@ -33,6 +33,10 @@ class OpenEnvWorld:
     is a string, the answer is free text; otherwise it is a tool call with the fields as arguments.
     """
 
+    max_turns: int
+    max_response_length: int
+    format_penalty: float
+
     def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 6) -> None:
         """`timeout`: seconds for one answer of the server; `attempts`: how often to try to begin an
         episode, with pauses that outlast the restart of a server. Raises ValueError if the server

@@ -20,6 +20,8 @@ class ReasoningTask:
     trajectory's reward is its best score; a wrong answer is told its score.
     """
 
+    max_turns: int
+
     def __init__(self, task: str, /, attempts: int = 1, **options: Any) -> None:
         """`options` are those of the task's configuration. Raises ValueError for an unknown task or
         option, and if reasoning-gym is not installed.

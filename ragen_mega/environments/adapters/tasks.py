@@ -64,6 +64,7 @@ class FileTasks:
     """
 
     splits = ("train", "validation")
+    max_turns: int
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ class TextArenaGame:
     that was done, as counted by the game.
     """
 
+    max_turns: int
+
     def __init__(self, game: str, /, **options: Any) -> None:
         """`options` are keywords of the game. Raises ValueError for a game that is unknown or needs
         several players, for an unknown option, and if TextArena is not installed.
