@@ -27,6 +27,9 @@ RULES = (
         "default: the run's, else full",
         choices=("full", "system", "brief", "compact"),
     ),
+    flag("--max-response-length", "tokens of a turn; default: the run's, else 400", type=int),
+    flag("--prompt-examples", "examples in every prompt; default: the run's, else 0", type=int),
+    flag("--prompt-examples-file", "conversations that they are taken from"),
     flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
 )

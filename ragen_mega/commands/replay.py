@@ -173,9 +173,9 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     hf = load_config(str(base))
     start = Start(base, None)
-    if config.model.load is None and (found := find_warm_start(config)) is not None:
+    if config.has_warm_start and (found := find_warm_start(config)) is not None:
         start = found
-    elif config.model.load is None and (checkpoint is None or config.needs_reference):
+    elif config.has_warm_start and (checkpoint is None or config.needs_reference):
         raise ValueError(
             f"no checkpoint at or before step {step} and no whole warm start in {directory};"
             " replay a later step"

@@ -196,7 +196,7 @@ def _check_placement(config: Sections) -> None:
             "carry_over_cache keep needs rollout_engine embedded: SGLang drops its caches when"
             " it takes weights; drop --carry-over-cache or --rollout-engine sglang"
         )
-    if staleness >= config.train.num_steps:
+    if 0 < staleness >= config.train.num_steps:
         raise ValueError(
             f"max_staleness ({staleness}) must be below num_steps ({config.train.num_steps}), or"
             " every rollout is sampled under the first weights; lower --max-staleness"
@@ -228,7 +228,7 @@ def _check_critic(config: Sections) -> None:
         raise ValueError(
             f"critic_warmup does nothing: advantage_estimator {name} has no critic; drop it"
         )
-    if config.train.critic_warmup >= config.train.num_steps:
+    if 0 < config.train.critic_warmup >= config.train.num_steps:
         raise ValueError(
             f"critic_warmup ({config.train.critic_warmup}) must be below num_steps"
             f" ({config.train.num_steps}), or the policy is never trained; lower --critic-warmup"

@@ -24,6 +24,11 @@ class StarPOConfig(Sections):
         return self.train.seed if own is None else own
 
     @property
+    def has_warm_start(self) -> bool:
+        """Return whether the policy imitates play before reinforcement learning."""
+        return self.model.load is None or self.warm_start.sft_steps > 0
+
+    @property
     def warm_starts_critic(self) -> bool:
         """Return whether the warm start makes a critic too."""
         return self.advantage.uses_critic and self.warm_start.warm_start_critic_steps > 0
@@ -73,7 +78,7 @@ class StarPOConfig(Sections):
         """
         plan, num_steps = self.evaluation, self.train.num_steps
         episodes = plan.eval_prompts * len(self.environment.evaluated) // num_engines
-        regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps)
+        regular = range(plan.eval_interval, num_steps, plan.eval_interval or num_steps or 1)
         return {step: episodes for step in regular if step} | {
             num_steps: episodes * plan.eval_samples
         }

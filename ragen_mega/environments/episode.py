@@ -154,10 +154,15 @@ def failed_turn(error: Exception, action: Action | None = None) -> TurnResult:
 class Episode:
     """Drives one environment through one trajectory at a time."""
 
-    def __init__(self, environment: Environment, config: EpisodeConfig) -> None:
-        """Raises ValueError if a limit set by the environment is invalid."""
+    def __init__(
+        self, environment: Environment, config: EpisodeConfig, examples: Sequence[Message] = ()
+    ) -> None:
+        """`examples`: earlier turns, with their answers, that every prompt shows before the
+        episode's own. Raises ValueError if a limit set by the environment is invalid.
+        """
         self.environment = environment
         self.config = config
+        self._examples = examples
         self.budget = config.budget(environment)
         self._penalty = config.penalty(environment)
         self.tools: list[dict[str, Any]] | None = getattr(environment, "tools", None)
@@ -171,7 +176,8 @@ class Episode:
         self.action: Action | None = None
         """The action that the environment is doing; after a failure, the one that failed."""
         self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
-        self._task = ""
+        self.task = ""
+        """The task in words, with which the first message of a prompt begins."""
 
     @property
     def takes_names(self) -> bool:
@@ -204,27 +210,31 @@ class Episode:
         self.budget = self.config.budget(self.environment)  # its actions may come with the state
         self._num_turns = self._num_actions = 0
         self.done = self._is_success = False
-        self._task = "" if self.config.prompt_style == "compact" else self._task_prompt()
+        self.task = "" if self.config.prompt_style == "compact" else self._task_prompt()
         if self.config.prompt_style == "brief":
-            self._task += self._format_rule()
+            self.task += self._format_rule()
         if isinstance(self.observation, str):
             self._opening = None
             return self.beginning([Message("user", self._turn_prompt(self.observation))])
-        self._opening = tuple(self._under_system_prompt([*map(quoted, self.observation)]))
+        own = [*map(quoted, self.observation)]
+        first = 1 if own[:1] and own[0].role == "system" else 0
+        opening = [*own[:first], *self._examples, *own[first:]]
+        self._opening = tuple(self._under_system_prompt(opening))
         return list(self._opening)
 
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
         """Return the context of a policy that begins with the `messages` of a turn: the task comes
-        before them, as in the first turn. The task of an environment that speaks in messages is its
-        first messages.
+        before them, as in the first turn, and the examples. The task of an environment that speaks
+        in messages is its first messages.
         """
         if self._opening is not None:
             return [*self._opening, *messages]
+        messages = [*self._examples, *messages]
         if self.config.prompt_style == "compact":
             return self._under_system_prompt(messages)
         if self.config.prompt_style in ("system", "brief"):
-            return self._under_system_prompt([Message("system", self._task), *messages])
-        task = self._task
+            return self._under_system_prompt([Message("system", self.task), *messages])
+        task = self.task
         if messages[0].role == "user":
             task, messages = task + messages[0].content, messages[1:]
         return self._under_system_prompt([Message("user", task), *messages], SYSTEM_PROMPT)

@@ -71,11 +71,12 @@ class Environment(Protocol):
 
     Optional members are looked up where they are used: `instruction` (the task in words),
     `answer_format` (the format of an answer, for the prompt), the limits of `Budget` and
-    `format_penalty` by their names, `facts()` (the true state), `claims(thought)`
-    (whether each claim about it holds), `close()`, `solver` (a `Solver`),
-    `narrator` (a `Narrator`), `random_answer(generator)`, `splits`, `num_tasks`,
-    `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True`, set in the class
-    itself: its calls are too short to need a thread.
+    `format_penalty` by their names, `facts()` (the true state), `claims(thought)` (whether each
+    claim about it holds), `close()`, `solver` (a `Solver`), `narrator` (a `Narrator`),
+    `example_options` (options under which the examples in prompts are played),
+    `random_answer(generator)`, `splits`, `num_tasks`, `accepts_board(rows)` and `board_set` (see
+    boards.py), and `is_instant = True`, set in the class itself: its calls are too short to need a
+    thread.
     """
 
     def reset(self, seed: int) -> Observation:
@@ -158,6 +159,10 @@ class Narrator:
     announcement: str | None = None
     """Regular expression of an action that `describe` announces, its group the action; statements
     behind it are about the state that the action leads to (None: all are about the present one).
+    """
+    explain: Callable[[Any, Sequence[Action]], str] | None = None
+    """Function like `describe` that writes sentences, for models that can talk: the thoughts of the
+    examples in a prompt and of the play that a loaded model imitates. None: `describe`.
     """
 
 

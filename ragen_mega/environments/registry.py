@@ -56,7 +56,16 @@ _IMPLIED: dict[str, dict[str, Any]] = {
 }
 """Options that a name stands for."""
 
-_RESERVED = ("actions", "instruction", "board_set", "solver", "narrator", "tools", "splits")
+_RESERVED = (
+    "actions",
+    "instruction",
+    "board_set",
+    "solver",
+    "narrator",
+    "example_options",
+    "tools",
+    "splits",
+)
 """Class attributes that belong to the protocol and are not options."""
 
 

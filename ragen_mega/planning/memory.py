@@ -282,12 +282,12 @@ def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
     """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none on
     a GPU for the embedded engine, which uses the CPU.
     """
-    is_embedded = setting.engine == "embedded"
-    if is_embedded and not setting.on_host:
+    if setting.engine == "embedded" and not setting.on_host:
         return 0, 0
-    item = FP32 if is_embedded else setting.itemsize
-    weights = shape.engine_weights(item, setting.engine_tp, fp8=setting.engine_fp8)
-    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(item, setting.engine_tp)
+    weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
+        setting.itemsize, setting.engine_tp
+    )
 
 
 def stage_phases(

@@ -123,6 +123,14 @@ class ChatRenderer:
         between = self._between(tuple(messages))
         return list(between[1:] if finished_cleanly else between)
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Return what a policy that gives this answer samples: without the `<think>` that the
+        prompt ends with, and with the end of the turn.
+        """
+        if begun := self._opened or self._forced:
+            text = text.removeprefix(begun).removeprefix(_THINK)
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.end_of_turn]
+
     def decode_action(self, tokens: Sequence[int]) -> str:
         """Return the text of one sampled turn without special tokens; tags of answers are text."""
         return self.tokenizer.decode(

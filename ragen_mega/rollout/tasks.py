@@ -3,8 +3,9 @@ in evaluation.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
 from ragen_mega.environments.processes import HostedEnvironment
 from ragen_mega.environments.protocol import Environment, Message, text_seed
 from ragen_mega.environments.reference_players import Prompt
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.registry import ENVIRONMENTS, make
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -25,6 +27,8 @@ TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
 ones.
 """
+_EXAMPLE_SEEDS = range(900_000, 1_000_000)
+"""Seeds of the examples in prompts: above those of scripted play, below those of training."""
 _REPEATED_STARTS = 5
 
 
@@ -63,7 +67,59 @@ def episode_maker(
         def build() -> Environment:
             return make(name, **copy.deepcopy(options))  # no two share what an option holds
 
-    return lambda: Episode(build(), rules)
+    return lambda: Episode(build(), rules, prompt_examples(config, name))
+
+
+@lru_cache(maxsize=64)
+def prompt_examples(config: EnvironmentConfig, name: str) -> Conversation:
+    """Return the messages of the examples that every prompt of environment `name` shows: the same
+    in every episode, so that all prompts begin alike.
+
+    Raises ValueError, in one line, if there are fewer or scripted play of `name` gives none.
+    """
+    count, file = config.prompt_examples, config.prompt_examples_file
+    if not count:
+        return ()
+    if file is not None:
+        found = read_conversations(file, name)
+        if len(found) < count:
+            raise ValueError(
+                f"prompt_examples ({count}) must be at most the {len(found)} conversations of"
+                f" {name} in {file}; lower --prompt-examples"
+            )
+    else:
+        seeds = iter(_EXAMPLE_SEEDS)
+        held_out = held_out_states(config, name)
+        kinds = getattr(ENVIRONMENTS.get(name), "example_options", ({},))
+        found = [
+            _worked_example(config, name, kinds[index % len(kinds)], seeds, held_out)
+            for index in range(count)
+        ]
+    said = [message for conversation in found[:count] for message in conversation]
+    return tuple(message for message in said if message.role != "system")
+
+
+def _worked_example(
+    config: EnvironmentConfig,
+    name: str,
+    options: Mapping[str, Any],
+    seeds: Iterator[int],
+    held_out: frozenset[str],
+) -> Conversation:
+    """Play an example within the time limit of the environment."""
+    rules = replace(episode_config(config), system_prompt="")
+    build = partial(make, name, **config.options(name) | options)
+    worker = Worker(config.environment_timeout)
+    episode = worker.build(name, lambda: Episode(build(), rules))
+    try:
+        return worker.wait(partial(worked_example, episode, seeds, held_out))
+    except EnvironmentFailed as error:
+        raise ValueError(
+            f"prompt_examples {config.prompt_examples} needs scripted play of {name} ({error});"
+            " give --prompt-examples-file, or drop --prompt-examples"
+        ) from error
+    finally:
+        worker.end(partial(calls.close, episode.environment))
 
 
 def tasks_for_group(
@@ -163,14 +219,14 @@ class TaskSampler:
         seed = int(generator.integers(*TRAINING_SEEDS))
         if held_out:
             episode = make_episode()
-            while initial_state(episode, seed) in held_out:
+            while initial_state(episode.environment, seed) in held_out:
                 seed = int(generator.integers(*TRAINING_SEEDS))
         return seed
 
 
-def initial_state(episode: Episode, seed: int, board: Sequence[str] | None = None) -> str:
+def initial_state(environment: Environment, seed: int, board: Sequence[str] | None = None) -> str:
     """Return the first observation, by which boards are told apart."""
-    return calls.reset(episode.environment, seed, board=board)
+    return calls.reset(environment, seed, board=board)
 
 
 def draws_by_outcome(
@@ -211,8 +267,8 @@ def held_out_states(
     held_out = [board for file in files for board in load_boards(file, name, **options)]
     if not held_out:
         return frozenset()
-    episode = episode_maker(config, name)()
-    return frozenset(initial_state(episode, board.seed, board.rows) for board in held_out)
+    environment = make(name, **config.options(name))
+    return frozenset(initial_state(environment, board.seed, board.rows) for board in held_out)
 
 
 def evaluation_tasks(

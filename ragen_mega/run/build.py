@@ -39,7 +39,12 @@ from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
-from ragen_mega.rollout.tasks import TaskSampler, check_first_prompts, evaluation_prompts
+from ragen_mega.rollout.tasks import (
+    TaskSampler,
+    check_first_prompts,
+    evaluation_prompts,
+    prompt_examples,
+)
 from ragen_mega.run.check import check, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
@@ -135,12 +140,18 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
+    for name in config.environment.evaluated:
+        if shown := prompt_examples(config.environment, name):
+            console.say(
+                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
+                f" take {len(renderer.start(shown))} tokens"
+            )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     for note in on_main(lambda: check_play(config, renderer)):
         console.say(note)
     start = Start(base, None)
-    if config.model.load is None:
-        start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console)
+    if config.has_warm_start:
+        start = find_warm_start(config) or warm_start(config, hf, groups, renderer, console, base)
     if config.model.critic_load:
         start = start._replace(critic=local_directory(config.model.critic_load))
 
@@ -209,13 +220,21 @@ def locate(config: StarPOConfig) -> StarPOConfig:
         return str(local_directory(name, commit, fetch=False))
 
     boards, start = config.evaluation.boards, config.warm_start.warm_start_from
+    examples, imitated = config.environment.prompt_examples_file, config.warm_start.sft_file
     return replace(
         config,
         model=replace(
             config.model, load=model(config.model.load), critic_load=model(config.model.critic_load)
         ),
+        environment=replace(
+            config.environment, prompt_examples_file=examples and os.path.abspath(examples)
+        ),
         evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
-        warm_start=replace(config.warm_start, warm_start_from=start and os.path.abspath(start)),
+        warm_start=replace(
+            config.warm_start,
+            warm_start_from=start and os.path.abspath(start),
+            sft_file=imitated and os.path.abspath(imitated),
+        ),
         rollout=replace(config.rollout, sglang_python=absolute(config.rollout.sglang_python)),
     )
 

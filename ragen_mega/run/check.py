@@ -20,6 +20,7 @@ from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
+from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.registry import make
 from ragen_mega.models.directory import check_model_directory
@@ -49,6 +50,11 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     trainers = config.parallel.num_trainers(num_ranks)
     for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
         config.rollout.num_engines(part, min(part, ranks_per_node))
+    if config.environment.prompt_examples_file is not None:
+        for name in config.environment.evaluated:
+            read_conversations(config.environment.prompt_examples_file, name)
+    if config.warm_start.sft_file is not None:
+        read_conversations(config.warm_start.sft_file)
     if config.evaluation.boards is not None:
         for name in config.environment.shares:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))

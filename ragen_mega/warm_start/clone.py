@@ -26,9 +26,9 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant
 from ragen_mega.environments.protocol import Message, Observation
+from ragen_mega.environments.scripted import check_skill, scripted_response
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.scripted import check_skill, scripted_response
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
@@ -69,7 +69,9 @@ class _Player:
         self.is_instant = is_instant(self.episode.environment)
         self._ask = guarded if self.is_instant else self._worker.wait
 
-    def play(self, played: ScriptedEpisode, skill: float, max_turns: int | None) -> None:
+    def play(
+        self, played: ScriptedEpisode, skill: float, max_turns: int | None, in_sentences: bool
+    ) -> None:
         """Write an episode into `played`. Raises EnvironmentFailed where the environment does."""
         episode, seed = self.episode, played.seed
         start = partial(episode.start, seed, outcome_seed=seed)
@@ -77,7 +79,7 @@ class _Player:
         played.initial_state = episode.observation
         played.begun = copy.copy(episode)  # the next seed begins another one in it
         generator = np.random.default_rng([seed, 1])
-        say = partial(scripted_response, episode, generator, skill=skill)
+        say = partial(scripted_response, episode, generator, skill=skill, in_sentences=in_sentences)
         while not episode.done and len(played.turns) != max_turns:
             response = self._ask(say)
             try:
@@ -98,8 +100,10 @@ def scripted_episodes(
     skill: float,
     timeout: float = EnvironmentConfig.environment_timeout,
     max_turns: int | None = None,
+    in_sentences: bool = False,
 ) -> Iterator[ScriptedEpisode]:
-    """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds.
+    """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds;
+    `in_sentences` is that of `scripted_response`.
 
     Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
     and are reused. Raises ValueError if the environment cannot be built or none of the first
@@ -118,7 +122,7 @@ def scripted_episodes(
                 player = free.get_nowait()
             except queue.Empty:
                 player = _Player(make_episode, timeout)
-            player.play(played, skill, max_turns)
+            player.play(played, skill, max_turns, in_sentences)
             free.put(player)
         except (EnvironmentFailed, ValueError) as error:
             played.error = str(error)
@@ -175,10 +179,7 @@ def as_trajectory(
     context = Context(renderer, played.begun, window)
     observation, afresh = context.begin(played.messages), False
     for response, result in played.turns:
-        tokens = [
-            *renderer.tokenizer.encode(response, add_special_tokens=False),
-            renderer.end_of_turn,
-        ]
+        tokens = renderer.encode_answer(response)
         if len(context.tokens) + len(tokens) > max_context:
             trajectory.truncated = True
             break
@@ -188,6 +189,32 @@ def as_trajectory(
         turn.reward, turn.info = result.reward, result.info
         if result.messages:
             observation, afresh = context.go_on(result.messages)
+    return trajectory
+
+
+def recorded_trajectory(
+    conversation: Sequence[Message], renderer: ChatRenderer, name: str, *, max_context: int
+) -> Trajectory:
+    """Return a conversation in tokens; the loss mask covers what the assistant says. It ends before
+    an answer that would not fit into `max_context` tokens.
+    """
+    trajectory = Trajectory(group_id=0, environment=name, seed=0, outcome_seed=0)
+    before: list[Message] = []
+    for message in conversation:
+        if message.role != "assistant":
+            before.append(message)
+            continue
+        if trajectory.turns:
+            observation = renderer.observe(before, True)
+        else:
+            observation = renderer.start(before)
+        tokens = renderer.encode_answer(message.content)
+        if len(trajectory) + len(observation) + len(tokens) > max_context:
+            trajectory.truncated = True
+            break
+        trajectory.append_observation(observation)
+        trajectory.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
+        before = []
     return trajectory
 
 

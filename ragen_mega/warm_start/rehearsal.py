@@ -101,8 +101,8 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     for name in config.environment.shares:
         if played := list(rehearse(config, name)):
             unread = _unreadable_note(name, played)
-            # Nobody imitates scripted play where a model is loaded, and it may guess at the form.
-            if unread and (config.model.load is None or is_drawn(played[0].begun)):
+            # Without a warm start nobody imitates scripted play, and it may guess at the form.
+            if unread and (config.has_warm_start or is_drawn(played[0].begun)):
                 raise ValueError(unread)
             _try_plug_ins(config, _scripted_groups(config, renderer, name, played))
             said = (

@@ -20,9 +20,11 @@ from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
+from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.protocol import Environment
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.scripted import narration_note
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -38,10 +40,10 @@ from ragen_mega.warm_start.clone import (
     FitStep,
     as_trajectory,
     fit,
+    recorded_trajectory,
     scripted_episodes,
     scripted_texts,
 )
-from ragen_mega.warm_start.scripted import narration_note
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 TAIL = 0.25
@@ -138,42 +140,46 @@ def warm_start(
     groups: ProcessGroupCollection,
     renderer: ChatRenderer,
     console: Console,
+    base: Path,
 ) -> Start:
-    """Clone the scripted player from the model in `base`. Collective.
+    """Clone the scripted player, or recorded play, into the model in `base`. Collective.
 
-    First turns are cloned first: in a short context the facts of the state are found several times
-    faster, and what is learned there carries over to later turns.
+    A small model clones first turns first: in a short context the facts of the state are found
+    several times faster, and what is learned there carries over to later turns.
     """
-    warm = config.warm_start
+    warm, is_loaded = config.warm_start, config.model.load is not None
     num_steps = warm.warm_start_first_turn_steps + warm.warm_start_steps
+    if is_loaded:
+        num_steps = warm.sft_steps
     student = MegatronPolicy(
         hf,
         groups,
         config.parallel,
-        _schedule(config, num_steps),
+        _schedule(config, num_steps, warm.sft_lr if is_loaded else warm.warm_start_lr),
         config.loss,
         temperature=warm.warm_start_temperature,
         with_muon=warm.warm_start_optimizer == "muon",
     )
-    student.load_weights(open_model(config.run_directory / BASE))
+    student.load_weights(open_model(base))
     for name in config.environment.shares:
         with _declared(config, name) as environment:
             note = narration_note(name, Episode(environment, episode_config(config.environment)))
         if note:
             console.say(note)
-    first_turns = scripted_play(
-        config,
-        renderer,
-        console,
-        4 * warm.warm_start_trajectories,
-        max_turns=warm.warm_start_first_turns,
-    )
-    episodes = scripted_play(config, renderer, console, warm.warm_start_trajectories)
-    stages = [
-        (pack(first_turns), warm.warm_start_first_turn_steps, 2 * warm.warm_start_batch),
-        (pack(episodes), warm.warm_start_steps, warm.warm_start_batch),
-    ]
-    _fit(
+    count, stages = warm.warm_start_trajectories, []
+    if not is_loaded:
+        first_turns = scripted_play(
+            config, renderer, console, 4 * count, max_turns=warm.warm_start_first_turns
+        )
+        size = 2 * warm.warm_start_batch
+        stages.append((pack(first_turns), warm.warm_start_first_turn_steps, size))
+    if warm.sft_file is None:
+        episodes = scripted_play(config, renderer, console, count)
+    else:
+        episodes = recorded_play(config, renderer)
+    num_last = warm.sft_steps if is_loaded else warm.warm_start_steps
+    stages.append((pack(episodes), num_last, warm.warm_start_batch))
+    losses = _fit(
         student,
         student.clone,
         stages,
@@ -182,6 +188,12 @@ def warm_start(
         seed=config.seed_of_warm_start,
         until_flat=warm.warm_start_until_flat,
     )
+    if is_loaded:
+        console.say(
+            f"warm start: {len(losses)} optimizer steps on {len(episodes)} trajectories of"
+            f" {warm.sft_file or 'scripted play'}; loss {losses[0]:.3f}, at the end"
+            f" {losses[-1]:.3f} nats a token"
+        )
     start = Start(config.run_directory / WARM_START, None)
     export(start.policy, hf, renderer.tokenizer, student.export_weights())
     if not config.warm_starts_critic:
@@ -204,7 +216,7 @@ def warm_start_critic(
     clone would earn too. Collective.
     """
     warm = config.warm_start
-    schedule = _schedule(config, warm.warm_start_critic_steps)
+    schedule = _schedule(config, warm.warm_start_critic_steps, config.train.lr)
     loss = replace(config.loss, value_clip=None)
     critic = MegatronCritic(hf, groups, config.parallel, schedule, loss)
     critic.load_weights(open_model(start))
@@ -229,13 +241,16 @@ def _fit(
     *,
     seed: int,
     until_flat: bool = False,
-) -> None:
+) -> list[float]:
     """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress bar.
     `until_flat`: at most so many, and then some on the last stage while the learning rate falls.
+    Returns their losses.
     """
+    losses: list[float] = []
     with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
 
         def report(metrics: dict[str, float]) -> None:
+            losses.append(metrics["loss"])
             model.trainer.schedule.step(1)
             progress.advance(note=f"loss {metrics['loss']:.3f}")
 
@@ -244,7 +259,7 @@ def _fit(
             fitted = partial(fit, step, batch, batch_size=size, seed=seed)
             taken += fitted(num_steps=num_steps, report=report, until_flat=until_flat)
         if not until_flat:
-            return
+            return losses
         num_falling = max(1, round(TAIL * taken))
         left = iter(range(num_falling - 1, -1, -1))
 
@@ -253,6 +268,7 @@ def _fit(
             model.trainer.set_lr_factor(next(left) / num_falling)
 
         fit(step, batch, batch_size=size, num_steps=num_falling, seed=seed + 1, report=fall)
+    return losses
 
 
 def scripted_play(
@@ -278,6 +294,7 @@ def scripted_play(
                 skill=config.warm_start.warm_start_skill,
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
+                in_sentences=config.model.load is not None,
             )
             held_out = held_out_states(config.environment, name, config.evaluation.boards)
             for index, played in zip(indices, episodes, strict=True):
@@ -301,21 +318,37 @@ def scripted_play(
     parts = distributed.gather_objects(own)
     ordered = (parts[index % world_size][index] for index in range(count))
     written = [episode for episode in ordered if episode is not None]
+    return _that_fit(config, written, f"{', '.join(names)} with the answer of scripted play")
+
+
+def recorded_play(config: StarPOConfig, renderer: ChatRenderer) -> list[Trajectory]:
+    """Return the conversations of `sft_file` as the warm start's data."""
+    name, file = next(iter(config.environment.shares)), config.warm_start.sft_file
+    room = config.rollout.max_context_length
+    written = [
+        recorded_trajectory(conversation, renderer, name, max_context=room)
+        for conversation in read_conversations(file)
+    ]
+    return _that_fit(config, written, f"{file} with its answer")
+
+
+def _that_fit(config: StarPOConfig, written: Sequence[Trajectory], what: str) -> list[Trajectory]:
+    """Return the trajectories that have a turn. Raises ValueError if none of them has one."""
     kept = [episode for episode in written if episode.turns]
     if written and not kept:
         raise ValueError(
-            f"no first prompt of {', '.join(names)} with the answer of scripted play fits into"
-            f" max_context_length {config.rollout.max_context_length}, so that the warm start has"
-            " nothing to imitate; raise --max-context-length or shorten the prompt"
+            f"no first prompt of {what} fits into max_context_length"
+            f" {config.rollout.max_context_length}, so that the warm start has nothing to imitate;"
+            " raise --max-context-length or shorten the prompt"
         )
     return kept
 
 
-def _schedule(config: StarPOConfig, num_steps: int) -> TrainConfig:
-    """Return the optimizer's settings of a stage of the warm start."""
+def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
+    """Return the optimizer's settings of a stage of the warm start; `lr` is the policy's."""
     return replace(
         config.train,
-        lr=config.warm_start.warm_start_lr,
+        lr=lr,
         decoupled_lr=None,
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="constant" if config.warm_start.warm_start_until_flat else "cosine",

@@ -11,9 +11,9 @@ import pytest
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.scripted import scripted_response
 from ragen_mega.environments.worlds.frozen_lake.narrator import describe as describe_frozen_lake
 from ragen_mega.environments.worlds.sokoban.narrator import describe as describe_sokoban
-from ragen_mega.warm_start.scripted import scripted_response
 
 
 def distance(a: tuple[int, int], b: tuple[int, int]) -> int:

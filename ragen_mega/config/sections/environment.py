@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ragen_mega.config.sections.section import Bounds, Count, Natural, NonNegative, Section
+from ragen_mega.config.sections.section import (
+    Bounds,
+    Count,
+    Natural,
+    NonNegative,
+    OnlyWith,
+    Section,
+)
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
 
@@ -72,6 +79,17 @@ class EnvironmentConfig(Section):
     """Places that state the task, the budget and the format: `full` the first user message and
     every turn, `system` the system message and every turn, `brief` the system message alone,
     `compact` none (small models).
+    """
+    prompt_examples: Natural = 0
+    """Worked examples that every prompt shows as earlier turns, so that a pretrained model learns
+    the form of an answer: first turns of scripted play, on seeds of their own.
+    """
+    prompt_examples_file: Annotated[
+        str | None, OnlyWith("prompt_examples", "--prompt-examples 2")
+    ] = None
+    """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
+    ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of
+    one environment.
     """
     system_prompt: str | None = None
     """A text with which the system message of every prompt begins; an empty text leaves out that of

@@ -21,8 +21,8 @@ MOST_TOKENS = 16384
 class TrainConfig(Section):
     """Optimizer steps and their schedule."""
 
-    num_steps: Count = 200
-    """StarPO steps: one rollout and its updates."""
+    num_steps: Natural = 200
+    """StarPO steps: one rollout and its updates (0: only the warm start and the evaluation)."""
     minibatch_size: Count = 32
     """Trajectories per optimizer step (E); it divides those that the filter keeps, or is larger
     and one step takes them all. Where constant groups leave fewer, the steps are as equal as can

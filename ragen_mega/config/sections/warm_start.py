@@ -1,9 +1,18 @@
 """Flags of behaviour cloning before reinforcement learning."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from ragen_mega.config.sections.section import Count, Natural, Positive, Probability, Section
+from ragen_mega.config.sections.section import (
+    Count,
+    Natural,
+    OnlyWith,
+    Positive,
+    Probability,
+    Section,
+)
+
+_TUNED = OnlyWith("sft_steps", "--sft-steps 200")
 
 
 @dataclass(frozen=True)
@@ -55,4 +64,16 @@ class WarmStartConfig(Section):
     warm_start_from: str | None = None
     """Directory of a run whose warm start is taken instead of making one (only without --load), so
     that runs differ by reinforcement learning alone. Its model and worlds must be the same.
+    """
+    sft_steps: Annotated[Natural, OnlyWith("load", "--load MODEL")] = 0
+    """Optimizer steps of supervised fine-tuning of the model of --load before reinforcement
+    learning: it imitates scripted play, with thoughts in sentences, and the loss covers answers
+    alone. Batch, trajectories, skill, temperature and optimizer are those of the warm start. With
+    --num-steps 0 it is all that a run does.
+    """
+    sft_lr: Annotated[Positive, _TUNED] = 2e-5
+    """Peak learning rate of this fine-tuning."""
+    sft_file: Annotated[str | None, _TUNED] = None
+    """File of conversations that are imitated instead, JSON lines as --prompt-examples-file takes
+    them; a conversation may begin with a system message.
     """

@@ -28,6 +28,28 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     return f" arms {first} {second}"
 
 
+_TRAITS = {
+    "River": "moves",
+    "Stone": "rests",
+    "Pirate": "steals",
+    "Baker": "works",
+    "Storm": "roars",
+    "Lantern": "shines",
+    "Phoenix": "rises",
+    "Dragon": "hoards",
+    "Trader": "dares",
+    "Librarian": "reads",
+}
+
+
+def explain(environment: Any, actions: Sequence[str]) -> str:
+    """Return what the name of the chosen arm brings to mind; as short as can be, because a small
+    model loses the form in a longer thought.
+    """
+    arm = actions[0]
+    return f"A {arm.lower()} {_TRAITS.get(arm, 'is my guess')}."
+
+
 def references(environment: Any, budget: Budget) -> References:
     """Return the references: one pull decides, and only the names of the arms differ: uniformly
     random play is right half of the time.
@@ -46,8 +68,13 @@ class Bandit:
     """
 
     is_instant = True
-    narrator = Narrator(describe)
+    narrator = Narrator(describe, explain=explain)
     solver = Solver(references, optimal_actions)
+    example_options = (
+        {"low_arm": "Stone", "high_arm": "River"},
+        {"low_arm": "Pirate", "high_arm": "Baker"},
+        {"low_arm": "Lantern", "high_arm": "Storm"},
+    )  # none that is played, and the bold arm is not always the better one
 
     def __init__(
         self,

@@ -41,6 +41,23 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     return "".join([*parts, *moves.values(), *chosen])
 
 
+_NAMES = {"edge": "the edge", "hole": "a hole", "goal": "the goal"}
+
+
+def neighbours(environment: Any) -> dict[str, str]:
+    """Return the cell that each move leads to, in words."""
+    facts, lake = environment.facts(), environment.lake
+    kinds = {
+        action: _kind(facts, lake, lake.neighbour(facts["player"], action)) for action in DIRECTIONS
+    }
+    return {action: _NAMES.get(kind, "ice") for action, kind in kinds.items()}
+
+
+def explain(environment: Any, actions: Sequence[str]) -> str:
+    """Return what the first of the chosen moves leads to, as short as a small model can keep."""
+    return f"{actions[0]} is {neighbours(environment)[actions[0]]}."
+
+
 _AHEAD = {
     "hole": "hole",
     "goal": "on",
@@ -77,4 +94,5 @@ NARRATOR = Narrator(
     actions_per_turn=2,
     statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))?"
     r" (?:edge|hole|goal|(?:closer|farther)(?: brink)?)\b",
+    explain=explain,
 )

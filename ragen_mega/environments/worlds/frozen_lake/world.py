@@ -26,10 +26,11 @@ from ragen_mega.environments.worlds.frozen_lake.lakes import (
     generate_lake,
     parse_lake,
 )
-from ragen_mega.environments.worlds.frozen_lake.narrator import NARRATOR
+from ragen_mega.environments.worlds.frozen_lake.narrator import NARRATOR, neighbours
 from ragen_mega.environments.worlds.frozen_lake.solver import SOLVER
+from ragen_mega.environments.worlds.ways import way
 
-Observation = Literal["grid", "cells", "coord", "grid_coord"]
+Observation = Literal["grid", "cells", "coord", "grid_coord", "words"]
 Untold = Literal["nothing", "cells", "kinds", "behind", "ahead"]
 
 GOAL_REWARD = 1.0
@@ -154,6 +155,9 @@ class FrozenLake:
         }
 
     def _describe(self, lake: Lake) -> str:
+        if self._observation == "words":
+            cells = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
+            return " ".join([*cells, f"Goal: {way(self._player, lake.goal)}."])
         cells = {**dict.fromkeys(lake.holes, "O"), lake.goal: "G"}
         under_player = cells.get(self._player, "_")
         cells[self._player] = {"_": "P", "O": "X", "G": "\u221a"}[under_player]
@@ -185,12 +189,15 @@ class FrozenLake:
                 "The ice is slippery: a move goes the way you choose with probability "
                 f"{self.success_rate:.2g} and to each side of it with probability {side:.2g}."
             )
-        if self._observation != "grid":
+        if self._observation not in ("grid", "words"):
             parts.append(
                 "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the"
                 " row and Left lowers the column."
             )
-        if self._observation != "coord":  # elsewhere symbols stand for what lies in a cell
+        if self._observation not in (
+            "coord",
+            "words",
+        ):  # elsewhere symbols stand for what lies in a cell
             legend = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in _MEANINGS.items())
             parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))

@@ -5,6 +5,7 @@ from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
 from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
+from ragen_mega.environments.worlds.ways import way
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -33,6 +34,33 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
             word = "" if is_blind or untold == "effects" else f" {effects[action][2]}"
             parts.append(f" go{word} {action}")
     return "".join(parts)
+
+
+_NAMES = {"wall": "a wall", "stuck": "a box that is stuck", "closer": "a box", "away": "a box"}
+
+
+def neighbours(environment: Any) -> dict[str, str]:
+    """Return the cell that each move leads to, in words."""
+    facts = environment.facts()
+    effects = {name: _effect(facts, move, ())[2] for name, move in DIRECTIONS.items()}
+    return {name: _NAMES.get(effect, "free") for name, effect in effects.items()}
+
+
+def ways(environment: Any) -> str:
+    """Return, for each box, the way from the player to it and from it to its nearest target."""
+    facts = environment.facts()
+    targets = {
+        box: min(facts["targets"], key=lambda cell: _distance(box, cell)) for box in facts["boxes"]
+    }
+    return " ".join(
+        f"Box: {way(facts['player'], box)}. Its target: {way(box, target)}."
+        for box, target in targets.items()
+    )
+
+
+def explain(environment: Any, actions: Sequence[str]) -> str:
+    """Return what the first of the chosen moves leads to, as short as a small model can keep."""
+    return f"{actions[0]} is {neighbours(environment)[actions[0]]}."
 
 
 def _narrate_move(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
@@ -97,4 +125,5 @@ NARRATOR = Narrator(
     actions_per_turn=5,
     statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
     announcement=r" go (?:[a-z]+ )?(Up|Down|Left|Right)",
+    explain=explain,
 )

@@ -19,7 +19,7 @@ from ragen_mega.environments.protocol import (
     check_seed,
     stable_seed,
 )
-from ragen_mega.environments.worlds.sokoban.narrator import NARRATOR
+from ragen_mega.environments.worlds.sokoban.narrator import NARRATOR, neighbours, ways
 from ragen_mega.environments.worlds.sokoban.rooms import (
     BOX,
     DIRECTIONS,
@@ -33,7 +33,7 @@ from ragen_mega.environments.worlds.sokoban.rooms import (
 )
 from ragen_mega.environments.worlds.sokoban.solver import SOLVER, shortest_plan
 
-Observation = Literal["grid", "cells", "coord", "grid_coord"]
+Observation = Literal["grid", "cells", "coord", "grid_coord", "words"]
 Vocabulary = Literal["standard", "new"]
 Untold = Literal["nothing", "standing", "cells", "effects", "ahead"]
 
@@ -156,6 +156,9 @@ class Sokoban:
         }
 
     def _describe(self, room: Room) -> str:
+        if self._observation == "words":
+            cells = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
+            return " ".join([*cells, ways(self)])
         grid = "\n".join(room.rows(self._symbols))
         if self._observation == "grid":
             return grid
@@ -192,12 +195,12 @@ class Sokoban:
                 " stuck: think ahead before you push."
             ),
         ]
-        if self._observation != "grid":
+        if self._observation not in ("grid", "words"):
             parts.append(
                 "Coordinates are (row, column), both counted from 0 at the top left; Up lowers the"
                 " row and Left lowers the column. The outermost rows and columns are walls."
             )
-        if self._observation != "coord":
+        if self._observation not in ("coord", "words"):
             legend = ", ".join(
                 f"{symbol}: {meaning}"
                 for symbol, meaning in zip(self._symbols, _MEANINGS, strict=True)

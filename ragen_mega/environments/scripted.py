@@ -21,10 +21,14 @@ _BRACKETS = str.maketrans("<>", "()")  # a repeated tag would end the thought
 
 
 def scripted_response(
-    episode: Episode, generator: np.random.Generator, *, skill: float = 0.0
+    episode: Episode,
+    generator: np.random.Generator,
+    *,
+    skill: float = 0.0,
+    in_sentences: bool = False,
 ) -> str:
     """Write the scripted player's response in this turn, after a forced `<think>` where the episode
-    asks for thoughts.
+    asks for thoughts; its thought is `in_sentences` where the narrator has any.
 
     Each action is the optimal one with probability `skill`, else uniformly random.
     """
@@ -36,6 +40,8 @@ def scripted_response(
         per_turn = narrator.actions_per_turn
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
     plan = optimal_actions(environment)[:count] if skill > 0 else []
+    if skill == 1:  # a solver of a random world plans no further than the next action
+        count = len(plan) or count
     actions = [
         (
             plan[index]
@@ -45,12 +51,18 @@ def scripted_response(
         for index in range(count if episode.takes_names else 1)
     ]
     answer = write_answer(episode, actions)
+    if in_sentences:
+        answer = answer.replace("<answer> ", "<answer>", 1)
     if not config.think:
         return answer
-    if narrator is not None:
-        return f"{narrator.describe(environment, actions)}</think>{answer}"
-    seen = text_of(episode.observation).translate(_BRACKETS)
-    return f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}</think>{answer}"
+    if narrator is None:
+        seen = text_of(episode.observation).translate(_BRACKETS)
+        thought = f" {textwrap.shorten(seen, MAX_REPEATED, placeholder=' ...')}"
+    elif in_sentences and narrator.explain:
+        thought = narrator.explain(environment, actions)
+    else:
+        thought = narrator.describe(environment, actions)
+    return f"{thought}</think>{answer}"
 
 
 def check_skill(environment: Environment, skill: float) -> None:
