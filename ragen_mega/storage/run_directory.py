@@ -133,7 +133,8 @@ def check_finished(config: StarPOConfig) -> None:
         for section, values in now.items()
         if section not in _IRRELEVANT
         for name, value in values.items()
-        if before.get(section, {}).get(name) != value
+        # the start chooses what no flag gives
+        if value is not None and before.get(section, {}).get(name) != value
     ]
     if changed:
         raise ValueError(f"{text}; {', '.join(changed)} would change nothing")

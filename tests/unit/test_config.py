@@ -137,7 +137,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "compares the trajectories of an environment, which are one",
         ),
         ("--temperature 0", "must be positive"),
-        ("--num-steps 0", "at least 1"),
+        ("--num-steps -1", "at least 0"),
         ("--sglang-python x/python", "does nothing with rollout_engine embedded"),
         ("--rollout-fp8", "rollout_fp8 does nothing with rollout_engine embedded"),
         ("--weight-transfer ipc", "weight_transfer does nothing with rollout_engine embedded"),
