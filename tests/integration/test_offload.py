@@ -18,7 +18,6 @@ from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.run import build
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Phase
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import start_ranks
@@ -318,7 +317,7 @@ def test_no_memory_at_wake_is_one_line_of_a_rank_and_ends_every_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine asks for a context that no machine has, and the plan has not refused it."""
-    monkeypatch.setattr(build, "fit_memory", lambda config, shape: config)
+    monkeypatch.setattr("ragen_mega.run.build.fit_memory", lambda config, shape: config)
     flags = """
         --environments bandit --max-turns 1 --max-actions-per-turn 1 --max-actions 1
         --prompt-style compact --hidden-size 16 --ffn-hidden-size 32 --num-layers 1
