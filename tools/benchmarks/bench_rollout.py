@@ -78,23 +78,14 @@ def measure(
         environment, ENVIRONMENT, prompts, samples_per_prompt=arguments.group_size
     )
     tasks = list(itertools.chain(*groups))
-    engine = EmbeddedEngine(
-        model.config,
-        max_context=arguments.max_context,
-        max_sessions=len(tasks),
-        dtype=dtype,
-    )
+    most = arguments.max_context
+    engine = EmbeddedEngine(model.config, max_context=most, max_sessions=len(tasks), dtype=dtype)
     seeds, contexts = itertools.count(), list[int]()
 
     def play_with_engine() -> int:
         with engine.awake():
             engine.load_weights(model.state_dict().items())
-            played = collect(
-                engine,
-                renderer,
-                tasks,
-                PlaySettings(arguments.max_context, 1.0, next(seeds)),
-            )
+            played = collect(engine, renderer, tasks, PlaySettings(most, 1.0, next(seeds)))
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         contexts[:] = map(len, trajectories)
         return sum(trajectory.num_sampled_tokens for trajectory in trajectories)
@@ -121,7 +112,7 @@ def measure(
     if len(counts) > 1:
         raise ValueError(
             f"both must sample the same number of tokens, not {sorted(counts)}; raise --max-context"
-            f" ({arguments.max_context}), a trajectory was cut"
+            f" ({most}), a trajectory was cut"
         )
     wall, cpu = (
         {name: [reading[kind] for reading in of_one] for name, of_one in readings.items()}
