@@ -93,7 +93,7 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
     which could name this one, or cannot be read.
     """
     try:
-        flags = read_flags(Path(path))
+        flags = _tasks_as_environment(read_flags(Path(path)))
     except OSError as error:
         raise ValueError(
             f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"

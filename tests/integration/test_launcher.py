@@ -330,6 +330,12 @@ class TestRecipes:
         flags = with_recipe(["--recipe", "my.flags"], directory=recipes, default="none")
         assert flags == ["--lr", "1e-3", "--bf16", "--lr", "5e-4"]
 
+    def test_tasks_in_a_file_of_ones_own(self, tmp_path, monkeypatch):
+        (tmp_path / "my.flags").write_text("--tasks q.jsonl --score grade:near --lr 5e-4")
+        monkeypatch.chdir(tmp_path)
+        words = "--tasks q.jsonl --score grade:near --lr 5e-4".split()
+        assert parse(["--recipe", "my.flags"]).environment == parse(words).environment
+
     def test_the_file_of_the_documentation(self, tmp_path, monkeypatch):
         page = (ROOT / "docs/commands.md").read_text()
         text = page.partition("cat > my.flags <<'FLAGS'\n")[2].partition("FLAGS\n")[0]
