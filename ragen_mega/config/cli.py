@@ -89,8 +89,8 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
 
 def _own_recipe(path: str, directory: Path) -> list[str]:
     """Read the flags of a recipe that the user wrote. It stands alone, unless its own `--recipe
-    NAME` names one of `directory` that it changes. Raises ValueError if it names another file,
-    which could name this one, or cannot be read.
+    NAME` names one of `directory` that it changes, or its environments get OWN_RECIPE. Raises
+    ValueError if it names another file, which could name this one, or cannot be read.
     """
     try:
         flags = _tasks_as_environment(read_flags(Path(path)))
@@ -99,7 +99,9 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
             f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"
             f" path, or name one of {', '.join(recipe_names(directory))}"
         ) from None
-    base, _ = split_recipe(flags, "none")
+    base, _ = choose_recipe(flags, DEFAULT_RECIPE)
+    if base != OWN_RECIPE:
+        base, _ = split_recipe(flags, "none")
     if base not in recipe_names(directory):
         raise ValueError(
             f"--recipe {base!r} in {path} must name one of {', '.join(recipe_names(directory))};"

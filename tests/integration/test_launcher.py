@@ -330,10 +330,17 @@ class TestRecipes:
         flags = with_recipe(["--recipe", "my.flags"], directory=recipes, default="none")
         assert flags == ["--lr", "1e-3", "--bf16", "--lr", "5e-4"]
 
+    def test_a_file_about_an_own_world_changes_the_recipe_own(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        words = "--environments my_world:MyWorld --num-steps 3".split()
+        (tmp_path / "my.flags").write_text(" ".join(words))
+        own, shipped = parse(["--recipe", "my.flags"]), parse([*words, "--recipe", "own"])
+        assert own.train == shipped.train and own.rollout == shipped.rollout
+
     def test_tasks_in_a_file_of_ones_own(self, tmp_path, monkeypatch):
         (tmp_path / "my.flags").write_text("--tasks q.jsonl --score grade:near --lr 5e-4")
         monkeypatch.chdir(tmp_path)
-        words = "--tasks q.jsonl --score grade:near --lr 5e-4".split()
+        words = "--recipe own --tasks q.jsonl --score grade:near --lr 5e-4".split()
         assert parse(["--recipe", "my.flags"]).environment == parse(words).environment
 
     def test_the_file_of_the_documentation(self, tmp_path, monkeypatch):
