@@ -5,7 +5,7 @@ path to the run's first node. So the nodes are cut into runs, whose keys are tha
 itself, and runs of like size are one call of torch's attention with a mask. Where a trajectory that
 begins at a root is long, it is a causal call of its own. Transformer Engine's kernels know no such
 mask: there every chain of nodes is a sequence of queries whose keys are its whole path
-(`layers.EngineAttention`). On a CPU in float32 it is compiled (`cpu.attention`), and needs no runs.
+(`layers.EngineAttention`). On a CPU it is compiled (`cpu.attention`), and needs no runs.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Attention over a forest as an autograd function of loops compiled for a processor, in float32 or
-float64: it gathers nothing, and scores few keys behind a query.
+"""Attention over a forest as an autograd function of loops compiled for a processor, in float32
+(bfloat16 too) or float64: it gathers nothing, and scores few keys behind a query.
 
 Source: scores that fit into the cache, whose probabilities the backward pass computes again, as in
 FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2); exp as in Cephes (expf), as in
