@@ -84,6 +84,8 @@ class ChatRenderer:
                 " heeds enable_thinking"
             )
         self._forced = _THINK if think and not opens_thought else ""
+        self.opens_thought = think
+        """Whether every answer begins inside a thought."""
         self._between = _Remembered(
             lambda messages: self._encode(self._delta(*messages) + self._forced)
         )
