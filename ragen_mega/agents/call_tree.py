@@ -139,7 +139,7 @@ class CallTree:
                 " add a message of the user or a tool"
             )
         tools = tuple(tools or ())
-        place = self._place(0, json.dumps(tools, sort_keys=True))
+        place = self._place(0, json.dumps(tools))
         parent, start = None, 0
         for number, message in enumerate(messages):
             answer = None
@@ -152,7 +152,7 @@ class CallTree:
             if call.role == role:
                 return call
         new = tuple(messages[start:])
-        shown = [Message(message.role, _text(message)) for message in new]
+        shown = [Message(message.role, written(message)) for message in new]
         if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
@@ -353,7 +353,7 @@ def _shown(message: ChatMessage) -> dict[str, Any]:
     return {"role": message.role, "content": message.content, "tool_calls": calls}
 
 
-def _text(message: ChatMessage) -> str:
+def written(message: ChatMessage) -> str:
     """Return the content and the calls of a message as Qwen's chat templates write them."""
     blocks = [
         f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'
