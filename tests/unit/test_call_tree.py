@@ -28,6 +28,7 @@ from ragen_mega.agents.call_tree import (
     ToolCall,
 )
 from ragen_mega.data.compact import outlined, outlines_of
+from ragen_mega.data.packing import microbatch, pack, parts_of
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -254,14 +255,34 @@ def test_the_order_in_which_concurrent_calls_arrive_changes_no_token(data: st.Da
     renderer = ChatRenderer(small_qwen3(), think=True)
     episode = data.draw(episodes(renderer, [LOOK]))
     other = CallTree(renderer, max_context_length=CONTEXT)
-    order = data.draw(st.permutations(episode.requests))
+    first, *later = episode.requests
+    later = data.draw(st.permutations(later))
     # An answer comes before what continues it.
-    for log, role, completion, is_trained in sorted(order, key=lambda one: len(one[0].messages)):
+    later = sorted(later, key=lambda request: len(request[0].messages))
+    for log, role, completion, is_trained in [first, *later]:
         other.answer(
             other.begin(log.messages, [LOOK], role=role), completion, is_trained=is_trained
         )
     first, second = (tree.trajectory(Trajectory(0), reward=0.0) for tree in (episode.tree, other))
     assert shape_of(first) == shape_of(second)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_a_trajectory_begins_with_the_first_requests(
+    qwen3: ChatRenderer, order: tuple[int, ...]
+) -> None:
+    """Here three at once, then one whose tokens would come before theirs."""
+    tree = CallTree(qwen3, max_context_length=CONTEXT)
+    initial = [tree.begin([ChatMessage("user", "xyz"[n])], None) for n in order]
+    for call in initial:
+        tree.answer(call, completion_of(qwen3, "ok"))
+    last = tree.begin([ChatMessage("user", "a")], None)
+    assert last.tokens < min(call.tokens for call in initial)
+    tree.answer(last, completion_of(qwen3, "ok"))
+    trajectory = tree.trajectory(Trajectory(0), reward=0.0)
+    prompts = [qwen3.decode_action(trajectory.tokens[slice(*at)]) for at in trajectory.segments]
+    asked = [text.removeprefix("user\n").partition("\n")[0] for text in prompts]
+    assert [text[-1] for text in asked] == ["x", "y", "z", "a"]
 
 
 def test_log_probabilities_are_those_of_transformers(qwen3: ChatRenderer) -> None:
@@ -306,6 +327,12 @@ def test_log_probabilities_are_those_of_transformers(qwen3: ChatRenderer) -> Non
     trained = [given_prompts[n] for n in range(len(given_prompts)) if n % 4 != 3]
     assert sorted(prompts) == sorted(trained) and len(trained) == 10
     assert num_compared == sum(trajectory.loss_mask) > 60
+    batch = pack([trajectory]).by_segment()
+    (part,) = parts_of(batch, range(batch.num_trajectories), 10**6, most_nodes=1.0)
+    forest = microbatch(batch, part, multiple=1, device=torch.device("cpu")).forest
+    texts = [trajectory.tokens[start : end - 1] for start, end in trajectory.segments]
+    distinct = {tuple(text[: size + 1]) for text in texts for size in range(len(text))}
+    assert forest.num_nodes == len(distinct) < 0.7 * batch.num_positions
 
 
 @pytest.mark.parametrize(
