@@ -1,8 +1,8 @@
 """Tasksets of the verifiers hub, e.g. `verifiers:my_taskset`: prompts, tools, users and rewards.
 
-Interface: verifiers 0.4. The library plays its own episode, with its own limits, stops, hooks and
-rewards; only the model that it calls is the policy of this program. Its chat loop and the tools of
-the taskset run in this process, where the library starts a process for each.
+Interface: verifiers 0.4. The library plays its own episode, with its setup, limits, stops, users
+and rewards; the policy takes the place of its model. Its chat loop and the tools of a taskset run
+in this process, where the library starts a process for each of them.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ from verifiers.v1.harnesses.null.harness import NullHarness, NullHarnessConfig
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.interception import InterceptionServer
-from verifiers.v1.types import content_text
 
 from ragen_mega.environments.adapters.tasks import held_out
 from ragen_mega.environments.protocol import Message, StepResult, check_seed
 from ragen_mega.environments.tool_calls import tool_calls
 
 _MAX_TURNS = 10
-_TOKEN_LIMITS = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
 _UNHURRIED = 1e9
-"""Seconds that an agent may take, the time of the policy included."""
-_state: ContextVar[vf.State] = ContextVar("state of the episode whose tool is called")
+"""Seconds that an agent may take: the time of the policy counts."""
+_CHAT = NullHarnessConfig(id="null")
+_Ask = Callable[[Sequence[vf.Message]], Awaitable[str]]
+"""New messages -> the policy's answer."""
+_Served = dict[str, tuple[MCPServer, Tool]]
+_state: ContextVar[vf.State] = ContextVar("the state of the episode that calls a tool")
 
 
 class VerifiersEnvironment:
-    """An episode of an environment with one agent, which talks and calls the taskset's tools.
-
-    The reward of the episode comes with its last step, and is the weighted sum of the task's
-    rewards.
+    """An episode of one agent that chats and calls the tools of its taskset. The last step brings
+    the reward: the weighted sum of the task's rewards.
     """
 
     splits = ("train", "validation")
@@ -60,53 +60,46 @@ class VerifiersEnvironment:
         max_tasks: int = 1000,
         max_turns: int | None = None,
         solved_at: float = 1.0,
-        environment: str = "",
         **options: Any,
     ) -> None:
-        """`options` are those of the taskset's configuration, and `validation` replaces some of
-        them for the evaluation; without it, `validation_share` of the prompts are kept for it.
-        `max_tasks`: the tasks that are read of an infinite taskset. `solved_at`: least reward of a
-        success. `environment`: the library's environment, if it is not the taskset's own.
-
-        Raises ValueError for a name, an option or an environment that cannot be played.
+        """`options` are those of the taskset's configuration; `validation` replaces some of them
+        for the evaluation, and without it `validation_share` of the prompts are kept for it.
+        `max_tasks`: tasks that are read of an endless taskset; `solved_at`: least reward of a
+        success. Raises ValueError, in one line, for a taskset or option that cannot be played.
         """
-        self._world = _world(taskset, environment, json.dumps(options), max_tasks)
+        world = self._world = _world(taskset, json.dumps(options), max_tasks)
         if validation is None:
-            held = held_out(taskset, map(_prompt, self._world.tasks), validation_share)
-            evaluated = [task for task in self._world.tasks if _prompt(task) in held]
+            held = held_out(f"verifiers:{taskset}", map(_prompt, world.tasks), validation_share)
+            tasks = [task for task in world.tasks if _prompt(task) in held]
         else:
-            others = json.dumps(options | validation)
-            evaluated = _world(taskset, environment, others, max_tasks).tasks
-            held = {_prompt(task) for task in evaluated}
-        trained = [task for task in self._world.tasks if _prompt(task) not in held]
-        self._tasks = trained if split == "train" else evaluated
-        if not self._tasks:
+            tasks = _world(taskset, json.dumps(options | validation), max_tasks).tasks
+            held = {_prompt(task) for task in tasks}
+        if split == "train":
+            tasks = [task for task in world.tasks if _prompt(task) not in held]
+        if not tasks:
             raise ValueError(
-                f"verifiers:{taskset} must have tasks to train on that are not evaluated; name"
-                " other options under validation"
+                f"verifiers:{taskset} must have a task in split {split}, and has none that the"
+                " evaluation leaves; change the options, or those under validation"
             )
-        if self._world.schemas:
-            self.tools = self._world.schemas
-        self._solved_at = solved_at
-        self.max_turns = max_turns or self._world.seat.max_turns or _MAX_TURNS
+        self._tasks, self._solved_at = tasks, solved_at
+        self.num_tasks = len(tasks)
+        self.max_turns = max_turns or world.seat.max_turns or _MAX_TURNS
+        if world.schemas:
+            self.tools = world.schemas
         self._episode: asyncio.Task[None] | None = None
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self._tasks)
 
     async def reset(self, seed: int) -> Sequence[Message]:
         await self.close()
         self._events: asyncio.Queue[Sequence[vf.Message] | vf.Trace | Exception] = asyncio.Queue()
-        task = self._tasks[check_seed(seed) % len(self._tasks)]
-        self._episode = asyncio.create_task(self._play(task.with_data()))
+        task = self._tasks[check_seed(seed) % self.num_tasks].with_data()
+        self._episode = asyncio.create_task(self._play(task))
         event = await self._next()
         if isinstance(event, vf.Trace):
             raise RuntimeError(f"the episode ended before its first turn ({event.stop_condition})")
         return event
 
     def parse(self, text: str) -> str:
-        """Return the text as it is: the library decides what an answer is worth."""
+        """Return the text itself: the rewards say what an answer is worth."""
         return text
 
     async def step(self, text: str) -> StepResult:
@@ -114,9 +107,8 @@ class VerifiersEnvironment:
         event = await self._next()
         if not isinstance(event, vf.Trace):
             return StepResult(event, 0.0, terminated=False)
-        is_cut = event.is_truncated
-        is_solved = event.reward >= self._solved_at
-        return StepResult("", event.reward, not is_cut, is_cut, {"success": is_solved})
+        info = {"success": event.reward >= self._solved_at}
+        return StepResult("", event.reward, not event.is_truncated, event.is_truncated, info)
 
     async def close(self) -> None:
         if self._episode is not None:
@@ -137,16 +129,15 @@ class VerifiersEnvironment:
 
     async def _play(self, task: vf.Task) -> None:
         try:
-            event: vf.Trace | Exception = await self._outcome(task)
-        except Exception as error:  # a task of asyncio would keep it, while `_next` waits for ever
-            event = error
-        self._events.put_nowait(event)
+            self._events.put_nowait(await self._outcome(task))
+        except Exception as error:  # for `_next`, which waits
+            self._events.put_nowait(error)
 
     async def _outcome(self, task: vf.Task) -> vf.Trace:
-        """Play one episode as `Env.run_episode` does."""
+        """Play one episode, as `vf.Env.run_episode` does."""
         environment = self._world.environment
-        chat = _Chat(self._world, _Tools("the task", type(task).toolsets(task.config)))
-        task.toolsets = lambda config: []  # of this task: `chat` has them
+        chat = _Chat(self._world, _Tools(task.toolsets(task.config)))
+        task.toolsets = lambda config: []  # the chat has them, so no server is started
         row = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = vf.Episode(task=row)
         async with _Door(_Policy(self._ask)) as door:
@@ -160,12 +151,7 @@ class VerifiersEnvironment:
             await environment.setup(agents)
             await environment.run(task, agents)
             await environment.finalize(task, episode)
-        if len(episode.traces) != 1:
-            raise ValueError(
-                f"{type(environment).__name__}.run must run its agent once in an episode, and ran"
-                f" it {len(episode.traces)} times; play it as an agent"
-            )
-        trace = episode.traces[0]
+        (trace,) = episode.traces
         if not trace.ok:
             raise RuntimeError(f"{trace.last_error.type}: {trace.last_error.message}")
         return trace
@@ -173,111 +159,104 @@ class VerifiersEnvironment:
 
 @dataclass
 class _World:
-    """An environment of the library with its tasks, which all episodes of a process share."""
+    """An environment of the library, which all episodes of a process share."""
 
     environment: vf.Env
     seat: vf.AgentConfig
     tasks: list[vf.Task]
-    schemas: list[dict[str, Any]]
     shared: "_Tools"
-    """Tools of the taskset that serve all episodes."""
+    """Tools that serve all episodes."""
+    schemas: list[dict[str, Any]]
 
 
 @lru_cache(maxsize=16)
-def _world(taskset: str, environment: str, options: str, max_tasks: int) -> _World:
+def _world(taskset: str, options: str, max_tasks: int) -> _World:
     name = f"verifiers:{taskset}"
-    config = {"id": environment, "taskset": {"id": taskset, **json.loads(options)}}
     try:
-        loaded = vf.load_environment(vf.resolve_env_config(config))
-    except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-        )
-        raise ValueError(f"{name} cannot be built: {wrong}") from None
-    except (ImportError, AttributeError, TypeError) as error:
+        config = vf.resolve_env_config({"taskset": {"id": taskset, **json.loads(options)}})
+        environment = vf.load_environment(config)
+    except (ImportError, AttributeError, TypeError, ValidationError) as error:
         raise ValueError(f"{name} cannot be built: {' '.join(str(error).split())}") from error
-    seats = [value for _, value in loaded.config if isinstance(value, vf.AgentConfig)]
-    pinned = [seat.harness.id for seat in seats if seat.harness is not None]
-    own = vf.default_harness_id(taskset)
-    if len(seats) > 1 or {*pinned, own} - {"null", "bash"} or "bash" in pinned:
+    seats = [value for _, value in config if isinstance(value, vf.AgentConfig)]
+    programs = [seat.harness.id for seat in seats if seat.harness is not None]
+    if (own := vf.default_harness_id(taskset)) != "bash":  # which the library adds to any other
+        programs.append(own)
+    if len(seats) != 1 or {*programs} - {"null"}:
         raise ValueError(
-            f"{name} must have one agent, which chats, and has {len(seats)}, which"
-            f" {' and '.join(pinned or [own])} runs; play it as an agent"
+            f"{name} must have one agent, which chats, and has {len(seats)}, with the programs"
+            f" {', '.join(programs) or 'of the library'}; play it as an agent"
         )
-    if limits := [limit for limit in _TOKEN_LIMITS if getattr(seats[0], limit) is not None]:
+    counted = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
+    if limits := [limit for limit in counted if getattr(seats[0], limit) is not None]:
         raise ValueError(
             f"{name} sets {', '.join(limits)}, and the trainer counts the tokens; set"
             " --max-context-length instead"
         )
-    shared = _Tools(name, type(loaded.taskset).toolsets(loaded.taskset.config))
-    of_task = _Tools(name, type(loaded.taskset).task_type().toolsets(loaded.taskset.config.task))
+    source = environment.taskset
+    shared = _Tools(type(source).toolsets(source.config))
+    of_task = _Tools(type(source).task_type().toolsets(source.config.task))
     with ThreadPoolExecutor(1) as thread:  # this one may have an event loop already
-        schemas = [
-            schema
-            for tools in (shared, of_task)
-            for schema in thread.submit(asyncio.run, tools.schemas()).result()
-        ]
-    tasks = list(loaded.taskset if loaded.taskset.bounded else loaded.taskset.take(max_tasks))
-    return _World(loaded, seats[0], tasks, schemas, shared)
+        found = thread.submit(asyncio.run, _all_served(shared, of_task)).result()
+    schemas = [
+        {
+            "type": "function",
+            "function": {
+                "name": called,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for called, (_, tool) in found.items()
+    ]
+    tasks = list(source if source.bounded else source.take(max_tasks))
+    return _World(environment, seats[0], tasks, shared, schemas)
 
 
 class _Tools:
-    """Toolsets of the library, served in this process as its tool servers would serve them."""
+    """Toolsets of the library, called as its tool servers call them."""
 
-    def __init__(self, name: str, toolsets: Sequence[vf.Toolset]) -> None:
+    def __init__(self, toolsets: Sequence[vf.Toolset]) -> None:
         """Raises ValueError for toolsets that run elsewhere."""
         for toolset in toolsets:
-            place = getattr(toolset.config, "url", None) or toolset.config.runtime.type
-            if place != "subprocess":
+            if toolset.config.url or toolset.config.runtime.type != "subprocess":
                 raise ValueError(
-                    f"{name} has tools in {place}, and only tools that run in this process can be"
-                    " called; play it as an agent"
+                    f"tools of {type(toolset).__name__} must run in this process, not in"
+                    f" {toolset.config.url or toolset.config.runtime.type}; play it as an agent"
                 )
         self._toolsets = toolsets
         self._opening = asyncio.Lock()
-        self._open: dict[str, tuple[MCPServer, Tool]] | None = None
-        self._stack = AsyncExitStack()
+        self._stack: AsyncExitStack | None = None
 
-    async def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas for a chat template."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for name, (_, tool) in (await self._served()).items()
-        ]
-
-    async def open(self, task: vf.TaskData | None = None) -> dict[str, tuple[MCPServer, Tool]]:
-        """Set the toolsets up, once, and return the tools by name; `task` is the task of toolsets
-        that serve no other.
-        """
+    async def open(self, task: vf.TaskData | None = None) -> _Served:
+        """Set the toolsets up, once, and return the tools by name. `task` is their only task."""
         async with self._opening:
-            if self._open is None:
+            if self._stack is None:
+                self._stack = AsyncExitStack()
                 for toolset in self._toolsets:
                     toolset._pull_state = _current_state
                     await self._stack.enter_async_context(toolset._exit_stack)
                     await toolset.setup()
                     if task is not None:
                         await toolset.setup_task(task)
-                self._open = await self._served()
-        return self._open
+                self._served = await self.served()
+        return self._served
 
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-    async def _served(self) -> dict[str, tuple[MCPServer, Tool]]:
-        found: dict[str, tuple[MCPServer, Tool]] = {}
+    async def served(self) -> _Served:
+        found: _Served = {}
         for toolset in self._toolsets:
-            server = MCPServer(toolset.server_name or "tools")
+            server = MCPServer(toolset.server_name or "tools", log_level="WARNING")
             toolset.register(server)
             prefix = f"{toolset.server_name}_" if toolset.server_name else ""
             found |= {f"{prefix}{tool.name}": (server, tool) for tool in await server.list_tools()}
         return found
+
+    async def close(self) -> None:
+        if self._stack is not None:
+            await self._stack.aclose()
+
+
+async def _all_served(*tools: _Tools) -> _Served:
+    return {name: tool for each in tools for name, tool in (await each.served()).items()}
 
 
 async def _current_state() -> vf.State:
@@ -285,18 +264,16 @@ async def _current_state() -> vf.State:
 
 
 class _Chat(NullHarness):
-    """The library's chat loop in this process: it asks the model and calls tools until the model
-    answers without a call.
-    """
+    """The library's chat loop: ask the model, call its tools, until it answers without a call."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
     def __init__(self, world: _World, tools: _Tools) -> None:
-        super().__init__(NullHarnessConfig(id="null"))
+        super().__init__(_CHAT)
         self._world, self._tools = world, tools
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Do nothing: the loop needs no program."""
+        """Do nothing: no program is installed."""
 
     async def launch(
         self,
@@ -311,15 +288,15 @@ class _Chat(NullHarness):
         _state.set(trace.state)
         tools = await self._world.shared.open() | await self._tools.open(trace.task.data)
         if [*tools] != [schema["function"]["name"] for schema in self._world.schemas]:
-            raise ValueError("the tools of a taskset must be those of all its tasks")
+            raise ValueError("a task must have the tools that all tasks of its taskset have")
         system, prompt = self.resolve_prompt(data)
-        start = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else [*prompt]
+        start = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt
         if system is not None:
-            start.insert(0, vf.SystemMessage(content=system))
+            start = [vf.SystemMessage(content=system), *start]
         messages = [*map(message_to_wire, start)]
-        body = {"messages": messages, "tools": self._world.schemas or None}
-        headers = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
+        body = {"messages": messages} | ({"tools": self._world.schemas} if tools else {})
+        key = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(headers=key, timeout=None, verify=False) as client:
             while True:
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.is_error:
@@ -327,32 +304,32 @@ class _Chat(NullHarness):
                 messages.append(message := reply.json()["choices"][0]["message"])
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
-                for call in message["tool_calls"]:
-                    answer = await _call(tools, **call["function"])
-                    heading = {"role": "tool", "tool_call_id": call["id"]}
-                    named = heading | {"name": call["function"]["name"], "content": answer}
-                    messages.append(bound_tool_message(named))
+                messages += [await _result(tools, call) for call in message["tool_calls"]]
 
     async def cleanup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         await self._tools.close()
 
 
-async def _call(tools: Mapping[str, tuple[MCPServer, Tool]], name: str, arguments: str) -> Any:
-    """Return the content of a tool's answer; what goes wrong is an answer too."""
-    if name not in tools:
-        return f"error: unknown tool {name!r}"
-    server, tool = tools[name]
-    try:
-        result = await server.call_tool(tool.name, json.loads(arguments))
-    except Exception as error:  # the library's servers answer with the text of any error
-        return str(error)
-    return mcp_content_to_chat_content(result.content)
+async def _result(tools: _Served, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Call a tool and return the message with its result, or with what went wrong."""
+    name = call["function"]["name"]
+    if name in tools:
+        server, tool = tools[name]
+        try:
+            result = await server.call_tool(tool.name, json.loads(call["function"]["arguments"]))
+            content = mcp_content_to_chat_content(result.content)
+        except Exception as error:  # as the library's servers do
+            content = str(error)
+    else:
+        content = f"error: unknown tool {name!r}"
+    message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+    return bound_tool_message(message)
 
 
 class _Policy(vf.Client):
-    """The model that the library calls: `ask` returns the answer of the policy to new messages."""
+    """The policy as the model of an episode."""
 
-    def __init__(self, ask: Callable[[Sequence[vf.Message]], Awaitable[str]]) -> None:
+    def __init__(self, ask: _Ask) -> None:
         self._ask = ask
         self._known: list[vf.Message] = []
 
@@ -360,50 +337,46 @@ class _Policy(vf.Client):
         messages, num_known = dialect.parse_request(body).messages, len(self._known)
         if messages[:num_known] != self._known or len(messages) == num_known:
             raise vf.HarnessError(
-                "an episode must be one conversation that only grows, and its history was changed,"
-                " or a second one began; play it as an agent"
+                "an episode must be one conversation that only grows, and another one began or its"
+                " history was changed; play it as an agent"
             )
         self._known = messages
-        message = _assistant(await self._ask(messages[num_known:]), body, num_known)
-        completion = {
+        message = _assistant(await self._ask(messages[num_known:]), num_known, body.get("tools"))
+        raw = {
             "id": f"turn_{num_known}",
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
             "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
         }
-        response = dialect.parse_response(dialect.validate_response(completion))
-        response.raw = completion
+        response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw = raw
         self._known = [*messages, response.message]
         return response
 
 
-def _assistant(text: str, body: Mapping[str, Any], turn: int) -> dict[str, Any]:
-    """Return the policy's text as a message of the assistant, with the tool calls that can be read
-    in it.
-    """
+def _assistant(text: str, turn: int, tools: Any) -> dict[str, Any]:
+    """Return the policy's answer as a message; a tool call that cannot be read stays text."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     try:
-        called = tool_calls(text) if body.get("tools") else []
-    except ValueError:  # what cannot be read stays text
-        called = []
-    if not called:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": text.partition("<tool_call>")[0].strip() or None,
-        "tool_calls": [
+        called = tool_calls(text) if tools else []
+    except ValueError:
+        return message
+    if called:
+        message["content"] = text.partition("<tool_call>")[0].strip()
+        message["tool_calls"] = [
             {
                 "id": f"call_{turn}_{index}",
                 "type": "function",
                 "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
             }
             for index, call in enumerate(called)
-        ],
-    }
+        ]
+    return message
 
 
 class _Door(InterceptionServer):
-    """The server through which the library's episode reaches the policy, on the loopback."""
+    """The server, on the loopback, through which the library's episode reaches its model."""
 
     def __init__(self, policy: _Policy) -> None:
         super().__init__()
@@ -414,7 +387,7 @@ class _Door(InterceptionServer):
 
 
 class _Seat(vf.Agent):
-    """An agent whose runs are kept in `traces`."""
+    """An agent that keeps the traces of its runs."""
 
     traces: list[vf.Trace]
 
@@ -426,9 +399,8 @@ class _Seat(vf.Agent):
 
 
 def _played(seat: vf.AgentConfig, max_turns: int) -> vf.AgentConfig:
-    """Return the configuration of a seat that the policy plays."""
-    changes: dict[str, Any] = {"model": "policy", "max_turns": max_turns}
-    changes["harness"] = NullHarnessConfig(id="null")
+    """Return the configuration of a seat that the policy takes."""
+    changes: dict[str, Any] = {"model": "policy", "max_turns": max_turns, "harness": _CHAT}
     changes["timeout"] = seat.timeout.model_copy(update={"rollout": _UNHURRIED})
     if "runtime" not in seat.model_fields_set:
         changes["runtime"] = vf.SubprocessConfig()
@@ -436,17 +408,14 @@ def _played(seat: vf.AgentConfig, max_turns: int) -> vf.AgentConfig:
 
 
 def _prompt(task: vf.Task) -> str:
-    """Return what tells a task from others in a split: its prompt, or the row without one."""
-    data = task.data
-    shown = {"prompt", "system_prompt"} if data.prompt is not None else None
-    return data.model_dump_json(include=shown, exclude={"idx"})
+    """Return what tells a task from others: its prompt, or the whole row where a user begins."""
+    shown = {"prompt", "system_prompt"} if task.data.prompt is not None else None
+    return task.data.model_dump_json(include=shown, exclude={"idx"})
 
 
 def _message(message: vf.Message) -> Message:
-    content = message.content or ""
-    if content_text(content) != content or getattr(message, "tool_calls", None):
+    if not isinstance(message.content, str) or getattr(message, "tool_calls", None):
         raise ValueError(
-            "a message of a task must be a text, without pictures and tool calls, not"
-            f" {message!r:.60}"
+            f"a message of a task must be a text without tool calls, not {message!r:.80}"
         )
-    return Message(message.role, content)
+    return Message(message.role, message.content)
