@@ -216,3 +216,41 @@ WRITTEN = [
     ),
 ]
 """Taskset, prompt, answers and the reward, by hand."""
+
+ENDLESS = """
+import itertools
+
+import verifiers.v1 as vf
+
+
+class Echo(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def same(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.prompt)
+
+
+class Echoes(vf.Taskset[Echo]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.count():
+            yield Echo(vf.TaskData(prompt=f"echo {number}"), self.config.task)
+
+
+class Config(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(AGENT)
+
+
+class Runs(vf.Env[Config]):
+    async def run(self, task, agents):
+        for _ in range(NUM_RUNS):
+            await agents.agent.run(task)
+
+
+__all__ = ["Echoes", "Runs"]
+"""
+
+
+def echoes(agent: str = "", num_runs: int = 1) -> str:
+    """A module whose agent has these settings and runs so often in an episode."""
+    return ENDLESS.replace("AGENT", agent).replace("NUM_RUNS", str(num_runs))

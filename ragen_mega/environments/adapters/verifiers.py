@@ -13,13 +13,11 @@ from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from textwrap import shorten
 from typing import Any, Literal
 
-import httpx
+import httpx2
 import verifiers.v1 as vf
-from mcp.server.mcpserver import MCPServer
-from mcp.types import Tool
-from pydantic import ValidationError
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.null.harness import NullHarness, NullHarnessConfig
@@ -32,12 +30,14 @@ from ragen_mega.environments.protocol import Message, StepResult, check_seed
 from ragen_mega.environments.tool_calls import tool_calls
 
 _MAX_TURNS = 10
+_LONGEST_ERROR = 240  # characters
 _UNHURRIED = 1e9
 """Seconds that an agent may take: the time of the policy counts."""
 _CHAT = NullHarnessConfig(id="null")
 _Ask = Callable[[Sequence[vf.Message]], Awaitable[str]]
 """New messages -> the policy's answer."""
-_Served = dict[str, tuple[MCPServer, Tool]]
+_Served = dict[str, tuple[Any, Any]]
+"""Name -> a server of the protocol MCP, and its tool."""
 _state: ContextVar[vf.State] = ContextVar("the state of the episode that calls a tool")
 
 
@@ -151,10 +151,10 @@ class VerifiersEnvironment:
             await environment.setup(agents)
             await environment.run(task, agents)
             await environment.finalize(task, episode)
-        (trace,) = episode.traces
-        if not trace.ok:
-            raise RuntimeError(f"{trace.last_error.type}: {trace.last_error.message}")
-        return trace
+        for trace in episode.traces:
+            if not trace.ok:
+                raise RuntimeError(f"{trace.last_error.type}: {trace.last_error.message}")
+        return episode.traces[0]
 
 
 @dataclass
@@ -175,16 +175,18 @@ def _world(taskset: str, options: str, max_tasks: int) -> _World:
     try:
         config = vf.resolve_env_config({"taskset": {"id": taskset, **json.loads(options)}})
         environment = vf.load_environment(config)
-    except (ImportError, AttributeError, TypeError, ValidationError) as error:
-        raise ValueError(f"{name} cannot be built: {' '.join(str(error).split())}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        said = shorten(str(error), _LONGEST_ERROR)
+        raise ValueError(f"{name} cannot be built: {said}") from error
     seats = [value for _, value in config if isinstance(value, vf.AgentConfig)]
     programs = [seat.harness.id for seat in seats if seat.harness is not None]
     if (own := vf.default_harness_id(taskset)) != "bash":  # which the library adds to any other
         programs.append(own)
-    if len(seats) != 1 or {*programs} - {"null"}:
+    has_server = type(environment).start is not vf.Env.start
+    if len(seats) != 1 or {*programs} - {"null"} or has_server:
         raise ValueError(
-            f"{name} must have one agent, which chats, and has {len(seats)}, with the programs"
-            f" {', '.join(programs) or 'of the library'}; play it as an agent"
+            f"{name} must have one agent that chats, and no server of its own; it has {len(seats)}"
+            f" ({', '.join(programs) or 'chat'}){' and a server' * has_server}: play it as an agent"
         )
     counted = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limits := [limit for limit in counted if getattr(seats[0], limit) is not None]:
@@ -242,6 +244,8 @@ class _Tools:
         return self._served
 
     async def served(self) -> _Served:
+        from mcp.server.mcpserver import MCPServer  # which the library brings
+
         found: _Served = {}
         for toolset in self._toolsets:
             server = MCPServer(toolset.server_name or "tools", log_level="WARNING")
@@ -296,7 +300,7 @@ class _Chat(NullHarness):
         messages = [*map(message_to_wire, start)]
         body = {"messages": messages} | ({"tools": self._world.schemas} if tools else {})
         key = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(headers=key, timeout=None, verify=False) as client:
+        async with httpx2.AsyncClient(headers=key, timeout=None, verify=False) as client:
             while True:
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.is_error:
