@@ -1,5 +1,5 @@
-"""Environments of the verifiers hub beside the rollouts of the library itself, whose chat program and
-tool servers run in processes and talk to a model that gives the same answers.
+"""Environments of the verifiers hub beside the library's own rollouts, whose programs and tools run
+in processes and ask a model that gives the same answers.
 """
 
 import asyncio

@@ -86,11 +86,10 @@ class VerifiersEnvironment:
         self.max_turns = max_turns or world.seat.max_turns or _MAX_TURNS
         if world.schemas:
             self.tools = world.schemas
-        self._episode: asyncio.Task[None] | None = None
+        self._episode: asyncio.Task[vf.Trace] | None = None
 
     async def reset(self, seed: int) -> Sequence[Message]:
         await self.close()
-        self._events: asyncio.Queue[Sequence[vf.Message] | vf.Trace | Exception] = asyncio.Queue()
         task = self._tasks[check_seed(seed) % self.num_tasks].with_data()
         self._episode = asyncio.create_task(self._play(task))
         event = await self._next()
@@ -117,23 +116,18 @@ class VerifiersEnvironment:
 
     async def _next(self) -> Sequence[Message] | vf.Trace:
         """Wait until the policy is asked, or the episode is over."""
-        event = await self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event if isinstance(event, vf.Trace) else [*map(_message, event)]
+        self._asked = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._asked, self._episode), return_when=asyncio.FIRST_COMPLETED)
+        if self._asked.done():
+            return [*map(_message, self._asked.result())]
+        return self._episode.result()
 
     async def _ask(self, messages: Sequence[vf.Message]) -> str:
         self._answer = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(messages)
+        self._asked.set_result(messages)
         return await self._answer
 
-    async def _play(self, task: vf.Task) -> None:
-        try:
-            self._events.put_nowait(await self._outcome(task))
-        except Exception as error:  # for `_next`, which waits
-            self._events.put_nowait(error)
-
-    async def _outcome(self, task: vf.Task) -> vf.Trace:
+    async def _play(self, task: vf.Task) -> vf.Trace:
         """Play one episode, as `vf.Env.run_episode` does."""
         environment = self._world.environment
         chat = _Chat(self._world, _Tools(task.toolsets(task.config)))
@@ -316,16 +310,17 @@ class _Chat(NullHarness):
 
 async def _result(tools: _Served, call: Mapping[str, Any]) -> dict[str, Any]:
     """Call a tool and return the message with its result, or with what went wrong."""
+    from mcp.server.mcpserver.exceptions import ToolError
+
     name = call["function"]["name"]
+    content = f"error: unknown tool {name!r}"
     if name in tools:
         server, tool = tools[name]
         try:
             result = await server.call_tool(tool.name, json.loads(call["function"]["arguments"]))
             content = mcp_content_to_chat_content(result.content)
-        except Exception as error:  # as the library's servers do
+        except ToolError as error:
             content = str(error)
-    else:
-        content = f"error: unknown tool {name!r}"
     message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
     return bound_tool_message(message)
 
