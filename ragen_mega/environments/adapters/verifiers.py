@@ -7,6 +7,7 @@ in this process, where the library starts a process for each of them.
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -28,6 +29,8 @@ from verifiers.v1.interception import InterceptionServer
 from ragen_mega.environments.adapters.tasks import held_out
 from ragen_mega.environments.protocol import Message, StepResult, check_seed
 from ragen_mega.environments.tool_calls import tool_calls
+
+logging.getLogger(vf.__name__).setLevel(logging.ERROR)  # what fails is raised
 
 _MAX_TURNS = 10
 _LONGEST_ERROR = 240  # characters
