@@ -28,6 +28,8 @@ from ragen_mega.data import distributed
 from ragen_mega.data.launcher import run_ranks
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.models.layout import split_experts
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.metrics import write_json
 
 TOLERANCES = {
@@ -131,6 +133,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
         num_key_value_heads=2,
         max_position_embeddings=512,
         attn_implementation="eager",
+        experts_implementation="eager",  # the others compute in float32 at most
     )
     sizes |= ARCHITECTURES.get(architecture, {}) | changes
     config = AutoConfig.for_model(architecture, **sizes)
@@ -408,7 +411,8 @@ def unfused_gradients(
         keep = batch.loss_mask[start:end]
         kept = {name: values[start:end][keep] for name, values in tokens.items()}
         (token_losses(logits[keep], kept, loss).sum() / batch.loss_mask.sum()).backward()
-    return {name: parameter.grad for name, parameter in exact.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    return split_experts(gradients, ModelShape.of(model.config))
 
 
 def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) -> Tensor:
