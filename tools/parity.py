@@ -47,7 +47,7 @@ ARCHITECTURES = {
     "qwen3_moe": {
         "tie_word_embeddings": False,
         "head_dim": 20,
-        "moe_intermediate_size": 28,
+        "moe_intermediate_size": 24,
         "num_experts": 6,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
