@@ -9,6 +9,7 @@ never a parameter: nothing here reads or stores it.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,6 +113,7 @@ def drop_quantised_weights(model: nn.Module) -> None:
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _residual_addition
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp.submodules
@@ -121,9 +123,16 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     return layer
 
 
+def _residual_addition(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Return the addition to the residual stream in the stream's own dtype; megatron-core's rounds
+    the stream to the dtype of the layers.
+    """
+    return lambda output_with_bias, residual, dropout: residual + output_with_bias[0]
+
+
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) in float32; megatron-core's torch wrapper refuses
-    sequence parallelism.
+    """Root mean square norm (arXiv:1910.07467) in float32, rounded to the dtype of the layers;
+    megatron-core's torch wrapper refuses sequence parallelism.
     """
 
     def __init__(
@@ -153,7 +162,7 @@ class _Normalize(Function):
         squares = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [.., 1]
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return (wide * scale).mul_(weight).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
