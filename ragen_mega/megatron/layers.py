@@ -49,6 +49,8 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the nodes' rotary angles [N, 1, head_dim / 2], for local layers."""
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
@@ -177,7 +179,7 @@ class _Normalize(Function):
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return x in the dtype in which norms are computed."""
+    """Return x in the dtype in which norms and rotations are computed."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -235,7 +237,9 @@ class EngineAttention(TEDotProductAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within packed trajectories by torch's scaled_dot_product_attention."""
+    """Rotary embedding, then causal attention within packed trajectories by torch's
+    scaled_dot_product_attention.
+    """
 
     def __init__(
         self,
@@ -264,6 +268,7 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
+        query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
@@ -271,8 +276,18 @@ class PackedAttention(MegatronModule):
         return attend(query, key, value, packed.schedule, self.scale)
 
 
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate x [N, heads, head_dim] in float32 (RoFormer, arXiv:2104.09864, Eq. 34), and round the
+    result: megatron-core rounds cosines, sines and products.
+    """
+    a, b = _widened(x).chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines], dim=-1).to(x.dtype)
+
+
 class CompiledAttention(PackedAttention):
-    """Causal attention within packed trajectories, compiled for a processor."""
+    """Rotary embedding, then causal attention within packed trajectories, compiled for a
+    processor.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

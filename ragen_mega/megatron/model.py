@@ -138,6 +138,10 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
+        if self.config.transformer_impl == "local":
+            angles = rotary.squeeze(1)[..., : rotary.shape[-1] // 2]  # [N, 1, dim / 2]
+            packed_seq_params.rotation = angles.cos(), angles.sin()
+            rotary = None
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
