@@ -202,13 +202,12 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     tp = layout.tensor_model_parallel_size
     sp = tp if layout.sequence_parallel else 1
     queries, keys = shape.q_size // tp, shape.kv_size // tp
-    spare = not setting.on_host
+    spare, stream = not setting.on_host, _stream_itemsize(setting)
     parts = {
         # twice: the input, the output, the inverse root mean square
-        "norms": 2 * (shape.hidden_size * (2 * item + spare * FP32) + FP32) // sp,
+        "norms": 2 * (shape.hidden_size * (stream + item + spare * FP32) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
-        # rotated queries and keys; cosines and sines of both
-        "rotary": (queries + keys + 4 * shape.head_dim) * item,
+        "rotary": (queries + keys) * item,  # rotated queries and keys
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "projection": spare * queries * item,  # compiled attention writes it as it is read
         # gate and up, silu(gate), a copy of up, their product
@@ -225,6 +224,11 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     return parts
 
 
+def _stream_itemsize(setting: Setting) -> int:
+    """Return the bytes of a number of the residual stream, which local layers add up in float32."""
+    return FP32 if setting.on_host else setting.itemsize
+
+
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
@@ -237,11 +241,10 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     kept = {
         "none": one_layer,
         "selective": one_layer - parts["mlp"],
-        "full": shape.hidden_size * setting.itemsize // sp,
+        "full": shape.hidden_size * _stream_itemsize(setting) // sp,
     }[layout.recompute]
     per_position = kept * (shape.num_layers // pp)
-    if layout.recompute == "full":
-        per_position += shape.head_dim * FP32  # angles of the rotary embedding, for all layers
+    per_position += shape.head_dim * FP32  # cosines and sines of the rotary embedding
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
