@@ -207,7 +207,7 @@ def test_flags_come_over_the_recipe_of_the_model(
     _, again, _ = told(capsys, report, "--num-gpus", "2", *line.split())
     assert again["cost"]["seconds"] == other["cost"]["seconds"]
     code, alone, said = told(capsys, report, *model, "--gpu-memory-gb", "5")
-    assert code == 1 and not alone["fits"] and "no layout fits 90% of 5 GiB" in said
+    assert code == 1 and not alone["fits"] and "no layout fits 5 GiB" in said
     assert "does not fit: " in said
 
 
