@@ -150,14 +150,16 @@ def planned_gpus(recipe: str) -> int | None:
 
 def recipe_for(model: str, shape: ModelShape) -> str:
     """Find the recipe of a named model; for a directory find the recipe of the model nearest in
-    size.
+    size, a mixture for a mixture.
     """
     name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
     if planned_gpus(name) is not None:
         return name
+    others = {other: ModelShape.from_config(values) for other, values in SHAPES.items()}
     misses = {
-        other: abs(math.log(ModelShape.from_config(values).num_parameters / shape.num_parameters))
-        for other, values in SHAPES.items()
+        other: abs(math.log(known.num_parameters / shape.num_parameters))
+        for other, known in others.items()
+        if bool(known.num_experts) == bool(shape.num_experts)
     }
     return min(misses, key=misses.__getitem__).lower().replace("-", "_")
 

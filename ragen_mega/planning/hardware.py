@@ -227,13 +227,13 @@ class Constants:
 
     product: float = constant(0.72, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.67, 0.3, 0.95)
+    product_fp8: float = constant(0.68, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.68, 0.01, 1.0)
+    memory: float = constant(0.66, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
     link: float = constant(0.9, 0.3, 0.9)
     """Share of the links' speed in collectives."""
@@ -247,7 +247,7 @@ class Constants:
     """Further seconds of a layer's forward pass with adapters under FSDP, in whose programs nothing
     hides them; of a backward pass twice that.
     """
-    update: float = constant(0.095, 0.0, 2.0)
+    update: float = constant(0.089, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -260,11 +260,11 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    collective: float = constant(0.00028, 0.0, 1e-2)
+    collective: float = constant(0.00024, 0.0, 1e-2)
     """Further seconds in which the host starts a collective of tensor parallelism, of which a layer
     has four.
     """
-    permute: float = constant(12.0, 2.0, 64.0)
+    permute: float = constant(11.0, 2.0, 64.0)
     """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
     of the products: sorted by expert, packed for the exchange and back.
     """

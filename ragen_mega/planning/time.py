@@ -215,7 +215,8 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     shared = cuts * (tp - 1) / tp * tokens * h * cut.itemsize / machine.link(tp)
     visible = reached.exposed if cut.overlaps else 1.0
     terms["tensor parallelism"] = visible * shared + 4 * reached.latency * (tp > 1)
-    # a token goes to each node that it needs once, and another there to each rank meanwhile
+    # a token goes to each node that it needs once, and another there to each rank meanwhile; an
+    # exchange has a round for each node
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
     to_nodes, to_ranks = (
         used if cut.copies else distinct(places, used) for places in (nodes, cut.ep)
@@ -224,7 +225,7 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
         to_ranks * (local - 1) / local / machine.link(local),
         to_nodes * (nodes - 1) / nodes / machine.link(cut.num_gpus),
     )
-    sent = 2 * (visible * tokens / tp * sent * h * cut.itemsize + reached.latency)
+    sent = 2 * (visible * tokens / tp * sent * h * cut.itemsize + nodes * reached.latency)
     terms["expert parallelism"] = sent * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
     seen = max(reached.exposed * ring, ring - terms["attention"] / share)
