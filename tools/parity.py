@@ -42,6 +42,14 @@ TRANSFORMERS_TOLERANCE = 1e-4
 ARCHITECTURES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 20},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "head_dim": 20,
+        "moe_intermediate_size": 28,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
 }
 TEMPERATURE = 0.7
 CLIP_GRAD = 0.5
@@ -114,8 +122,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
     """Return a small model whose every parameter, biases and norms too, is random; `changes` are
     entries of its configuration.
     """
-    config = AutoConfig.for_model(
-        architecture,
+    sizes = dict(
         vocab_size=97,
         hidden_size=48,
         intermediate_size=80,
@@ -124,8 +131,9 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
         num_key_value_heads=2,
         max_position_embeddings=512,
         attn_implementation="eager",
-        **(ARCHITECTURES.get(architecture, {}) | changes),
     )
+    sizes |= ARCHITECTURES.get(architecture, {}) | changes
+    config = AutoConfig.for_model(architecture, **sizes)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

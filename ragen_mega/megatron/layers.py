@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -83,7 +84,9 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Build the layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
     num_layers = get_num_layers_to_build(config)
     if config.transformer_impl == "transformer_engine":
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
         norm: type = TENorm
     else:
         layer, norm = _local_layer(config), RMSNorm
@@ -110,11 +113,19 @@ def drop_quantised_weights(model: nn.Module) -> None:
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(
+        config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp.submodules
+    if config.num_moe_experts:
+        mlp = mlp.experts.submodules
+        # a name that megatron-core 0.16.1 defines with Transformer Engine only, and always reads
+        vars(moe_utils).setdefault("te_general_gemm", None)
+        # In checkpoints this norm has the name that it has with Transformer Engine's layers.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

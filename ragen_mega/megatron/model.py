@@ -27,7 +27,8 @@ from ragen_mega.models.shape import ModelShape, check_config, cut_error
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+    # a layer has one of the two
+    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp", "moe"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 
@@ -39,8 +40,18 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     check_config(hf)
     shape = ModelShape.of(hf)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if error := cut_error(shape, tp, pp):
+    if error := cut_error(shape, tp, pp, parallel.expert_model_parallel_size):
         raise ValueError(error)
+    if shape.num_experts and tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size ({tp}) of a mixture of experts needs its tokens divided"
+            " among the ranks; add --sequence-parallel"
+        )
+    if shape.num_experts and parallel.fp8 != "none":
+        raise ValueError(
+            f"fp8 {parallel.fp8} does not go with a mixture of experts, whose products in FP8 were"
+            " never run; drop --fp8"
+        )
     precision.check_widths(
         {
             "hidden size": shape.hidden_size,
@@ -94,8 +105,28 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         bias_activation_fusion=implementation == "transformer_engine",
         **shape.family.overrides,
         **dict(shape.further),
+        **(_mixture_fields(shape, parallel, implementation) if shape.num_experts else {}),
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recomputation],
+    )
+
+
+def _mixture_fields(
+    shape: ModelShape, parallel: ParallelConfig, implementation: str
+) -> dict[str, Any]:
+    """Return the fields of TransformerConfig of a mixture of experts. No token is dropped, and no
+    loss balances the experts: it would change the gradient of the policy.
+    """
+    is_fused = implementation == "transformer_engine"
+    return dict(
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        moe_ffn_hidden_size=shape.ffn_size,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=is_fused,
+        moe_permute_fusion=is_fused,
     )
 
 
@@ -123,6 +154,7 @@ class QwenModel(GPTModel):
             pg_collection=groups,
         )
         self.hf, self.shape = hf, shape
+        self.ep_group = groups.ep
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():
@@ -139,6 +171,11 @@ class QwenModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # [N/sp, 1, H]
+
+    @property
+    def expert_offset(self) -> int:
+        """Number of the first expert in each layer that this rank holds."""
+        return self.ep_group.rank() * self.shape.num_experts // self.ep_group.size()
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""

@@ -237,7 +237,7 @@ def aligned(
     where the layouts agree.
     """
     yield from stack_experts(
-        (entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.size()))
+        (entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.rank(), plan.groups.tp.size()))
         for bucket in plan.buckets
         for entry, piece in zip(
             bucket.entries, _of_stage(plan, bucket, tensors, traffic or Traffic()), strict=True

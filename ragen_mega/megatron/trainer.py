@@ -72,7 +72,7 @@ class Trainer:
         self.alignment = token_alignment(parallel)
         shape = module.shape
         self.cost = Cost.of_model(
-            shape.num_layers * sum(shape.linear_sizes()),
+            shape.num_layers * shape.active_size,
             shape.num_layers * shape.q_size,
             shape.vocab_size * shape.hidden_size,
         )

@@ -51,7 +51,9 @@ class Slot:
     @property
     def key(self) -> str:
         """The name in a checkpoint, where layers and experts are one tensor, without the role."""
-        return self.weight.key if self.layer is None else f"decoder.layers.{self.weight.key}"
+        if self.layer is None:
+            return self.weight.key
+        return f"decoder.layers.{self.weight.key}".replace("local_experts.{e}", "experts")
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -81,9 +83,9 @@ class Slot:
         """SGLang's part of rank `rank` of `size`, from the Hugging Face tensors."""
         return self.weight.cut.to_server(tensors, self.shape, rank, size)
 
-    def shard_to_server(self, shard: Tensor, size: int) -> Tensor:
+    def shard_to_server(self, shard: Tensor, rank: int, size: int) -> Tensor:
         """SGLang's part, from the part of the trainer's rank of the same number and size."""
-        return self.weight.cut.shard_to_server(shard, self.shape, size)
+        return self.weight.cut.shard_to_server(shard, self.shape, rank, size)
 
     def _full_name(self, name: str) -> str:
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
@@ -162,10 +164,15 @@ def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> I
 
 
 def find_slot(
-    parameter: str, shape: ModelShape, layer_offset: int = 0, *, is_critic: bool = False
+    parameter: str,
+    shape: ModelShape,
+    layer_offset: int = 0,
+    expert_offset: int = 0,
+    *,
+    is_critic: bool = False,
 ) -> Slot:
     """Return the slot of a parameter by its name in a model whose first layer is number
-    `layer_offset` of all.
+    `layer_offset` of all, and whose first expert in a layer number `expert_offset`.
     """
     embedding, _, head = shape.family.outer
     if parameter == head.key:  # the last stage's copy of the embedding if they are tied
@@ -176,7 +183,7 @@ def find_slot(
     for weight in shape.family.outer if layer is None else shape.family.layer:
         for key in (weight.key, weight.alias):
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
-                expert = int(match[1]) if match.groups() else None
+                expert = int(match[1]) + expert_offset if match.groups() else None
                 return Slot(weight, shape, layer, parameter, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"
