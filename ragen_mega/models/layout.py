@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -114,6 +114,46 @@ def expected_tensors(shape: ModelShape, *, is_critic: bool = False) -> dict[str,
         for slot in model_slots(shape, is_critic=is_critic)
         for name, size in zip(slot.names, slot.shapes, strict=True)
     }
+
+
+class Place(NamedTuple):
+    """The place of a tensor of an expert in a tensor of all experts of its layer."""
+
+    fused: str
+    shape: tuple[int, ...]
+    """The shape of the tensor of all."""
+    expert: int
+    rows: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the view of the tensor of all."""
+        return tensor[self.expert, self.rows]
+
+
+def fused_places(shape: ModelShape) -> dict[str, Place]:
+    """Return a map: Hugging Face name of each expert's tensors -> place in a tensor of all experts,
+    as transformers holds them in memory.
+    """
+    places = {}
+    for slot in model_slots(shape):
+        end = 0
+        for name, size in zip(slot.names, slot.shapes, strict=True):
+            start, end = end, end + size[0]
+            if slot.weight.fused:
+                fused = f"model.layers.{slot.layer}.{slot.weight.fused}"
+                whole = (shape.num_experts, *slot.whole)
+                places[name] = Place(fused, whole, slot.expert, slice(start, end))
+    return places
+
+
+def split_experts(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, with those of single experts in place of those of
+    all.
+    """
+    places = {name: p for name, p in fused_places(shape).items() if p.fused in tensors}
+    fused = {place.fused for place in places.values()}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in fused}
+    return whole | {name: place.of(tensors[place.fused]) for name, place in places.items()}
 
 
 def complete(

@@ -1,5 +1,6 @@
-"""The dense decoder of the families for inference: matrix products by torch, everything between
-them compiled. In bfloat16 are matrices, their factors and the cache; all sums are in float32.
+"""The decoder of the families for inference: matrix products by torch, everything between them
+compiled, but for the router of a mixture of experts. In bfloat16 are matrices, their factors and
+the cache; all sums, and the router, are in float32.
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2).
 """
@@ -81,8 +82,9 @@ class _Layer:
     k_norm: Reals
     output: _Matrix | _PackedMatrix  # heads * d -> hidden
     mlp_norm: Reals  # [hidden]
-    gate_up: _Matrix | _PackedMatrix  # hidden -> 2 * ffn
-    down: _Matrix | _PackedMatrix  # ffn -> hidden
+    router: Tensor | None  # [experts, hidden]; None in a dense layer, which has one pair below
+    gate_up: list[_Matrix | _PackedMatrix]  # of each expert: hidden -> 2 * ffn
+    down: list[_Matrix | _PackedMatrix]  # of each expert: ffn -> hidden
 
 
 class Workspace:
@@ -164,6 +166,8 @@ class Decoder:
             return self._numbers(torch.cat([torch.empty(0), *found])).reshape(-1, 2, half)
 
         projections = [f"{attention}{x}" for x in "qkv"]
+        router = received.get(f"{mlp}gate.weight")
+        experts = [f"{mlp}experts.{e}." for e in range(self.shape.num_experts)] or [mlp]
         return _Layer(
             input_norm=self._numbers(received[f"{prefix}input_layernorm.weight"]),
             qkv=matrix(*projections),
@@ -172,8 +176,9 @@ class Decoder:
             k_norm=halves(f"{attention}k_norm.weight"),
             output=matrix(f"{attention}o"),
             mlp_norm=self._numbers(received[f"{prefix}post_attention_layernorm.weight"]),
-            gate_up=matrix(f"{mlp}gate", f"{mlp}up"),
-            down=matrix(f"{mlp}down"),
+            router=None if router is None else router.to(self._real),
+            gate_up=[matrix(f"{expert}gate", f"{expert}up") for expert in experts],
+            down=[matrix(f"{expert}down") for expert in experts],
         )
 
     def workspace(self, num_tokens: int) -> Workspace:
@@ -218,9 +223,12 @@ class Decoder:
             )  # fmt: skip
             layer.output.add(work.attended, work.hidden)
             self._normalize(work, layer.mlp_norm)
-            layer.gate_up.put(work.normalized, work.gate_up)
+            if layer.router is not None:
+                self._add_experts(work, layer)
+                continue
+            layer.gate_up[0].put(work.normalized, work.gate_up)
             kernels.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
-            layer.down.add(work.gated, work.hidden)
+            layer.down[0].add(work.gated, work.hidden)
         self._normalize(work, self._norm)
         return work.normalized
 
@@ -231,6 +239,25 @@ class Decoder:
         out = out[: len(hidden)]
         self._head.put_exactly(hidden, out)
         return out
+
+    def _add_experts(self, work: Workspace, layer: _Layer) -> None:
+        """Add to the hidden states what the experts that the router chooses for each token make of
+        the normalized ones.
+        """
+        sizes = dict(self.shape.further)
+        logits = work.normalized @ layer.router.t()  # [T, experts]
+        scores = logits.softmax(-1) if sizes["moe_router_pre_softmax"] else logits
+        weights, chosen = scores.topk(sizes["moe_router_topk"])  # [T, k]
+        if not sizes["moe_router_pre_softmax"]:
+            weights = weights.softmax(-1)
+        for expert in chosen.unique().tolist():
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            gate_up, gated = work.gate_up[: len(tokens)], work.gated[: len(tokens)]
+            layer.gate_up[expert].put(work.normalized[tokens], gate_up)
+            kernels.gate(0, len(tokens), work.gate_up_array, work.gated_array)
+            made = torch.empty(len(tokens), self.shape.hidden_size, dtype=gated.dtype)
+            layer.down[expert].put(gated, made)
+            work.hidden.index_add_(0, tokens, made.mul_(weights[tokens, places, None]))
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
         hidden, out = work.hidden_array, work.normalized_array
