@@ -7,6 +7,7 @@ EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
     "studies": ("matplotlib", "scipy"),
+    "verifiers": ("verifiers",),
 }
 """Extra -> the modules that it installs and that code of ours imports by statement."""
 
