@@ -206,7 +206,7 @@ class StartGuard:
         said = []
         for group in groups:
             first = group.trajectories[0]
-            if (name := first.environment) in self._settled:
+            if (name := first.environment) in self._settled or first.is_tree:
                 continue
             started = [member for member in group.trajectories if member.num_sampled_tokens]
             outcomes = {_first_prompt(member): member.outcome_seed for member in started}
