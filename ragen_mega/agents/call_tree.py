@@ -285,7 +285,7 @@ class CallTree:
         messages: Sequence[ChatMessage],
         tools: Sequence[dict[str, Any]],
     ) -> list[int]:
-        shown = [Message(message.role, _text(message)) for message in messages]
+        shown = [Message(message.role, written(message)) for message in messages]
         try:
             if parent is None:
                 return self._renderer.start(shown, list(tools) or None)
@@ -353,7 +353,7 @@ def record(call: Call, number: int) -> dict[str, Any]:
     }
 
 
-def _text(message: ChatMessage) -> str:
+def written(message: ChatMessage) -> str:
     """Return the content and the calls of a message as Qwen's chat templates write them."""
     blocks = [
         f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'

@@ -31,7 +31,7 @@ from ragen_mega.environments.protocol import Message, text_seed
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.visit import Limits, Visit
+from ragen_mega.rollout.visit import Example, ExampleAnswers, Limits, Sampler, Visit
 
 T = TypeVar("T")
 
@@ -77,6 +77,8 @@ class PlaySettings:
     time limit of the environment. Evaluation plays once, for what fails counts.
     """
     agent: AgentConfig = field(default_factory=AgentConfig)
+    example: Example | None = None
+    """Player that answers in place of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,12 @@ class Player:
             agent=agent,
         )
         seed = (settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
-        sessions = _Sessions(self, self._engine, attempt.session, trajectory.weight_version)
-        visit = Visit(self._renderer, sessions, limits, ("agent", *seed))
+        sampler: Sampler = _Sessions(
+            self, self._engine, attempt.session, trajectory.weight_version
+        )
+        if settings.example is not None:
+            sampler = ExampleAnswers(self._renderer, settings.example)
+        visit = Visit(self._renderer, sampler, limits, ("agent", *seed))
         entrance = door(agent.listen_on(distributed.rank()))
         self.rest(attempt.session)
         with entrance.open(visit) as key:

@@ -3,6 +3,7 @@ become completions of the engine.
 """
 
 import asyncio
+import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,28 @@ class Sampler(Protocol):
         """Sample what follows the prompt `tokens` of a call, with further entries for the info of
         the answer's turn.
         """
+
+
+Example = Callable[[Call, random.Random], str]
+"""Function that writes the text of the answer to a call, with its source of randomness."""
+
+
+class ExampleAnswers:
+    """Answers as an example gives them."""
+
+    def __init__(self, renderer: ChatRenderer, example: Example) -> None:
+        self._renderer, self._example = renderer, example
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Encode the example's answer; see `Sampler`."""
+        text = self._example(call, random.Random(sampling.seed))
+        if self._renderer.opens_thought and "</think>" not in text:
+            text = f"\n</think>\n\n{text}"
+        answer = self._renderer.encode_answer(text)[: sampling.max_tokens]
+        is_whole = answer[-1:] == [self._renderer.end_of_turn]
+        return Completion(answer, [0.0] * len(answer), "stop" if is_whole else "length"), {}
 
 
 @dataclass(frozen=True, slots=True)
