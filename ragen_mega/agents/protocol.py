@@ -17,8 +17,15 @@ _MOST_ANSWERS = 128
 _MOST_STOPS = 16
 _ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant", "tool")}
 _HARMLESS = frozenset(
-    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
-    .split()
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
 )
 """Parameters that change no sample."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -36,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a request to /v1/chat/completions asks for; None: it does not say."""
+    """A request to /v1/chat/completions; a field is None where the request does not say."""
 
     role: str
     """Name of the model."""

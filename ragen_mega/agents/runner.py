@@ -84,7 +84,9 @@ class AgentProgram:
         self._function = None if "://" in agent else AGENTS.get(agent)
         self._takes_client = self._function is not None and _takes_client(agent, self._function)
         if self._takes_client:
-            required("openai", "agents", purpose="agents that take a client")
+            # All that a first call would import, in many threads at once.
+            completions = "openai.resources.chat.completions"
+            required(completions, "agents", purpose="agents that take a client")
         self._rows: Sequence[Mapping[str, Any]] = ()
         if tasks is not None:
             parts = [read_rows(tasks), read_rows(validation or tasks)]
@@ -164,9 +166,7 @@ def _ask(
         raise RuntimeError(f"{url} must answer with JSON, not {text!r:.200}") from None
 
 
-def _parts(
-    rows: Sequence[Mapping[str, Any]], share: float
-) -> list[Sequence[Mapping[str, Any]]]:
+def _parts(rows: Sequence[Mapping[str, Any]], share: float) -> list[Sequence[Mapping[str, Any]]]:
     """Return the rows to train on and those to evaluate on, drawn by their text."""
     ordered = sorted(rows, key=lambda row: text_seed(json.dumps(row, sort_keys=True, default=str)))
     if not 0 < share < 1 or len(ordered) < 2:

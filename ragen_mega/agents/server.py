@@ -1,4 +1,4 @@
-"""The door: an HTTP server of this process, at which the agents of its episodes ask for completions.
+"""The door: an HTTP server of this process at which agents ask for completions.
 
 It speaks OpenAI's interface at /v1/chat/completions and /v1/models. Every episode has a key of its
 own. Requests are read in the server's thread and answered in the event loop of the rollout.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette

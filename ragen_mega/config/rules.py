@@ -284,9 +284,7 @@ def _check_agents(config: Sections) -> None:
             f"the warm start imitates play, and {agents[0]} has no example of it; set"
             " --agent-example my_module:example, or --load a model that can talk"
         )
-    if agents and (
-        config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence"
-    ):
+    if agents and (config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence"):
         raise ValueError(
             f"policy_loss gspo and importance_level sequence need a trajectory whole, and"
             f" {agents[0]} may branch; drop them"

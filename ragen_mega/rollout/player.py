@@ -31,7 +31,7 @@ from ragen_mega.environments.protocol import Message, text_seed
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.visit import Example, ExampleAnswers, Limits, Sampler, Visit
+from ragen_mega.rollout.visit import UNDELIVERED, Limits, Sampler, Visit
 
 T = TypeVar("T")
 
@@ -77,8 +77,8 @@ class PlaySettings:
     time limit of the environment. Evaluation plays once, for what fails counts.
     """
     agent: AgentConfig = field(default_factory=AgentConfig)
-    example: Example | None = None
-    """Player that answers in place of the engine."""
+    answers: Sampler | None = None
+    """Source of the answers to agents in place of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,7 @@ class Seat:
     ) -> asyncio.Future[Any]:
         """Let the agent that this seat holds play; the future fails with EnvironmentFailed."""
         self.worker.seconds = seconds or 0
-        return self.worker.call(
-            partial(self.episode.environment.run, base_url, api_key, seconds)
-        )
+        return self.worker.call(partial(self.episode.environment.run, base_url, api_key, seconds))
 
     def close(self) -> None:
         """Close the environment, in the thread that calls it."""
@@ -287,11 +285,9 @@ class Player:
             agent=agent,
         )
         seed = (settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
-        sampler: Sampler = _Sessions(
+        sampler = settings.answers or _Sessions(
             self, self._engine, attempt.session, trajectory.weight_version
         )
-        if settings.example is not None:
-            sampler = ExampleAnswers(self._renderer, settings.example)
         visit = Visit(self._renderer, sampler, limits, ("agent", *seed))
         entrance = door(agent.listen_on(distributed.rank()))
         self.rest(attempt.session)
@@ -329,7 +325,7 @@ class Player:
         last = trajectory.turns[-1].info
         last |= dict(outcome.info) | {"success": outcome.success} | info
         if visit.num_undelivered:
-            last["undelivered_answers"] = visit.num_undelivered
+            last[UNDELIVERED] = visit.num_undelivered
         self.advance(0, not attempt.is_repeated(last))
         return trajectory
 

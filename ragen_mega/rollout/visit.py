@@ -20,6 +20,8 @@ ASKED = "asked_sampling"
 """Key of a turn's info: parameters of sampling that the agent asked for, where they differ from the
 trainer's.
 """
+UNDELIVERED = "undelivered_answers"
+"""Key of the last turn's info: number of completions that no connection was left for."""
 _LIMITS = {"context_length_exceeded": "context", "call_limit_exceeded": "budget"}
 """Code of a refused request -> cause of the end of an episode that it ended."""
 

@@ -20,7 +20,7 @@ from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, play_settings, tasks_for_group
-from ragen_mega.rollout.visit import Example
+from ragen_mega.rollout.visit import Example, ExampleAnswers
 from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
@@ -105,7 +105,7 @@ def _play(
     settings = play_settings(
         config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
     )
-    settings = replace(settings, example=example)
+    settings = replace(settings, answers=ExampleAnswers(renderer, example))
     maker = episode_maker(config.environment, name)
     tasks = [
         task
@@ -134,12 +134,12 @@ def _message(path: str, said: Any) -> ChatMessage:
     """Read what an example returned. Raises ValueError if it is no message of the assistant."""
     given = {"content": said} if isinstance(said, str) else said
     try:
-        calls = [call.get("function", call) for call in given.get("tool_calls") or ()]
-        calls = [
-            ToolCall(call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
-            for call in calls
-            for arguments in [call.get("arguments", {})]
-        ]
+        calls = []
+        for call in given.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = function.get("arguments", {})
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(ToolCall(function["name"], text))
         return ChatMessage("assistant", given.get("content") or "", tuple(calls))
     except (AttributeError, KeyError, TypeError):
         raise ValueError(

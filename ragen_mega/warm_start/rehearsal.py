@@ -53,14 +53,10 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
         texts = [
             text
             for name in trained
-            for text in (
-                example_texts(config, name) if is_agent(name) else _texts(played[name])
-            )
+            for text in (example_texts(config, name) if is_agent(name) else _texts(played[name]))
         ]
         renderer = ChatRenderer(train_tokenizer(texts), think=config.environment.think)
-    agents = [
-        _needed_by_agent(config, renderer, name) for name in evaluated if is_agent(name)
-    ]
+    agents = [_needed_by_agent(config, renderer, name) for name in evaluated if is_agent(name)]
     needed = max(*agents, *(_needed(config, renderer, each) for each in played.values()), 0)
     length = min(config.rollout.max_context_length, -(-needed // _ROUNDED) * _ROUNDED)
     return replace(config, rollout=replace(config.rollout, max_context_length=length))

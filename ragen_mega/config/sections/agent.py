@@ -49,6 +49,5 @@ class AgentConfig(Section):
         host, _, port = self.agent_listen.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise ValueError(
-                f"agent_listen must be HOST:PORT, not {self.agent_listen!r}; write e.g."
-                " 127.0.0.1:0"
+                f"agent_listen must be HOST:PORT, not {self.agent_listen!r}; write e.g. 127.0.0.1:0"
             )
