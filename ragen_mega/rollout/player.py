@@ -210,48 +210,49 @@ class Player:
 
     async def play(self, attempt: Attempt, seat: Seat) -> Trajectory:
         """Play one trajectory until its episode ends or its context is full."""
-        task = attempt.task
+        engine, renderer, settings = self._engine, self._renderer, self._settings
+        task, max_context = attempt.task, settings.max_context_length
         trajectory = Trajectory(
             group_id=task.group_id,
             environment=task.environment,
             seed=task.seed,
             outcome_seed=task.outcome_seed,
-            weight_version=self._engine.weight_version,
+            weight_version=engine.weight_version,
         )
         try:
             messages = await seat.start(task)
             if isinstance(seat.episode.environment, AgentProgram):
                 return await self._host(attempt, seat, trajectory)
-            context = Context(self._renderer, seat.episode, self._settings.context_window)
+            context = Context(renderer, seat.episode, settings.context_window)
             trajectory.append_observation(context.begin(messages))
         except EnvironmentFailed as error:
             return self._unplayed(attempt, trajectory, failed_turn(error).info)
-        max_context = self._settings.max_context_length
         if len(trajectory) >= max_context:
             why = EnvironmentFailed(no_room(task.environment, len(trajectory), max_context))
             info = failed_turn(why).info | {TRUNCATED_BY: "context"}
             return self._unplayed(attempt, trajectory, info)
-        return await self._play_turns(attempt, seat, trajectory, context)
-
-    async def _play_turns(
-        self, attempt: Attempt, seat: Seat, trajectory: Trajectory, context: Context
-    ) -> Trajectory:
-        """Play on from the first prompt."""
-        engine, max_context = self._engine, self._settings.max_context_length
         is_over = False
         while not is_over:
             most = seat.episode.budget.max_response_length
             max_tokens = min(most, max_context - len(context.tokens))
             sampling = self._sampling(attempt, len(trajectory.turns), max_tokens)
             await self.wait_for_turn(attempt.session)
-            completion = await self.complete(context.tokens[:], sampling, attempt.session)
+            completion = None
+            while completion is None:
+                loaded = self._loaded
+                try:
+                    completion = await engine.generate(
+                        context.tokens[:], sampling, session=attempt.session
+                    )
+                except (RuntimeError, MemoryError, OSError) as error:
+                    await self._recover(error, loaded)
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             turn.info["max_tokens"] = max_tokens
-            result = await seat.respond(self._renderer.decode_action(completion.tokens))
+            result = await seat.respond(renderer.decode_action(completion.tokens))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
@@ -332,19 +333,23 @@ class Player:
     async def complete(
         self, tokens: list[int], sampling: SamplingParams, session: int
     ) -> Completion:
-        """Sample what follows `tokens`, again if the engine loses its weights meanwhile. Raises
-        EngineError if it fails.
-        """
+        """Sample for a call of an agent, again if the engine loses its weights meanwhile."""
         while True:
             loaded = self._loaded
             try:
                 return await self._engine.generate(tokens[:], sampling, session=session)
-            except WeightsLost:
-                await self._wait_for_weights(loaded)
             except (RuntimeError, MemoryError, OSError) as error:
-                raise EngineError(
-                    f"the rollout engine failed: {type(error).__name__}: {error}"
-                ) from error
+                await self._recover(error, loaded)
+
+    async def _recover(self, error: Exception, loaded: asyncio.Event) -> None:
+        """Wait until the engine has its weights again, if that is what failed. Raises EngineError
+        for anything else.
+        """
+        if not isinstance(error, WeightsLost):
+            raise EngineError(
+                f"the rollout engine failed: {type(error).__name__}: {error}"
+            ) from error
+        await self._wait_for_weights(loaded)
 
     def _sampling(self, attempt: Attempt, num_turns: int, max_tokens: int) -> SamplingParams:
         """Return the parameters that sample the turn after `num_turns` others, with its seed."""
