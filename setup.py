@@ -17,7 +17,7 @@ OPTIONAL = {
     "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
     "gymnasium": ["gymnasium>=1.0,<2"],
     # clients of an agent; the server that they ask
-    "agents": ["openai>=2.8,<4", "starlette>=0.45,<2", "uvicorn>=0.34,<1"],
+    "agents": ["openai>=2.6,<4", "starlette>=0.45,<2", "uvicorn>=0.34,<1"],
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""

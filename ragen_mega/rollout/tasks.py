@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ragen_mega.agents.runner import PREFIX
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.environments import calls
@@ -323,6 +324,8 @@ def check_first_prompts(
         (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.shares
     ]
     for name, make_episode, seed, board in first + trained:
+        if name.startswith(PREFIX):  # an agent writes its prompts while it plays
+            continue
         worker = Worker(world.environment_timeout)
         episode = worker.build(name, make_episode)
         start = partial(episode.start, seed, outcome_seed=seed, board=board)
