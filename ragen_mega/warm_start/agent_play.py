@@ -14,10 +14,10 @@ from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, writt
 from ragen_mega.agents.runner import PREFIX
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.registry import Registry
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.data.types import Trajectory
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, play_settings, tasks_for_group
 from ragen_mega.rollout.visit import Example, ExampleAnswers
@@ -29,18 +29,6 @@ MOST_EPISODES = 512
 """Most episodes that are played; the warm start repeats them."""
 _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""
-
-
-class _NoEngine(RolloutEngine):
-    """Stands where nothing is sampled."""
-
-    shard = None
-    num_slots = MOST_EPISODES
-
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, *, session: int
-    ) -> Completion:
-        raise RuntimeError("an example answers in place of the engine")
 
 
 def is_agent(name: str) -> bool:
@@ -112,7 +100,7 @@ def _play(
         for seed in range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + min(count, MOST_EPISODES))
         for task in tasks_for_group(seed, name, seed, maker, group_size=1)
     ]
-    played = collect(_NoEngine(), renderer, tasks, settings)
+    played = collect(NoEngine(), renderer, tasks, settings)
     return [trajectory for group in played for trajectory in group.trajectories]
 
 

@@ -2,6 +2,7 @@
 and repeated.
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ragen_mega.agents.call_tree import CALL
+from ragen_mega.commands.replay import main as replay
 from ragen_mega.config import parse
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.runs import launch, metrics
@@ -77,7 +79,12 @@ def test_an_agent_is_trained_resumed_and_recorded_to_the_token(tmp_path, flags):
     whole = launch(tmp_path, "whole", 1, *flags, "--num-steps", "3")
     launch(tmp_path, "parts", 1, *flags, "--num-steps", "2")
     parts = launch(tmp_path, "parts", 1, *flags, "--num-steps", "3", "--resume")
-    assert metrics(whole) == metrics(parts)
+    evaluated = {"eval/success", "eval/reward"}  # after the last step of each start
+    rows = [
+        [{key: row[key] for key in row.keys() - evaluated} for row in metrics(run)]
+        for run in (whole, parts)
+    ]
+    assert rows[0] == rows[1]
     files = [RolloutStore(run / "rollouts") for run in (whole, parts)]
     for step in range(3):
         assert files[0].read(step).groups == files[1].read(step).groups
@@ -105,3 +112,16 @@ def test_an_agent_is_trained_resumed_and_recorded_to_the_token(tmp_path, flags):
                 assert (exact - recorded)[mask].abs().max() < 1e-4
                 num_checked += int(mask.sum())
     assert num_checked > 200
+
+    # The agent, answered from the record, does what it has done; another agent does not.
+    said = ["--run", str(whole), "--step", "1", "--agent-calls"]
+    assert replay(said) == 0
+    other = AGENT.replace('f"check {question}"', '"check that"')
+    (tmp_path / "my_agent_of_test.py").write_text(other)
+    done = subprocess.run(
+        [sys.executable, "-m", "ragen_mega.commands.program", "replay", *said],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "the record has no answer" in done.stdout
