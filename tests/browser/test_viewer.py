@@ -22,13 +22,13 @@ from transformers import AutoTokenizer
 from ragen_mega import parse
 from ragen_mega.agents.call_tree import CallTree, ChatMessage, ToolCall
 from ragen_mega.commands import view
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
 from ragen_mega.report.glossary import explain
 from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read_metrics
 from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.traces import TraceWriter
 from ragen_mega.report.viewer.page import make_server, write_page
-from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import train
