@@ -16,6 +16,8 @@ OPTIONAL = {
     # search, stems, similar words, files that are read entry by entry
     "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
     "gymnasium": ["gymnasium>=1.0,<2"],
+    # clients of an agent; the server that they ask
+    "agents": ["openai>=2.8,<4", "starlette>=0.45,<2", "uvicorn>=0.34,<1"],
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.environments.protocol import Message
@@ -24,6 +24,12 @@ CALL = "call"
 """Key of a turn's info: the record of the call and of its answer."""
 UNTRAINED = "untrained_calls"
 """Key of the last turn's info: the records of answers outside the loss mask."""
+
+
+_LONGEST_TOKEN = 128
+"""Characters of a token at most, by which a text that cannot fit is refused before it is encoded:
+9 million characters take 40 seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +61,6 @@ class RequestError(ValueError):
         self.param = param
 
 
-class Reply(NamedTuple):
-    """The parts of an answer's text."""
-
-    thought: str | None
-    content: str
-    """Text without the thought and without calls of tools."""
-    tool_calls: tuple[ToolCall, ...]
-
-
 @dataclass(slots=True)
 class Answer:
     """One sample of a call."""
@@ -72,23 +69,14 @@ class Answer:
     """Sampled tokens, the last of which may complete a stop text."""
     text: str
     """Sampled text without special tokens, up to a stop text."""
-    reply: Reply
-    is_trained: bool = True
+    thought: str | None
+    content: str
+    """Text without the thought and without calls of tools."""
+    tool_calls: tuple[ToolCall, ...]
+    is_trained: bool
     """Whether its tokens are under the loss mask."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further entries of the info of the answer's turn."""
-
-    @property
-    def thought(self) -> str | None:
-        return self.reply.thought
-
-    @property
-    def content(self) -> str:
-        return self.reply.content
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        return self.reply.tool_calls
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +144,7 @@ class CallTree:
         for number, message in enumerate(messages):
             answer = None
             if message.role == "assistant":
-                answer = self._sampled(place, message, has_tools=bool(tools))
+                answer = self._sampled(place, message, tools)
             place = self._place(place, message if answer is None else answer)
             if answer is not None:
                 parent, start = (self.calls[answer[0]], answer[1]), number + 1
@@ -164,13 +152,13 @@ class CallTree:
             if call.role == role:
                 return call
         new = tuple(messages[start:])
-        call = Call(len(self.calls), role, parent, new, tools, self._added(parent, new, tools))
+        shown = [Message(message.role, written(message)) for message in new]
+        if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
+            raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
+        added = self._added(parent, shown, tools)
+        call = Call(len(self.calls), role, parent, new, tools, added)
         if (size := len(call.tokens)) >= self._max_context:
-            raise RequestError(
-                f"the prompt has {size} tokens and the context ends at {self._max_context}; shorten"
-                " the conversation or raise --max-context-length",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{size} tokens")
         self.calls.append(call)
         self._calls_at[place].append(call)
         return call
@@ -185,10 +173,8 @@ class CallTree:
     ) -> Answer:
         """Add a sample to a call, cut at the token that completes a stop text."""
         completion, text = self._stopped(completion, stop_texts)
-        reply = read_reply(
-            text, opens_thought=self._renderer.opens_thought, has_tools=bool(call.tools)
-        )
-        call.answers.append(Answer(completion, text, reply, is_trained))
+        parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
+        call.answers.append(Answer(completion, text, *parts, is_trained))
         return call.answers[-1]
 
     def trajectory(
@@ -262,38 +248,43 @@ class CallTree:
         return self._places.setdefault((place, step), len(self._places) + 1)
 
     def _sampled(
-        self, place: int, message: ChatMessage, *, has_tools: bool
+        self, place: int, message: ChatMessage, has_tools: object
     ) -> tuple[int, int] | None:
-        """Return the call at a place and the number of its answer that an assistant's message
-        repeats; of equal answers the one with the least tokens, whichever came first.
+        """Return the answer at a place that an assistant's message repeats; of equal ones that with
+        the least tokens, whichever came first.
         """
-        said = read_reply(message.content, opens_thought=False, has_tools=has_tools)
-        calls = _values(message.tool_calls or said.tool_calls)
+        thought, content, in_text = _parts(message.content, has_tools, opens_thought=False)
+        said = content.strip(), _values(message.tool_calls or in_text)
         found = [
             (answer.completion.tokens, call.index, number)
             for call in self._calls_at[place]
             for number, answer in enumerate(call.answers)
-            if answer.content.strip() == said.content.strip()
-            and _values(answer.tool_calls) == calls
-            and said.thought in (None, answer.thought)
+            if (answer.content.strip(), _values(answer.tool_calls)) == said
+            and thought in (None, answer.thought)
         ]
         return min(found)[1:] if found else None
 
     def _added(
         self,
         parent: tuple[Call, int] | None,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
     ) -> list[int]:
-        shown = [Message(message.role, _text(message)) for message in messages]
         try:
             if parent is None:
-                return self._renderer.start(shown, list(tools) or None)
+                return self._renderer.start(messages, list(tools) or None)
             call, number = parent
             sampled = call.answers[number].completion.tokens
-            return self._renderer.observe(shown, sampled[-1:] == [self._renderer.end_of_turn])
+            return self._renderer.observe(messages, sampled[-1:] == [self._renderer.end_of_turn])
         except ValueError as error:
             raise RequestError(str(error)) from error
+
+    def _too_long(self, size: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {size} and the context of {self._max_context} tokens must also hold an"
+            " answer; shorten the conversation or raise --max-context-length",
+            code="context_length_exceeded",
+        )
 
     def _stopped(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
         """Return a completion up to the token that completes a stop text, and its text before."""
@@ -313,9 +304,11 @@ class CallTree:
         return cut, text[:end]
 
 
-def read_reply(text: str, *, opens_thought: bool, has_tools: bool) -> Reply:
-    """Divide the text of an answer. With `opens_thought` the prompt ended with `<think>`. A
-    malformed call of a tool leaves all calls in the content.
+def _parts(
+    text: str, has_tools: object, *, opens_thought: bool
+) -> tuple[str | None, str, tuple[ToolCall, ...]]:
+    """Return the thought, the content and the calls of tools in the text of an answer. With
+    `opens_thought` the prompt ended with `<think>`. A malformed call leaves all in the content.
     """
     thought, end, content = text.partition("</think>")
     if end or opens_thought:
@@ -323,13 +316,15 @@ def read_reply(text: str, *, opens_thought: bool, has_tools: bool) -> Reply:
         content = content.lstrip("\n")
     else:
         thought, content = None, text
-    calls: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     if has_tools:
         with suppress(ValueError):
-            calls, around = split_calls(content)
-            content = around.strip() if calls else content
-    return Reply(
-        thought, content, tuple(ToolCall(call["name"], _json(call["arguments"])) for call in calls)
+            found, around = split_calls(content)
+            content = around.strip() if found else content
+    return (
+        thought,
+        content,
+        tuple(ToolCall(each["name"], _json(each["arguments"])) for each in found),
     )
 
 
@@ -340,20 +335,25 @@ def _order(node: tuple[Call, int]) -> tuple[list[int], list[int], str]:
 
 def record(call: Call, number: int) -> dict[str, Any]:
     """Return what the info of a turn tells about a call and one of its answers, as JSON."""
-    answer, parent = call.answers[number], call.parent
+    answer = call.answers[number]
+    reply = ChatMessage("assistant", answer.content, answer.tool_calls)
     return {
         "index": call.index,
         "answer": number,
         "role": call.role,
-        "parent": None if parent is None else [parent[0].index, parent[1]],
-        "messages": [asdict(message) for message in call.messages],
-        "tools": list(call.tools) if parent is None else [],
-        "reply": {"thought": answer.thought, "content": answer.content},
-        "tool_calls": [asdict(each) for each in answer.tool_calls],
+        "parent": None if call.parent is None else [call.parent[0].index, call.parent[1]],
+        "messages": [_shown(message) for message in call.messages],
+        "tools": [] if call.parent else list(call.tools),
+        "reply": _shown(reply) | {"thought": answer.thought},
     }
 
 
-def _text(message: ChatMessage) -> str:
+def _shown(message: ChatMessage) -> dict[str, Any]:
+    calls = [asdict(each) for each in message.tool_calls]
+    return {"role": message.role, "content": message.content, "tool_calls": calls}
+
+
+def written(message: ChatMessage) -> str:
     """Return the content and the calls of a message as Qwen's chat templates write them."""
     blocks = [
         f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'

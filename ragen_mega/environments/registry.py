@@ -43,6 +43,7 @@ ENVIRONMENTS = Registry(
         "gem": f"{_ADAPTERS}.gem:GemEnvironment",
         "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
         "tasks": f"{_ADAPTERS}.tasks:FileTasks",
+        "agent": "ragen_mega.agents.runner:AgentProgram",
     },
 )
 # RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.

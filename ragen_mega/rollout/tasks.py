@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -159,6 +160,7 @@ def play_settings(
     temperature: float,
     seed: int,
     attempts: int = 1,
+    agent: AgentConfig | None = None,
 ) -> PlaySettings:
     """Return the settings by which a run samples: in training, where a failed trajectory gets
     another of its `attempts`, or at another temperature in evaluation, where it counts as it is.
@@ -172,6 +174,7 @@ def play_settings(
         seed=seed,
         environment_timeout=0.0 if is_hosted else environment.environment_timeout,
         attempts=attempts,
+        agent=agent or AgentConfig(),
     )
 
 
