@@ -207,7 +207,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         # twice: the input, the output, the inverse root mean square
         "norms": 2 * (shape.hidden_size * (stream + item + spare * FP32) + FP32) // sp,
         "qkv": (queries + 2 * keys) * item,
-        "rotary": (queries + keys) * item,  # rotated queries and keys
+        # rotated queries and keys; where megatron-core rotates, cosines and sines of both
+        "rotary": (queries + keys + spare * 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "projection": spare * queries * item,  # compiled attention writes it as it is read
         # gate and up, silu(gate), a copy of up, their product
@@ -244,7 +245,9 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "full": shape.hidden_size * _stream_itemsize(setting) // sp,
     }[layout.recompute]
     per_position = kept * (shape.num_layers // pp)
-    per_position += shape.head_dim * FP32  # cosines and sines of the rotary embedding
+    if layout.recompute == "full" or setting.on_host:
+        # angles of the rotary embedding, or their cosines and sines, for all layers
+        per_position += shape.head_dim * FP32
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
