@@ -1,5 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states
-and as a critic.
+"""The families' models on megatron-core, as a policy that returns hidden states and as a critic.
 
 The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head
 weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture:
@@ -154,7 +153,6 @@ class QwenModel(GPTModel):
             pg_collection=groups,
         )
         self.hf, self.shape = hf, shape
-        self.ep_group = groups.ep
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():
@@ -175,7 +173,8 @@ class QwenModel(GPTModel):
     @property
     def expert_offset(self) -> int:
         """Number of the first expert in each layer that this rank holds."""
-        return self.ep_group.rank() * self.shape.num_experts // self.ep_group.size()
+        ep = self.pg_collection.ep
+        return ep.rank() * self.shape.num_experts // ep.size()
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""

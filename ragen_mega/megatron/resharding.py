@@ -251,11 +251,12 @@ def aligned(
     """Stream (engine parameter, its shard for the rank of this tensor-parallel rank's number in an
     engine of as many ranks), without involving other tensor-parallel ranks.
 
-    A collective over pipeline stages and the ranks that share experts. Without these the shards are views of the parameters
-    where the layouts agree.
+    A collective over pipeline stages and the ranks that share experts. Without those the shards are
+    views of the parameters where the layouts agree.
     """
+    tp = plan.groups.tp
     yield from stack_experts(
-        (entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.rank(), plan.groups.tp.size()))
+        (entry.slot, entry.slot.shard_to_server(piece, tp.rank(), tp.size()))
         for bucket in plan.buckets
         for entry, piece in zip(
             bucket.entries, _of_stage(plan, bucket, tensors, traffic or Traffic()), strict=True

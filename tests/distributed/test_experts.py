@@ -15,7 +15,7 @@ from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.resharding import Traffic
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights
@@ -86,6 +86,28 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
     on_ranks(work, 4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"expert_model_parallel_size": 3}, r"\(3\) must divide the model's experts \(8\)"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size .* --sequence-parallel"),
+        ({"fp8": "hybrid", "bf16": True}, "fp8 hybrid .* mixture of experts.*; drop --fp8"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(flags: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_model(HF, ParallelConfig(**flags))
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_need_a_model_that_has_them_and_ranks_that_hold_them() -> None:
+    dense = parity.random_model("qwen3").config
+    with pytest.raises(ValueError, match="expert_model_parallel_size .* qwen3 model has none"):
+        check_model(dense, EP2)
+    with pytest.raises(ValueError, match=r"\(2\) must divide the 3 ranks of a pipeline stage"):
+        EP2.check_world(3)
+
+
 def computed(
     parallel: ParallelConfig, batch: TokenBatch, file: Path, max_tokens: int = 128
 ) -> Callable[[], None]:
@@ -139,6 +161,37 @@ def test_ranks_wait_for_no_tokens_that_never_come(
     for name, expected in truth.items():
         scale = float(expected.abs().max()) if "gradient" in name or "norm" in name else 1.0
         assert float((ours[name] - expected).abs().max()) <= 1e-5 * scale, name
+
+
+def test_muon_takes_the_same_steps_on_every_layout(tmp_path: Path) -> None:
+    batch = parity.make_batch(MODEL)
+    layouts = {
+        1: ParallelConfig(),
+        2: ParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
+        ),
+    }
+
+    def work(num_ranks: int) -> None:
+        torch.set_num_threads(1)
+        parallel, train = layouts[num_ranks], TrainConfig(lr=1e-3, clip_grad=0.1)
+        policy = MegatronPolicy(
+            HF, initialize(parallel), parallel, train, LossConfig(), temperature=1.0, with_muon=True
+        )
+        policy.load_weights(WEIGHTS.get)
+        norms = [policy.clone(batch)["grad_norm"] for _ in range(2)]
+        moved = {name: t.clone() for name, t in policy.export_weights()}
+        if distributed.is_main():
+            torch.save([norms, moved], tmp_path / str(num_ranks))
+        distributed.barrier()
+
+    for num_ranks in layouts:
+        on_ranks(lambda: work(num_ranks), num_ranks)  # noqa: B023
+    (norms, truth), (found, ours) = (torch.load(tmp_path / str(n)) for n in layouts)
+    assert found == pytest.approx(norms, rel=1e-5) and min(norms) > 0.1  # clipped
+    expert = "model.layers.1.mlp.experts.5.up_proj.weight"
+    assert float((truth[expert] - WEIGHTS[expert]).abs().mean()) > 1e-4
+    assert max(float((ours[name] - t).abs().max()) for name, t in truth.items()) < 1e-4
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ QK_NORMS = tuple(
     )
     for x in "qk"
 )
-# A bias would belong to the output projection too, which megatron-core has with biases of the
-# feed-forward layers or not at all.
-NO_BIAS = Limit(lambda value: value is False, "false", "no released Qwen3 has it, load one of those")
+NO_BIAS = Limit(
+    lambda value: value is False, "false", "no released Qwen3 has it, load one of those"
+)
+"""A bias would belong to the output projection too, which megatron-core has with biases of the
+feed-forward layers or not at all.
+"""
 
 QWEN3 = Family(
     model_type="qwen3",

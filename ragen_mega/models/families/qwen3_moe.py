@@ -1,4 +1,4 @@
-"""Qwen3 with mixtures of experts (arXiv:2505.09388): every layer has a router and routed experts."""
+"""Qwen3 with a mixture of experts in every layer (arXiv:2505.09388)."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -55,8 +55,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     outer=dense.OUTER,
     layer=(*dense.ATTENTION, *QK_NORMS, *_MIXTURE),
-    computed=dense.COMPUTED
-    - {"intermediate_size"}
+    computed=dense.COMPUTED - {"intermediate_size"}
     | {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"},
     limits=limits("Qwen3MoeForCausalLM")
     | {
