@@ -139,7 +139,7 @@ def test_every_rank_holds_its_plan_and_syncs_every_weight_once(
         else:
             values[:] = [
                 [
-                    (slot, tuple(tensor.shape), tensor.dtype)
+                    (stage, None, slot, tuple(tensor.shape), tensor.dtype)
                     for slot, tensor in recipe.held[stage, dist.get_rank() % recipe.tp]
                 ]
                 for stage in range(len(values))
@@ -177,7 +177,7 @@ def check_engines(recipe: Recipe, plan: ReshardPlan, stream: list[tuple[str, Ten
         assert 0 <= sum(t.nbytes for t in shards.values()) - planned <= copied
         if size == recipe.tp:  # sent by the aligned path
             local = {
-                slot.server: slot.shard_to_server(tensor.detach(), size).shape
+                slot.server: slot.shard_to_server(tensor.detach(), rank, size).shape
                 for stage in range(recipe.pp)
                 for slot, tensor in recipe.held[stage, rank]
             }

@@ -109,7 +109,8 @@ def check_bytes(parallel: ParallelConfig) -> None:
                 expert_rank=groups.expt_dp.rank(),
             )  # fmt: skip
             assert model.trainer.memory.on_device() == expected._asdict(), (
-                model.trainer.memory.on_device(), expected,
+                model.trainer.memory.on_device(),
+                expected,
                 architecture,
                 is_critic,
                 parallel,
