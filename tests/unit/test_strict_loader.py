@@ -402,7 +402,7 @@ def test_weights_of_experts_need_not_sum_to_one(tmp_path: Path) -> None:
     logits = transformers_logits(start)
     assert_close(our_logits(start), logits)
     edit_config(norm_topk_prob=True)(start)
-    assert float((transformers_logits(start) - logits).abs().max()) > 0.1
+    assert float((transformers_logits(start) - logits).abs().max()) > 0.01
 
 
 def test_a_tensor_of_all_experts_is_read_as_those_of_single_ones(tmp_path: Path) -> None:
