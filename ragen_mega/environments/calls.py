@@ -44,7 +44,7 @@ def reset(
     keywords = {"outcome_seed": outcome_seed, "board": board}
     return _observation(
         "reset",
-        _settled(environment.reset(seed, **{name: keywords[name] for name in taken})),
+        settled(environment.reset(seed, **{name: keywords[name] for name in taken})),
     )
 
 
@@ -53,7 +53,7 @@ def step(environment: Environment, action: Any) -> StepResult:
     the wrong kind, FloatingPointError for a reward that is not finite or above `MAX_REWARD` in
     size, and ValueError for an observation that is too long or not valid Unicode.
     """
-    result = _settled(environment.step(action))
+    result = settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
         result = StepResult(*result)
     if not isinstance(result, StepResult):
@@ -83,7 +83,7 @@ def parse(environment: Any, text: str) -> list[Any]:
     """Return the steps that the environment's own parser reads from an answer. Raises ValueError if
     the parser does, TypeError for steps that are neither text nor JSON objects.
     """
-    answer = _settled(environment.parse(text))
+    answer = settled(environment.parse(text))
     steps = [answer] if isinstance(answer, (str, Mapping)) else answer
     are_steps = isinstance(steps, (list, tuple)) and all(
         isinstance(action, str) or (isinstance(action, dict) and _is_json(action))
@@ -100,7 +100,7 @@ def parse(environment: Any, text: str) -> list[Any]:
 def close(environment: Any) -> None:
     """Call the environment's `close`, if it has one."""
     if callable(method := getattr(environment, "close", None)):
-        _settled(method())
+        settled(method())
 
 
 @cache
@@ -162,7 +162,7 @@ def _text(method: str, observation: Any) -> str:
     return observation
 
 
-def _settled(value: Any) -> Any:
+def settled(value: Any) -> Any:
     """Return the value itself, or its result if awaited, on the event loop of all `async`
     environments.
     """

@@ -1,0 +1,303 @@
+"""Tools of MCP servers: programs that speak over their standard input and output, or addresses of
+streamable HTTP.
+
+Interface: the official SDK, mcp 2.3 (Model Context Protocol, modelcontextprotocol.io).
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ragen_mega.environments.adapters.packages import required
+from ragen_mega.environments.calls import settled
+from ragen_mega.environments.protocol import Message, StepResult
+
+MAX_RESULT = 20_000
+"""Most characters of a result that the policy sees, unless said otherwise."""
+_SECONDS_TO_START = 50.0  # less than the default of --environment-timeout
+_SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does not end by itself
+_SECONDS_TO_LIST = 5.0
+_LAUNCH = """import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # SIGKILL to the server when this process's parent dies
+os.execvp(sys.argv[1], sys.argv[1:])"""
+
+
+class McpTools:
+    """The tools of one or more servers, with the methods of an environment: `reset` begins new
+    sessions, `step` answers a call.
+    """
+
+    def __init__(
+        self,
+        *servers: str,
+        only: Sequence[str] = (),
+        timeout: float = 20.0,
+        is_shared: bool = False,
+        max_result: int = MAX_RESULT,
+    ) -> None:
+        """`servers`: commands or URLs; `only`: names of the tools that the policy may call, all if
+        empty; `timeout`: seconds for a call; `is_shared`: all environments of this process use one
+        session of each server, which outlives episodes; `max_result`: characters of a result.
+
+        Raises ValueError, in one line, if a server does not start, names no tool or one of another
+        server, or gives a schema that is none, and if the SDK is not installed.
+        """
+        required("mcp", "mcp", purpose="tools of MCP servers")
+        self._timeout, self._is_shared, self._max_result = timeout, is_shared, max_result
+        self._server_of: dict[str, str] = {}
+        self._sessions: dict[str, _Session] = {}
+        self.tools: list[dict[str, Any]] = []
+        """Schemas for the chat template; parameters are the server's, unchanged."""
+        for server in servers:
+            for tool in _listed(server):
+                name = tool["function"]["name"]
+                if name in self._server_of:
+                    raise ValueError(
+                        f"tools must have distinct names, and {name} is one of"
+                        f" {self._server_of[name]!r} and of {server!r}; rename it in one"
+                    )
+                self._server_of[name] = server
+                if not only or name in only:
+                    self.tools.append(tool)
+        if unknown := sorted(set(only) - set(self._server_of)):
+            raise ValueError(
+                f"only must name tools of {', '.join(servers)}, not {', '.join(unknown)}; they are"
+                f" {', '.join(self._server_of)}"
+            )
+
+    async def reset(self) -> None:
+        """Begin a session with every server, new unless it is shared. Raises ConnectionError if one
+        does not start.
+        """
+        if not self._is_shared:
+            await self.close()
+        sessions = _shared if self._is_shared else self._sessions
+        for server in set(self._server_of.values()):
+            if server not in sessions or sessions[server].is_over:
+                sessions[server] = _Session(server, self._is_shared)
+            self._sessions[server] = sessions[server]
+        for session in self._sessions.values():
+            await session.opened()
+
+    async def step(self, call: Mapping[str, Any]) -> StepResult:
+        """Return the text with which the server answers a call, `{"name": ..., "arguments": ...}`,
+        as a message of the tool; it may be a tool's own error. Calls are not repeated, because the
+        server may have acted.
+
+        Raises TimeoutError for a call that takes too long, ConnectionError if the server is gone or
+        breaks the protocol.
+        """
+        session = self._sessions[self._server_of[call["name"]]]
+        text, is_error = await session.call(call["name"], call["arguments"], self._timeout)
+        if len(text) > self._max_result:
+            text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
+        return StepResult(
+            [Message("tool", text)], 0.0, False, info={"is_action_effective": not is_error}
+        )
+
+    async def close(self) -> None:
+        """End the sessions that are not shared, and wait for their programs to end."""
+        sessions, self._sessions = self._sessions.values(), {}
+        if not self._is_shared:
+            await asyncio.gather(*(session.close() for session in sessions))
+
+
+_shared: dict[str, "_Session"] = {}
+
+
+class _Session:
+    """A connection to a server, opened, held and closed by a task of its own, to which the SDK
+    binds it. A program ends with its session, and with this process.
+    """
+
+    def __init__(self, server: str, is_shared: bool = False) -> None:
+        self._server = server
+        self._is_shared = is_shared
+        self._end = asyncio.Event()
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._log = tempfile.TemporaryFile()  # what a program writes besides messages
+        self._holder = asyncio.create_task(self._hold())
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.is_set() or self._holder.done()
+
+    async def opened(self) -> Any:
+        """Return the SDK's client. Raises ConnectionError if the server has not started."""
+        await asyncio.wait(
+            (self._client, self._holder), return_when=asyncio.FIRST_COMPLETED
+        )
+        if self._client.done():
+            return self._client.result()
+        error = self._holder.exception() or TimeoutError(f"not within {_SECONDS_TO_START:g} s")
+        raise ConnectionError(self._describe("does not start", error)) from error
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], seconds: float
+    ) -> tuple[str, bool]:
+        """Return the text of a result, and whether it is an error. Raises as `McpTools.step`."""
+        from mcp import MCPError
+        from mcp_types import INVALID_PARAMS
+
+        client = await self.opened()
+        try:
+            async with asyncio.timeout(seconds):
+                result = await client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            if not (self._is_shared and await self._answers(client)):
+                self._end.set()
+            raise TimeoutError(
+                f"tool {name} of {self._server!r} took longer than {seconds:g} s; raise its"
+                " timeout, or let the tool itself say that it takes too long"
+            ) from None
+        except Exception as error:
+            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+                return f"Error: {error}", True
+            self._end.set()
+            raise ConnectionError(self._describe(f"failed in tool {name}", error)) from error
+        return _text(result), bool(result.is_error)
+
+    async def close(self) -> None:
+        self._end.set()
+        await asyncio.wait((self._holder,))
+
+    async def _hold(self) -> None:
+        import anyio
+        from mcp import Client
+
+        with anyio.CancelScope(deadline=anyio.current_time() + _SECONDS_TO_START) as scope:
+            # Only the handshake gives a session to a client of HTTP; newer protocols have none.
+            is_apart = _is_url(self._server) and not self._is_shared
+            async with Client(self._transport(), mode="legacy" if is_apart else "auto") as client:
+                scope.deadline = math.inf
+                self._client.set_result(client)
+                await self._end.wait()
+                scope.deadline = anyio.current_time() + _SECONDS_TO_CLOSE
+
+    def _transport(self) -> Any:
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        if _is_url(self._server):
+            return streamable_http_client(self._server, max_sse_event_size=None)
+        launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
+        program = StdioServerParameters(command=sys.executable, args=launch, env=dict(os.environ))
+        return stdio_client(program, errlog=self._log)
+
+    async def _answers(self, client: Any) -> bool:
+        """Return whether the server still answers another request."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_SECONDS_TO_LIST):
+                await client.list_tools(cache_mode="bypass")
+                return True
+        return False
+
+    def _describe(self, what: str, error: BaseException) -> str:
+        """Return one line about an error of the server, with the last line that it wrote."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
+
+
+def _is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
+
+
+@cache
+def _listed(server: str) -> list[dict[str, Any]]:
+    """Return the tools of a server as the chat template takes them. They are asked for once, so
+    that environments can be built while the server is down.
+
+    Raises ValueError, in one line, if it cannot be asked, has none, or a schema is invalid.
+    """
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    if not _is_url(server):
+        try:
+            program = shlex.split(server)[0]
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"an MCP server must be a command or a URL, not {server!r} ({error}); write e.g."
+                " 'python my_server.py'"
+            ) from None
+        if not shutil.which(program):
+            raise ValueError(
+                f"MCP server {server!r} does not start: there is no program {program}; install it,"
+                " or mend the command"
+            )
+    try:
+        tools = settled(_ask_for_tools(server))
+    except Exception as error:
+        raise ValueError(f"{error}; run the command by hand, or start the server") from error
+    for tool in tools:
+        try:
+            validator_for(tool.input_schema).check_schema(tool.input_schema)
+        except SchemaError as error:
+            raise ValueError(
+                f"tool {tool.name} of {server!r} must have a valid JSON schema, and"
+                f" {error.json_path} of it is none ({error.message:.200}); mend it in the server"
+            ) from None
+    if not tools:
+        raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in tools
+    ]
+
+
+async def _ask_for_tools(server: str) -> list[Any]:
+    """Return what a server says of its tools. Raises ConnectionError."""
+    session = _Session(server)
+    try:
+        client = await session.opened()
+        async with asyncio.timeout(_SECONDS_TO_START):
+            page = await client.list_tools()
+            tools = page.tools
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools += page.tools
+        return tools
+    finally:
+        await session.close()
+
+
+def _text(result: Any) -> str:
+    """Return a result in words: its texts, else its structured content."""
+    parts = [_words(part) for part in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n".join(parts) or "[the tool says nothing]"
+
+
+def _words(part: Any) -> str:
+    """Return a part of a result in words; what is no text is refused in words."""
+    resource = getattr(part, "resource", part)  # embedded, or the part itself
+    text = getattr(resource, "text", None)
+    if text is not None:
+        return text
+    if part.type == "resource_link":
+        return f"[a link to {part.uri}]"
+    kind = getattr(resource, "mime_type", None) or part.type
+    return f"[{kind} is left out: only text can be read here]"
