@@ -22,6 +22,8 @@ MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
 """Roles of messages that an environment may give."""
+_LOOP = "environments"
+"""Name of the thread of the event loop."""
 _starting = threading.Lock()
 
 
@@ -164,7 +166,7 @@ def _text(method: str, observation: Any) -> str:
 
 def settled(value: Any) -> Any:
     """Return the value itself, or its result if awaited, on the event loop of all `async`
-    environments.
+    environments. Raises RuntimeError in an `async` method of one of them.
     """
     if not inspect.isawaitable(value):
         return value
@@ -177,6 +179,8 @@ def settled(value: Any) -> Any:
 
     with _starting:  # `cache` alone would let two threads start a loop each
         loop = _loop()
+    if threading.current_thread().name == _LOOP:  # it would wait for itself
+        raise RuntimeError("a method that waits must not be called in one that is async")
     return asyncio.run_coroutine_threadsafe(settle(), loop).result()
 
 
@@ -184,5 +188,5 @@ def settled(value: Any) -> Any:
 def _loop() -> asyncio.AbstractEventLoop:
     """Start a loop in its own thread, so that connections persist across calls from any thread."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
     return loop

@@ -27,6 +27,7 @@ from ragen_mega.environments.protocol import (
     Observation,
     StepResult,
 )
+from ragen_mega.environments.tool_calls import CALL_FORMAT
 
 PromptStyle = Literal["full", "system", "brief", "compact"]
 
@@ -358,7 +359,7 @@ class Episode:
 
     def _answer_format(self) -> str:
         if self.tools:
-            default = '<tool_call> {"name": [name], "arguments": [arguments]} </tool_call>'
+            default = CALL_FORMAT
         elif hasattr(self.environment, "parse"):
             default = "[your answer]"
         else:

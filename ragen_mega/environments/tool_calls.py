@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_FORMAT = f'{OPEN} {{"name": [name], "arguments": [arguments]}} {_CLOSE}'
+"""Format of a call, for a prompt."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -37,9 +39,9 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change.
     """
-    found, at = [], text.find(_OPEN)
+    found, at = [], text.find(OPEN)
     while at >= 0:
-        start = at + len(_OPEN)
+        start = at + len(OPEN)
         start += len(text[start:]) - len(text[start:].lstrip())
         try:  # the object itself may hold the tags in a string
             call, end = _DECODER.raw_decode(text, start)
@@ -49,9 +51,9 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
         if not text.startswith(_CLOSE, end):
             raise UnreadableCall(f"a tool call must end with {_CLOSE}")
         found.append(_checked(call, tools))
-        at = text.find(_OPEN, end)
+        at = text.find(OPEN, end)
     if not found:
-        raise ValueError(f"no {_OPEN} ... {_CLOSE}")
+        raise ValueError(f"no {OPEN} ... {_CLOSE}")
     return found
 
 

@@ -8,11 +8,12 @@ import time
 from typing import Annotated, Literal
 
 from mcp.server import MCPServer
-from mcp.server.mcpserver import Image
+from mcp.server.mcpserver import Context, Image
 from pydantic import BaseModel, Field
 
 server = MCPServer("tools of the tests", log_level="ERROR")
-notes: list[str] = []
+notes: dict[str | None, list[str]] = {}
+"""Notes of each session: over HTTP a header names it, a program has one."""
 
 
 class Town(BaseModel):
@@ -27,10 +28,11 @@ def add(a: Annotated[int, Field(ge=0, le=99)], b: int) -> int:
 
 
 @server.tool()
-def note(text: str) -> str:
+def note(text: str, context: Context) -> str:
     """Keep a note, and list all that are kept."""
-    notes.append(text)
-    return ", ".join(notes)
+    session = (context.headers or {}).get("mcp-session-id")
+    notes.setdefault(session, []).append(text)
+    return ", ".join(notes[session])
 
 
 @server.tool()

@@ -7,13 +7,14 @@ Interface: the official SDK, mcp 2.3 (Model Context Protocol, modelcontextprotoc
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,8 @@ MAX_RESULT = 20_000
 _SECONDS_TO_START = 50.0  # less than the default of --environment-timeout
 _SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does not end by itself
 _SECONDS_TO_LIST = 5.0
+_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds between attempts to begin a session."""
 _LAUNCH = """import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # SIGKILL to the server when this process's parent dies
@@ -34,7 +37,7 @@ os.execvp(sys.argv[1], sys.argv[1:])"""
 
 class McpTools:
     """The tools of one or more servers, with the methods of an environment: `reset` begins new
-    sessions, `step` answers a call.
+    sessions, `step` answers a call. Methods wait, so that none may be called in an `async` one.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class McpTools:
         server, or gives a schema that is none, and if the SDK is not installed.
         """
         required("mcp", "mcp", purpose="tools of MCP servers")
+        for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._timeout, self._is_shared, self._max_result = timeout, is_shared, max_result
         self._server_of: dict[str, str] = {}
         self._sessions: dict[str, _Session] = {}
@@ -75,21 +80,14 @@ class McpTools:
                 f" {', '.join(self._server_of)}"
             )
 
-    async def reset(self) -> None:
+    def reset(self) -> None:
         """Begin a session with every server, new unless it is shared. Raises ConnectionError if one
         does not start.
         """
-        if not self._is_shared:
-            await self.close()
-        sessions = _shared if self._is_shared else self._sessions
-        for server in set(self._server_of.values()):
-            if server not in sessions or sessions[server].is_over:
-                sessions[server] = _Session(server, self._is_shared)
-            self._sessions[server] = sessions[server]
-        for session in self._sessions.values():
-            await session.opened()
+        self.close()
+        settled(_all(self._open(server) for server in {*self._server_of.values()}))
 
-    async def step(self, call: Mapping[str, Any]) -> StepResult:
+    def step(self, call: Mapping[str, Any]) -> StepResult:
         """Return the text with which the server answers a call, `{"name": ..., "arguments": ...}`,
         as a message of the tool; it may be a tool's own error. Calls are not repeated, because the
         server may have acted.
@@ -98,18 +96,32 @@ class McpTools:
         breaks the protocol.
         """
         session = self._sessions[self._server_of[call["name"]]]
-        text, is_error = await session.call(call["name"], call["arguments"], self._timeout)
+        text, is_error = settled(session.call(call["name"], call["arguments"], self._timeout))
         if len(text) > self._max_result:
             text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
         return StepResult(
             [Message("tool", text)], 0.0, False, info={"is_action_effective": not is_error}
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the sessions that are not shared, and wait for their programs to end."""
         sessions, self._sessions = self._sessions.values(), {}
         if not self._is_shared:
-            await asyncio.gather(*(session.close() for session in sessions))
+            settled(_all(session.close() for session in sessions))
+
+    async def _open(self, server: str) -> None:
+        """Begin a session, with pauses that outlast the restart of a server."""
+        sessions = _shared if self._is_shared else self._sessions
+        for pause in (*_PAUSES, None):
+            if server not in sessions or sessions[server].is_over:
+                sessions[server] = _Session(server, self._is_shared)
+            session = self._sessions[server] = sessions[server]
+            try:
+                return await session.opened()
+            except ConnectionError:
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
 
 
 _shared: dict[str, "_Session"] = {}
@@ -127,6 +139,7 @@ class _Session:
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._log = tempfile.TemporaryFile()  # what a program writes besides messages
         self._holder = asyncio.create_task(self._hold())
+        self._holder.add_done_callback(lambda task: task.exception())  # `call` reports it
 
     @property
     def is_over(self) -> bool:
@@ -134,9 +147,7 @@ class _Session:
 
     async def opened(self) -> Any:
         """Return the SDK's client. Raises ConnectionError if the server has not started."""
-        await asyncio.wait(
-            (self._client, self._holder), return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait((self._client, self._holder), return_when=asyncio.FIRST_COMPLETED)
         if self._client.done():
             return self._client.result()
         error = self._holder.exception() or TimeoutError(f"not within {_SECONDS_TO_START:g} s")
@@ -211,6 +222,10 @@ class _Session:
         said = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(said) if line.strip()), "")
         return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
+
+
+async def _all(tasks: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*tasks)
 
 
 def _is_url(server: str) -> bool:
