@@ -16,6 +16,7 @@ OPTIONAL = {
     # search, stems, similar words, files that are read entry by entry
     "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
     "gymnasium": ["gymnasium>=1.0,<2"],
+    "mcp": ["mcp>=2.3,<3"],  # tools of MCP servers
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""
@@ -74,6 +75,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "mcp-server-time>=2026.10",  # a server of the protocol's authors
             "markdown-it-py>=3",  # to follow the links of the documentation
             "mkdocs-material==9.8.1",  # as the extra docs: the site is built by a test
             "mkdocs==1.6.1",

@@ -44,27 +44,32 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 
 
 def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
-    """Replace `--tasks FILE [--score my_module:score]` in `argv` by the environment that it stands
-    for. Raises ValueError for another environment beside it, and for a score alone.
+    """Replace `--tasks FILE [--score my_module:score] [--mcp SERVER]` in `argv` by the environment
+    that it stands for. Raises ValueError for another environment beside it, and for a flag of these
+    without it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--tasks", "--score"):
+    for flag in ("--tasks", "--score", "--mcp"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
-    if found.tasks is None:
-        if found.score is not None:
-            raise ValueError("--score does nothing without --tasks FILE; add it, or drop --score")
+    options = {name: value for name, value in vars(found).items() if value is not None}
+    if "tasks" not in options:
+        for name in options:
+            raise ValueError(
+                f"--{name} does nothing without --tasks FILE; add it, or drop --{name}"
+            )
         return [*argv]
+    file = options.pop("tasks")
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
-    if others or not found.tasks:
+    if others or not file:
         raise ValueError(
-            f"--tasks takes a file and stands for --environments tasks:FILE, not {found.tasks!r}"
+            f"--tasks takes a file and stands for --environments tasks:FILE, not {file!r}"
             f"{''.join(f' beside {flag}' for flag in others)}; drop one of them"
         )
-    name = f"tasks:{found.tasks}"
+    name = f"tasks:{file}"
     words = [*rest, "--environments", name]
-    if found.score is not None:
-        words += ["--environment-options", json.dumps({name: {"score": found.score}})]
+    if options:
+        words += ["--environment-options", json.dumps({name: options})]
     return words
 
 
