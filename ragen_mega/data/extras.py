@@ -6,7 +6,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
-    "mcp": ("mcp", "mcp_types", "jsonschema"),
+    "mcp": ("mcp", "jsonschema"),
     "studies": ("matplotlib", "scipy"),
 }
 """Extra -> the modules that it installs and that code of ours imports by statement."""

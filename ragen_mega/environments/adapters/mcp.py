@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ragen_mega.environments.adapters.packages import required
+from ragen_mega.data.extras import require
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 
@@ -55,7 +55,7 @@ class McpTools:
         Raises ValueError, in one line, if a server does not start, names no tool or one of another
         server, or gives a schema that is none, and if the SDK is not installed.
         """
-        required("mcp", "mcp", purpose="tools of MCP servers")
+        require("mcp", "tools of MCP servers")
         for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._timeout, self._is_shared, self._max_result = timeout, is_shared, max_result
@@ -158,7 +158,7 @@ class _Session:
     ) -> tuple[str, bool]:
         """Return the text of a result, and whether it is an error. Raises as `McpTools.step`."""
         from mcp import MCPError
-        from mcp_types import INVALID_PARAMS
+        from mcp.types import INVALID_PARAMS
 
         client = await self.opened()
         try:
