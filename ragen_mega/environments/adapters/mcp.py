@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,8 +36,8 @@ os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
 class McpTools:
-    """The tools of one or more servers, with the methods of an environment: `reset` begins new
-    sessions, `step` answers a call. Methods wait, so that none may be called in an `async` one.
+    """The tools of one or more servers. A `close` ends an episode, or the environment. Methods wait,
+    so that none may be called in an `async` one.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class McpTools:
         require("mcp", "tools of MCP servers")
         for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._timeout, self._is_shared, self._max_result = timeout, is_shared, max_result
+        self._timeout, self._max_result = timeout, max_result
         self._server_of: dict[str, str] = {}
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _Session] = _shared if is_shared else {}
         self.tools: list[dict[str, Any]] = []
         """Schemas for the chat template; parameters are the server's, unchanged."""
         for server in servers:
@@ -80,23 +80,15 @@ class McpTools:
                 f" {', '.join(self._server_of)}"
             )
 
-    def reset(self) -> None:
-        """Begin a session with every server, new unless it is shared. Raises ConnectionError if one
-        does not start.
-        """
-        self.close()
-        settled(_all(self._open(server) for server in {*self._server_of.values()}))
-
     def step(self, call: Mapping[str, Any]) -> StepResult:
         """Return the text with which the server answers a call, `{"name": ..., "arguments": ...}`,
         as a message of the tool; it may be a tool's own error. Calls are not repeated, because the
         server may have acted.
 
-        Raises TimeoutError for a call that takes too long, ConnectionError if the server is gone or
-        breaks the protocol.
+        Raises TimeoutError for a call that takes too long, ConnectionError if the server does not
+        start, is gone or breaks the protocol.
         """
-        session = self._sessions[self._server_of[call["name"]]]
-        text, is_error = settled(session.call(call["name"], call["arguments"], self._timeout))
+        text, is_error = settled(self._call(call["name"], call["arguments"]))
         if len(text) > self._max_result:
             text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
         return StepResult(
@@ -104,24 +96,30 @@ class McpTools:
         )
 
     def close(self) -> None:
-        """End the sessions that are not shared, and wait for their programs to end."""
-        sessions, self._sessions = self._sessions.values(), {}
-        if not self._is_shared:
-            settled(_all(session.close() for session in sessions))
+        """End the sessions that are not shared, and wait for their programs to end. The next call
+        of a tool begins a new one, so an episode without calls costs nothing.
+        """
+        if self._sessions is not _shared:
+            settled(_close(self._sessions.values()))
+            self._sessions = {}
 
-    async def _open(self, server: str) -> None:
-        """Begin a session, with pauses that outlast the restart of a server."""
-        sessions = _shared if self._is_shared else self._sessions
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Call a tool in the session of its server, which begins with the first call. Pauses
+        between attempts to begin outlast the restart of a server.
+        """
+        server = self._server_of[name]
         for pause in (*_PAUSES, None):
-            if server not in sessions or sessions[server].is_over:
-                sessions[server] = _Session(server, self._is_shared)
-            session = self._sessions[server] = sessions[server]
+            if server not in self._sessions or self._sessions[server].is_over:
+                self._sessions[server] = _Session(server, self._sessions is _shared)
+            session = self._sessions[server]
             try:
-                return await session.opened()
+                await session.opened()
+                break
             except ConnectionError:
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
+        return await session.call(name, arguments, self._timeout)
 
 
 _shared: dict[str, "_Session"] = {}
@@ -139,7 +137,7 @@ class _Session:
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._log = tempfile.TemporaryFile()  # what a program writes besides messages
         self._holder = asyncio.create_task(self._hold())
-        self._holder.add_done_callback(lambda task: task.exception())  # `call` reports it
+        self._holder.add_done_callback(lambda task: task.cancelled() or task.exception())  # `call` reports it
 
     @property
     def is_over(self) -> bool:
@@ -224,8 +222,8 @@ class _Session:
         return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
 
 
-async def _all(tasks: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*tasks)
+async def _close(sessions: Iterable[_Session]) -> None:
+    await asyncio.gather(*(session.close() for session in sessions))
 
 
 def _is_url(server: str) -> bool:

@@ -137,8 +137,7 @@ class FileTasks:
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
-        if self._server is not None:
-            self._server.reset()
+        self.close()
         return self._task.prompt
 
     def step(self, action: str | dict[str, Any]) -> StepResult:
