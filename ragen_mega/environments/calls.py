@@ -180,6 +180,7 @@ def settled(value: Any) -> Any:
     with _starting:  # `cache` alone would let two threads start a loop each
         loop = _loop()
     if threading.current_thread().name == _LOOP:  # it would wait for itself
+        value.close()
         raise RuntimeError("a method that waits must not be called in one that is async")
     return asyncio.run_coroutine_threadsafe(settle(), loop).result()
 

@@ -36,8 +36,8 @@ os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
 class McpTools:
-    """The tools of one or more servers. A `close` ends an episode, or the environment. Methods wait,
-    so that none may be called in an `async` one.
+    """The tools of one or more servers. A `close` ends an episode, or the environment. Methods
+    wait, so that none may be called in an `async` one.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ class _Session:
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._log = tempfile.TemporaryFile()  # what a program writes besides messages
         self._holder = asyncio.create_task(self._hold())
-        self._holder.add_done_callback(lambda task: task.cancelled() or task.exception())  # `call` reports it
+        self._holder.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # `call` reports it
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +151,7 @@ class _Session:
         if self._client.done():
             return self._client.result()
         error = self._holder.exception() or TimeoutError(f"not within {_SECONDS_TO_START:g} s")
-        raise ConnectionError(self._describe("does not start", error)) from error
+        raise ConnectionError(self.describe("does not start", error)) from error
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], seconds: float
@@ -173,7 +175,7 @@ class _Session:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"Error: {error}", True
             self._end.set()
-            raise ConnectionError(self._describe(f"failed in tool {name}", error)) from error
+            raise ConnectionError(self.describe(f"failed in tool {name}", error)) from error
         return _text(result), bool(result.is_error)
 
     async def close(self) -> None:
@@ -211,7 +213,7 @@ class _Session:
                 return True
         return False
 
-    def _describe(self, what: str, error: BaseException) -> str:
+    def describe(self, what: str, error: BaseException) -> str:
         """Return one line about an error of the server, with the last line that it wrote."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -255,7 +257,7 @@ def _listed(server: str) -> list[dict[str, Any]]:
             )
     try:
         tools = settled(_ask_for_tools(server))
-    except Exception as error:
+    except ConnectionError as error:
         raise ValueError(f"{error}; run the command by hand, or start the server") from error
     for tool in tools:
         try:
@@ -285,12 +287,15 @@ async def _ask_for_tools(server: str) -> list[Any]:
     session = _Session(server)
     try:
         client = await session.opened()
-        async with asyncio.timeout(_SECONDS_TO_START):
-            page = await client.list_tools()
-            tools = page.tools
-            while page.next_cursor:
-                page = await client.list_tools(cursor=page.next_cursor)
-                tools += page.tools
+        try:
+            async with asyncio.timeout(_SECONDS_TO_START):
+                page = await client.list_tools()
+                tools = page.tools
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    tools += page.tools
+        except Exception as error:
+            raise ConnectionError(session.describe("does not list its tools", error)) from error
         return tools
     finally:
         await session.close()

@@ -159,7 +159,9 @@ class FileTasks:
         else:
             answer = _cut(text, self._after)
         if not answer:
-            raise ValueError(f"an answer must be written as {self.answer_format}")
+            asked = f"follow {self._after!r}" if self._after else "stand in its tags"
+            call = "" if self._server is None else "call a tool, or answer: "
+            raise ValueError(f"{call}an answer must {asked}")
         return answer
 
     def _random_answer(self, draw: random.Random) -> str | dict[str, Any]:
