@@ -17,7 +17,7 @@ ADD = {
 TOOLS = {
     "no tools": [],
     "no list": 7,
-    "no schema": [{"name": "add", "inputSchema": {"type": "object", "properties": ["a"]}}],
+    "no schema": [{"name": "add", "inputSchema": {"type": "object", "properties": {"a": {"type": "whole"}}}}],
 }
 STUBBORN = "stubborn"
 """Fault of a server that does not end with its input, nor by SIGTERM."""
