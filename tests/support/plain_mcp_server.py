@@ -17,7 +17,9 @@ ADD = {
 TOOLS = {
     "no tools": [],
     "no list": 7,
-    "no schema": [{"name": "add", "inputSchema": {"type": "object", "properties": {"a": {"type": "whole"}}}}],
+    "no schema": [
+        {"name": "add", "inputSchema": {"type": "object", "properties": {"a": {"type": "whole"}}}}
+    ],
 }
 STUBBORN = "stubborn"
 """Fault of a server that does not end with its input, nor by SIGTERM."""
@@ -58,6 +60,8 @@ def serve() -> None:
         if asked["method"] in ("initialize", "tools/list", "tools/call"):
             num_calls += asked["method"] == "tools/call"
             reply = {"result": answer(asked["method"], asked.get("params", {}), num_calls)}
+        if FAULT == "refuses" and asked["method"] == "tools/call":
+            reply = {"error": {"code": -32602, "message": "no such arguments"}}
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **reply}), flush=True)
     if FAULT == STUBBORN:
         time.sleep(600)

@@ -84,7 +84,7 @@ def test_schemas_come_to_the_letter_and_results_as_text(server: str) -> None:
     assert ask(tools, "add", a=20, b=3) == "23"
     assert ask(tools, "add", a="x", b=3).startswith("Error executing tool add: 1 validation error")
     assert json.loads(ask(tools, "town", name="Graz")) == {"name": "Graz", "people": 306_000}
-    assert ask(tools, "draw") == "a dot\n[image/png is left out: only text can be read here]"
+    assert ask(tools, "draw") == "a dot\n[image/png is left out: only text can be read]"
     assert ask(tools, "fault", kind="raise") == "Error executing tool fault"
     huge = McpTools(server, timeout=120.0, max_result=9)
     assert ask(huge, "fault", kind="huge") == "xxxxxxxxx\n[cut: it has 10000000 characters]"
@@ -114,7 +114,7 @@ def test_parts_of_a_result_that_are_no_text_are_named() -> None:
     content.append(ResourceLink(name="c", uri="file:///c"))
     assert adapter._text(CallToolResult(content=content)).splitlines() == [
         "inside",
-        "[audio/wav is left out: only text can be read here]",
+        "[audio/wav is left out: only text can be read]",
         "[a link to file:///c]",
     ]
     assert adapter._text(CallToolResult(content=[], structured_content={"a": "\u00e9"})) == (
@@ -185,18 +185,22 @@ def test_servers_that_cannot_be_used_are_one_line_at_the_start(
 ) -> None:
     monkeypatch.setattr(adapter, "_SECONDS_TO_START", 2.0)
     for servers, options, said in (
-        (["no_such_program -x"], {}, "there is no program no_such_program; install it"),
-        ([""], {}, "must be a command or a URL, not ''"),
+        (
+            ["no_such_program -x"],
+            {},
+            "'no_such_program -x' does not start .*; it wrote: FileNotFoundError",
+        ),
+        ([""], {}, "MCP server '' does not start"),
         (["'"], {}, "No closing quotation"),
         ([f"{PLAIN} 'no start'"], {}, "does not start .*; it wrote: no licence"),
         ([f"{PLAIN} 'no answer'"], {}, "does not start .not within 2 s"),
         (["http://127.0.0.1:9/mcp"], {}, "9/mcp' does not start .All connection attempts failed"),
         ([f"{url}/no"], {}, "no' does not start .Not Found"),
         ([f"{PLAIN} 'no tools'"], {}, "must have tools, and names none"),
-        ([f"{PLAIN} 'no list'"], {}, "does not list its tools .*should be a valid list"),
+        ([f"{PLAIN} 'no list'"], {}, "failed in the list of tools .*should be a valid list"),
         ([f"{PLAIN} 'no schema'"], {}, r"tool add of .* and \$\.properties\.a\.type of it is"),
         ([PLAIN, f"{PLAIN} "], {}, "distinct names, and add is one of"),
-        ([PLAIN], {"only": ["add", "sub"]}, "not sub; they are add"),
+        ([PLAIN], {"only": ["add", "sub"]}, "not sub; it has add"),
     ):
         with pytest.raises(ValueError, match=said) as failed:
             McpTools(*servers, **options)
@@ -213,6 +217,9 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert "Error" in ask(tools, "convert_time", **noon | {"target_timezone": "Nowhere"})
     assert ask(tools, "add", a=4, b=5) == "9 in call 1"
     tools.close()
+    refusing = McpTools(f"{PLAIN} refuses")
+    assert ask(refusing, "add", a=1) == ask(refusing, "add", a=2) == "Error: no such arguments"
+    refusing.close()
 
 
 USE = """

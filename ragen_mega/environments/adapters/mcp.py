@@ -5,18 +5,16 @@ Interface: the official SDK, mcp 2.3 (Model Context Protocol, modelcontextprotoc
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import os
 import shlex
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from ragen_mega.data.extras import require
 from ragen_mega.environments.calls import settled
@@ -33,6 +31,8 @@ _LAUNCH = """import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # SIGKILL to the server when this process's parent dies
 os.execvp(sys.argv[1], sys.argv[1:])"""
+
+T = TypeVar("T")
 
 
 class McpTools:
@@ -59,8 +59,8 @@ class McpTools:
         for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._timeout, self._max_result = timeout, max_result
-        self._server_of: dict[str, str] = {}
         self._sessions: dict[str, _Session] = _shared if is_shared else {}
+        self._server_of: dict[str, str] = {}
         self.tools: list[dict[str, Any]] = []
         """Schemas for the chat template; parameters are the server's, unchanged."""
         for server in servers:
@@ -76,8 +76,8 @@ class McpTools:
                     self.tools.append(tool)
         if unknown := sorted(set(only) - set(self._server_of)):
             raise ValueError(
-                f"only must name tools of {', '.join(servers)}, not {', '.join(unknown)}; they are"
-                f" {', '.join(self._server_of)}"
+                f"the chosen tools must be of {', '.join(servers)}, not {', '.join(unknown)}; it"
+                f" has {', '.join(self._server_of)}"
             )
 
     def step(self, call: Mapping[str, Any]) -> StepResult:
@@ -107,10 +107,10 @@ class McpTools:
         """Call a tool in the session of its server, which begins with the first call. Pauses
         between attempts to begin outlast the restart of a server.
         """
-        server = self._server_of[name]
+        server, is_shared = self._server_of[name], self._sessions is _shared
         for pause in (*_PAUSES, None):
             if server not in self._sessions or self._sessions[server].is_over:
-                self._sessions[server] = _Session(server, self._sessions is _shared)
+                self._sessions[server] = _Session(server, is_shared)
             session = self._sessions[server]
             try:
                 await session.opened()
@@ -130,16 +130,16 @@ class _Session:
     binds it. A program ends with its session, and with this process.
     """
 
-    def __init__(self, server: str, is_shared: bool = False) -> None:
+    def __init__(self, server: str, is_shared: bool) -> None:
         self._server = server
-        self._is_shared = is_shared
+        # Only the older handshake gives a client of HTTP a session; later protocols have none.
+        self._mode = "legacy" if _is_url(server) and not is_shared else "auto"
         self._end = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._log = tempfile.TemporaryFile()  # what a program writes besides messages
         self._holder = asyncio.create_task(self._hold())
-        self._holder.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # `call` reports it
+        # An error is read here, so that asyncio logs none, and reported by who waits.
+        self._holder.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @property
     def is_over(self) -> bool:
@@ -151,85 +151,98 @@ class _Session:
         if self._client.done():
             return self._client.result()
         error = self._holder.exception() or TimeoutError(f"not within {_SECONDS_TO_START:g} s")
-        raise ConnectionError(self.describe("does not start", error)) from error
+        raise ConnectionError(self._describe("does not start", error)) from error
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], seconds: float
     ) -> tuple[str, bool]:
-        """Return the text of a result, and whether it is an error. Raises as `McpTools.step`."""
+        """Return the text of a result, and whether it is an error. Raises as `ask`; the session is
+        over if the server answers no other request either.
+        """
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
+        async def request(client: Any) -> tuple[str, bool]:
+            try:
+                result = await client.call_tool(name, dict(arguments))
+            except MCPError as error:
+                if error.code != INVALID_PARAMS:
+                    raise
+                return f"Error: {error}", True
+            return _text(result), bool(result.is_error)
+
+        try:
+            return await self.ask(f"tool {name}", request, seconds)
+        except TimeoutError:
+            try:
+                await self.ask("its list", lambda client: client.list_tools(), _SECONDS_TO_LIST)
+            except OSError:  # of both kinds
+                self._end.set()
+            raise
+
+    async def ask(self, what: str, request: Callable[[Any], Awaitable[T]], seconds: float) -> T:
+        """Return the answer to a request. Raises TimeoutError, or ConnectionError if the server is
+        gone or breaks the protocol, which ends the session.
+        """
+        from anyio import BrokenResourceError, ClosedResourceError
+        from mcp import MCPError
+
+        broken = (MCPError, RuntimeError, ValueError, BrokenResourceError, ClosedResourceError)
         client = await self.opened()
         try:
             async with asyncio.timeout(seconds):
-                result = await client.call_tool(name, dict(arguments))
+                return await request(client)
         except TimeoutError:
-            if not (self._is_shared and await self._answers(client)):
-                self._end.set()
             raise TimeoutError(
-                f"tool {name} of {self._server!r} took longer than {seconds:g} s; raise its"
-                " timeout, or let the tool itself say that it takes too long"
+                f"{what} of {self._server!r} took longer than {seconds:g} s; raise its timeout, or"
+                " let the tool itself say that it takes too long"
             ) from None
-        except Exception as error:
-            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
-                return f"Error: {error}", True
+        except broken as error:
             self._end.set()
-            raise ConnectionError(self.describe(f"failed in tool {name}", error)) from error
-        return _text(result), bool(result.is_error)
+            raise ConnectionError(self._describe(f"failed in {what}", error)) from error
 
     async def close(self) -> None:
         self._end.set()
         await asyncio.wait((self._holder,))
 
     async def _hold(self) -> None:
-        import anyio
+        from anyio import CancelScope, current_time
         from mcp import Client
-
-        with anyio.CancelScope(deadline=anyio.current_time() + _SECONDS_TO_START) as scope:
-            # Only the handshake gives a session to a client of HTTP; newer protocols have none.
-            is_apart = _is_url(self._server) and not self._is_shared
-            async with Client(self._transport(), mode="legacy" if is_apart else "auto") as client:
-                scope.deadline = math.inf
-                self._client.set_result(client)
-                await self._end.wait()
-                scope.deadline = anyio.current_time() + _SECONDS_TO_CLOSE
-
-    def _transport(self) -> Any:
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
         if _is_url(self._server):
-            return streamable_http_client(self._server, max_sse_event_size=None)
-        launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
-        program = StdioServerParameters(command=sys.executable, args=launch, env=dict(os.environ))
-        return stdio_client(program, errlog=self._log)
+            transport = streamable_http_client(self._server, max_sse_event_size=None)
+        else:
+            launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
+            program = StdioServerParameters(
+                command=sys.executable, args=launch, env=dict(os.environ)
+            )
+            transport = stdio_client(program, errlog=self._log)
+        with CancelScope(deadline=current_time() + _SECONDS_TO_START) as scope:
+            async with Client(transport, mode=self._mode, cache=None) as client:
+                scope.deadline = math.inf
+                self._client.set_result(client)
+                await self._end.wait()
+                scope.deadline = current_time() + _SECONDS_TO_CLOSE
 
-    async def _answers(self, client: Any) -> bool:
-        """Return whether the server still answers another request."""
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(_SECONDS_TO_LIST):
-                await client.list_tools(cache_mode="bypass")
-                return True
-        return False
-
-    def describe(self, what: str, error: BaseException) -> str:
+    def _describe(self, what: str, error: BaseException) -> str:
         """Return one line about an error of the server, with the last line that it wrote."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         reason = " ".join(str(error).split()) or type(error).__name__
         self._log.seek(0)
-        said = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
-
-
-async def _close(sessions: Iterable[_Session]) -> None:
-    await asyncio.gather(*(session.close() for session in sessions))
 
 
 def _is_url(server: str) -> bool:
     return server.startswith(("http://", "https://"))
+
+
+async def _close(sessions: Iterable[_Session]) -> None:
+    await asyncio.gather(*(session.close() for session in sessions))
 
 
 @cache
@@ -242,23 +255,10 @@ def _listed(server: str) -> list[dict[str, Any]]:
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
-    if not _is_url(server):
-        try:
-            program = shlex.split(server)[0]
-        except (ValueError, IndexError) as error:
-            raise ValueError(
-                f"an MCP server must be a command or a URL, not {server!r} ({error}); write e.g."
-                " 'python my_server.py'"
-            ) from None
-        if not shutil.which(program):
-            raise ValueError(
-                f"MCP server {server!r} does not start: there is no program {program}; install it,"
-                " or mend the command"
-            )
     try:
         tools = settled(_ask_for_tools(server))
-    except ConnectionError as error:
-        raise ValueError(f"{error}; run the command by hand, or start the server") from error
+    except OSError as error:
+        raise ValueError(f"{error}; try the command by hand, or start the server") from error
     for tool in tools:
         try:
             validator_for(tool.input_schema).check_schema(tool.input_schema)
@@ -269,40 +269,31 @@ def _listed(server: str) -> list[dict[str, Any]]:
             ) from None
     if not tools:
         raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in tools
-    ]
+    keys = ("name", "description", "parameters")
+    said = ((tool.name, tool.description or "", tool.input_schema) for tool in tools)
+    return [{"type": "function", "function": dict(zip(keys, values))} for values in said]
 
 
 async def _ask_for_tools(server: str) -> list[Any]:
-    """Return what a server says of its tools. Raises ConnectionError."""
-    session = _Session(server)
-    try:
-        client = await session.opened()
-        try:
-            async with asyncio.timeout(_SECONDS_TO_START):
-                page = await client.list_tools()
-                tools = page.tools
-                while page.next_cursor:
-                    page = await client.list_tools(cursor=page.next_cursor)
-                    tools += page.tools
-        except Exception as error:
-            raise ConnectionError(session.describe("does not list its tools", error)) from error
+    """Return all that a server says of its tools, page by page. Raises as `_Session.ask`."""
+    session = _Session(server, is_shared=True)
+
+    async def request(client: Any) -> list[Any]:
+        page = await client.list_tools()
+        tools = page.tools
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
         return tools
+
+    try:
+        return await session.ask("the list of tools", request, _SECONDS_TO_START)
     finally:
         await session.close()
 
 
 def _text(result: Any) -> str:
-    """Return a result in words: its texts, else its structured content."""
+    """Return a result in words: its parts, else its structured content."""
     parts = [_words(part) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -312,10 +303,9 @@ def _text(result: Any) -> str:
 def _words(part: Any) -> str:
     """Return a part of a result in words; what is no text is refused in words."""
     resource = getattr(part, "resource", part)  # embedded, or the part itself
-    text = getattr(resource, "text", None)
-    if text is not None:
-        return text
+    if hasattr(resource, "text"):
+        return resource.text
     if part.type == "resource_link":
         return f"[a link to {part.uri}]"
     kind = getattr(resource, "mime_type", None) or part.type
-    return f"[{kind} is left out: only text can be read here]"
+    return f"[{kind} is left out: only text can be read]"
