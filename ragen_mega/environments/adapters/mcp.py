@@ -269,9 +269,17 @@ def _listed(server: str) -> list[dict[str, Any]]:
             ) from None
     if not tools:
         raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
-    keys = ("name", "description", "parameters")
-    said = ((tool.name, tool.description or "", tool.input_schema) for tool in tools)
-    return [{"type": "function", "function": dict(zip(keys, values))} for values in said]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in tools
+    ]
 
 
 async def _ask_for_tools(server: str) -> list[Any]:
