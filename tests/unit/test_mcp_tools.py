@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mcp.types import (
     BlobResourceContents,
@@ -216,7 +217,9 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert said["target"]["datetime"].endswith("T21:00:00+09:00")
     assert "Error" in ask(tools, "convert_time", **noon | {"target_timezone": "Nowhere"})
     assert ask(tools, "add", a=4, b=5) == "9 in call 1"
+    assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
     tools.close()
+    assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
     refusing = McpTools(f"{PLAIN} refuses")
     assert ask(refusing, "add", a=1) == ask(refusing, "add", a=2) == "Error: no such arguments"
     refusing.close()

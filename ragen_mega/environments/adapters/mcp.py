@@ -101,7 +101,6 @@ class McpTools:
         """
         if self._sessions is not _shared:
             settled(_close(self._sessions.values()))
-            self._sessions = {}
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Call a tool in the session of its server, which begins with the first call. Pauses
