@@ -50,8 +50,8 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
         "from ragen_mega.environments.registry import make\n"
         "from ragen_mega.report.plots import headless_pyplot\n"
         "from ragen_mega.environments.adapters.mcp import McpTools\n"
-        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), McpTools,\n"
-        "    headless_pyplot)\n"
+        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), McpTools,"
+        " headless_pyplot, lambda: make('verifiers:any'))\n"
         "for use in uses:\n"
         "    try:\n"
         "        use()\n"
@@ -63,4 +63,5 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
         "ragen-mega[gymnasium]'",
         "ragen-mega[mcp]'",
         "ragen-mega[studies]'",
+        "ragen-mega[verifiers]'",
     ]
