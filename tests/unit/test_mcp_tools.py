@@ -301,6 +301,23 @@ def test_a_window_of_turns_keeps_the_question(rows: str) -> None:
     calls.close(episode.environment)
 
 
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    for name in ("my_server.py", "my_search.py"):
+        source = page.partition(f"```python\n# {name}\n")[2].partition("```")[0]
+        (tmp_path / name).write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    episode = Episode(make("my_search:Search"), EpisodeConfig(think=False))
+    episode.start(0)
+    call = '<tool_call>{{"name": "multiply", "arguments": {{"a": 17, "b": {}}}}}</tool_call>'
+    assert [m.content for m in episode.respond(call.format(2)).messages] == ["34"]
+    assert episode.respond(call.format(23)).info["success"]
+    calls.close(episode.environment)
+
+
 OWN = f"""
 from ragen_mega.environments.adapters.mcp import McpTools
 
