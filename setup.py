@@ -16,7 +16,7 @@ OPTIONAL = {
     # search, stems, similar words, files that are read entry by entry
     "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
     "gymnasium": ["gymnasium>=1.0,<2"],
-    "mcp": ["mcp>=2.3,<3", "jsonschema>=4.20,<5"],  # tools of MCP servers, and their schemas
+    "mcp": ["mcp>=2,<3", "jsonschema>=4.20,<5"],  # verifiers 0.4 takes mcp 2.0.0 alone
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""

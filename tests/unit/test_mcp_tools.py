@@ -4,6 +4,7 @@ it, and one of the protocol's authors.
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -86,8 +87,8 @@ def test_schemas_come_to_the_letter_and_results_as_text(server: str) -> None:
     assert ask(tools, "add", a="x", b=3).startswith("Error executing tool add: 1 validation error")
     assert json.loads(ask(tools, "town", name="Graz")) == {"name": "Graz", "people": 306_000}
     assert ask(tools, "draw") == "a dot\n[image/png is left out: only text can be read]"
-    assert ask(tools, "fault", kind="raise") == "Error executing tool fault"
-    huge = McpTools(server, timeout=120.0, max_result=9)
+    assert ask(tools, "fault", kind="raise").startswith("Error executing tool fault")
+    huge = McpTools(server, timeout=120.0, max_result=9, is_shared=True)
     assert ask(huge, "fault", kind="huge") == "xxxxxxxxx\n[cut: it has 10000000 characters]"
     for each in (tools, huge):
         each.close()
@@ -209,6 +210,7 @@ def test_servers_that_cannot_be_used_are_one_line_at_the_start(
 
 
 def test_a_server_of_the_protocols_authors() -> None:
+    pytest.importorskip("mcp_server_time", reason="needs mcp 2.3, and verifiers takes 2.0.0 alone")
     time_server = f"{sys.executable} -m mcp_server_time --local-timezone UTC"
     tools = McpTools(time_server, PLAIN, only=["convert_time", "add"])
     assert [tool["function"]["name"] for tool in tools.tools] == ["convert_time", "add"]

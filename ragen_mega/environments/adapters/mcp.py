@@ -1,7 +1,7 @@
 """Tools of MCP servers: programs that speak over their standard input and output, or addresses of
 streamable HTTP.
 
-Interface: the official SDK, mcp 2.3 (Model Context Protocol, modelcontextprotocol.io).
+Interface: the official SDK, mcp 2.0 to 2.3 (Model Context Protocol, modelcontextprotocol.io).
 """
 
 import asyncio
@@ -211,7 +211,7 @@ class _Session:
         from mcp.client.streamable_http import streamable_http_client
 
         if _is_url(self._server):
-            transport = streamable_http_client(self._server, max_sse_event_size=None)
+            transport = streamable_http_client(self._server)
         else:
             launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
             program = StdioServerParameters(
