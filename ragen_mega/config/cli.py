@@ -43,34 +43,40 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 """Settings that say how a run was begun, and nothing of what goes on."""
 
 
-def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
-    """Replace `--tasks FILE [--score my_module:score] [--mcp SERVER]` in `argv` by the environment
-    that it stands for. Raises ValueError for another environment beside it, and for a flag of these
-    without it.
+def _as_environment(argv: Sequence[str]) -> list[str]:
+    """Replace `--tasks FILE [--score my_module:score] [--mcp SERVER]`, or `--agent my_module:run
+    [--tasks FILE]`, in `argv` by the environment that it stands for. Raises ValueError for another
+    environment beside it, and for a flag that would do nothing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--tasks", "--score", "--mcp"):
+    for flag in ("--agent", "--tasks", "--score", "--mcp"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
     options = {name: value for name, value in vars(found).items() if value is not None}
-    if "tasks" not in options:
+    kind, what = ("agent", "my_module:run") if "agent" in options else ("tasks", "FILE")
+    if kind not in options:
         for name in options:
             raise ValueError(
                 f"--{name} does nothing without --tasks FILE; add it, or drop --{name}"
             )
         return [*argv]
-    file = options.pop("tasks")
+    text = options.pop(kind)
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
-    if others or not file:
+    if others or "" in (text, found.tasks):
         raise ValueError(
-            f"--tasks takes a file and stands for --environments tasks:FILE, not {file!r}"
-            f"{''.join(f' beside {flag}' for flag in others)}; drop one of them"
+            f"--{kind} takes a name and stands for --environments {kind}:{what}, not {text!r}"
+            f"{''.join(f' beside {other}' for other in others)}; drop one of them"
         )
-    name = f"tasks:{file}"
-    words = [*rest, "--environments", name]
-    if options:
-        words += ["--environment-options", json.dumps({name: options})]
-    return words
+    for name, own in (("score", "returns its reward"), ("mcp", "brings its tools")):
+        if kind == "agent" and name in options:
+            raise ValueError(
+                f"--{name} is for answers to --tasks, and an agent {own}; drop --{name}"
+                f"{', or give --agent-reward' if name == 'score' else ''}"
+            )
+    words = [*rest, "--environments", f"{kind}:{text}"]
+    if not options:
+        return words
+    return [*words, "--environment-options", json.dumps({f"{kind}:{text}": options})]
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
@@ -98,7 +104,7 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
     ValueError if it names another file, which could name this one, or cannot be read.
     """
     try:
-        flags = _tasks_as_environment(read_flags(Path(path)))
+        flags = _as_environment(read_flags(Path(path)))
     except OSError as error:
         raise ValueError(
             f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"
@@ -267,7 +273,7 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
-    resumed, argv = split_resumed(_tasks_as_environment(argv))
+    resumed, argv = split_resumed(_as_environment(argv))
     name, rest = choose_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):
         if os.environ.get("RANK", "0") == "0":  # which every rank was asked for

@@ -211,6 +211,13 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
             " tools of an MCP server, such as 'python my_server.py' or http://127.0.0.1:8000/mcp",
             width,
         ),
+        "  --agent my_module:run [--tasks FILE]",
+        *_indented(
+            "a program that asks for completions as it asks OpenAI: a function (task, client) or"
+            " (task, base_url, api_key), or a URL (docs/agents.md), with the rows of FILE or seeds"
+            " alone as tasks: environment agent:my_module:run",
+            width,
+        ),
     ]
     sections = {
         item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)

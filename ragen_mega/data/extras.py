@@ -6,6 +6,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
+    "agents": ("openai", "starlette", "uvicorn"),
     "mcp": ("mcp", "jsonschema"),
     "studies": ("matplotlib", "scipy"),
     "verifiers": ("verifiers",),
