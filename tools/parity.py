@@ -6,8 +6,8 @@ compare it with one process that computes each trajectory, and with transformers
 For a tied Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that
 can cut the model, the largest difference of log-probabilities, values, losses, gradients and of the
 parameters after two optimizer steps, and that of the actor's gradient by the fused loss from the
-one through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of its own, so that
-layouts of more processes than GPUs are left out.
+one through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of
+its own, so that layouts of more processes than GPUs are left out.
 """
 
 import argparse

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
+    "agents": ("openai", "starlette", "uvicorn"),
     "studies": ("matplotlib", "scipy"),
     "verifiers": ("verifiers",),
 }

@@ -44,6 +44,7 @@ ENVIRONMENTS = Registry(
         "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
         "verifiers": f"{_ADAPTERS}.verifiers:VerifiersEnvironment",
         "tasks": f"{_ADAPTERS}.tasks:FileTasks",
+        "agent": "ragen_mega.agents.runner:AgentProgram",
     },
 )
 # RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.

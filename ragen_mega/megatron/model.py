@@ -1,5 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states
-and as a critic.
+"""The families' models on megatron-core, as a policy that returns hidden states and as a critic.
 
 The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head
 weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture:

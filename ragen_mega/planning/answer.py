@@ -132,7 +132,8 @@ def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
     for seconds, report in found:
         lines.append(
             f"{seconds:<9.1f}{report['tensor_parallel']:<4}{report['pipeline_parallel']:<4}"
-            f"{report['expert_parallel']:<4}{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
+            f"{report['expert_parallel']:<4}{report['data_parallel']:<4}"
+            f"{report['rollout_tensor_parallel']:<12}"
             f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
             f"{report['peak_gib']:10.1f}{report['host_gib_per_rank']:10.1f}"
             f"  {', '.join(report['bound_by'])}"

@@ -197,6 +197,7 @@ class Run:
             errors = describe_errors(groups)
             mixed = self.start_guard.check(log.step, groups)
             mixed += self.start_guard.check_markers(groups)
+            mixed += self.start_guard.check_sampling(groups)
             return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
 
         for note in on_main(notes):

@@ -15,7 +15,7 @@ from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.resharding import Traffic
 from ragen_mega.megatron.weights import export_shards, export_weights, load_weights
@@ -84,6 +84,28 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
         distributed.barrier()
 
     on_ranks(work, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"expert_model_parallel_size": 3}, r"\(3\) must divide the model's experts \(8\)"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size .* --sequence-parallel"),
+        ({"fp8": "hybrid", "bf16": True}, "fp8 hybrid .* mixture of experts.*; drop --fp8"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(flags: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_model(HF, ParallelConfig(**flags))
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_need_a_model_that_has_them_and_ranks_that_hold_them() -> None:
+    dense = parity.random_model("qwen3").config
+    with pytest.raises(ValueError, match="expert_model_parallel_size .* qwen3 model has none"):
+        check_model(dense, EP2)
+    with pytest.raises(ValueError, match=r"\(2\) must divide the 3 ranks of a pipeline stage"):
+        EP2.check_world(3)
 
 
 def computed(

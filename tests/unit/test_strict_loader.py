@@ -70,6 +70,7 @@ FP8 = {
     "weight_block_size": list(BLOCK),
     "modules_to_not_convert": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"],
 }
+FILE = "model.safetensors"
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 
@@ -185,6 +186,31 @@ REFUSED: dict[str, tuple] = {
     ),
     "biases in Qwen3": (
         edit_config(attention_bias=True), "attention_bias .* must be false", "qwen3",
+    ),
+    "layers without experts": (
+        edit_config(mlp_only_layers=[1]), "mlp_only_layers .* must be empty", "qwen3_moe",
+    ),
+    "experts in every second layer": (
+        edit_config(decoder_sparse_step=2), "decoder_sparse_step .* must be 1, not 2", "qwen3_moe",
+    ),
+    "shared experts": (
+        edit_config(shared_expert_intermediate_size=32),
+        "shared_expert_intermediate_size .* must be absent", "qwen3_moe",
+    ),
+    "more choices than experts": (
+        edit_config(num_experts_per_tok=6), r"num_experts_per_tok \(6\) .* at most .* \(5\)",
+        "qwen3_moe",
+    ),
+    "a router that cannot learn": (
+        edit_config(num_experts_per_tok=1), "norm_topk_prob .* set it to false", "qwen3_moe",
+    ),
+    "fewer experts in the file": (
+        edit_config(num_local_experts=6), "lacks model.layers.0.mlp.experts.5.gate_proj.weight",
+        "qwen3_moe",
+    ),
+    "experts twice": (
+        put("model.layers.0.mlp.experts.down_proj", lambda _: torch.zeros(5, 32, 32)),
+        "mlp.experts.down_proj holds the same expert", "qwen3_moe",
     ),
     "window of Mistral": (
         edit_config(sliding_window=4), "sliding_window .* must be null, not 4", "mistral",
@@ -369,6 +395,22 @@ def test_what_is_accepted_is_computed_as_transformers_does(
     engine = EmbeddedEngine(load_config(str(start)), max_context=8, max_sessions=1)
     with engine.awake():  # evaluation gives an engine what is in a directory
         engine.load_weights((name, read(name)) for name in read.names())
+
+
+def test_a_tensor_of_all_experts_is_read_as_those_of_single_ones(tmp_path: Path) -> None:
+    separate = write_model(tmp_path / "separate", "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(separate)
+    fused = tmp_path / "fused"
+    model.save_pretrained(fused, save_original_format=False)
+    assert len(load_file(fused / FILE)) < len(load_file(separate / FILE))
+    ours, theirs = open_model(fused), open_model(separate)
+    assert set(ours.names()) == set(theirs.names())
+    assert all(torch.equal(ours(name), theirs(name)) for name in theirs.names())
+    put("model.layers.0.mlp.experts.down_proj", lambda _: torch.zeros(6, 32, 32))(fused)
+    with pytest.raises(
+        ValueError, match=r"experts.down_proj has shape \[6, 32, 32\] .* \[5, 32, 32"
+    ):
+        open_model(fused)
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -74,8 +74,8 @@ class _PackedMatrix:
 
 
 class _Panels:
-    """A bfloat16 weight for compiled products, which a step of few rows spends two thirds of the
-    time of oneDNN's on. Rows and results are float32.
+    """A bfloat16 weight for compiled products: oneDNN's take half as long again for a few rows.
+    Rows and results are float32.
     """
 
     def __init__(self, weight: Tensor) -> None:
