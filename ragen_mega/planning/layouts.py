@@ -158,12 +158,20 @@ def best(
     """
     for share in (FILL, 1.0):
         fitting = ranked(shape, config, num_ranks, share * gpu_bytes, machine, play, fixed)
-        fastest, found = next(fitting, (math.inf, None))
-        near = itertools.takewhile(lambda item: item[0] <= MARGIN * fastest, fitting)
-        if found:
-            others = [found, *(candidate for _, candidate in near)]
-            return min(others, key=lambda one: one.parallel.pipeline_model_parallel_size)
+        near = [*_near_the_fastest(fitting)]
+        if near:
+            return min(near, key=lambda one: one.parallel.pipeline_model_parallel_size)
     return None
+
+
+def _near_the_fastest(fitting: Iterator[tuple[float, StarPOConfig]]) -> Iterator[StarPOConfig]:
+    """Yield the layouts of `ranked` that are within MARGIN of its first one."""
+    limit = math.inf
+    for seconds, candidate in fitting:
+        limit = min(limit, MARGIN * seconds)
+        if seconds > limit:
+            return
+        yield candidate
 
 
 def smallest(

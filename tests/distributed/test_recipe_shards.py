@@ -1,14 +1,15 @@
 """Every Qwen recipe, rank by rank, without memory: parameters against the memory plan, weights on
 their way to the engines against transformers' names and shapes.
 
-Built are the first and the last tensor-parallel rank of every pipeline stage, in a job of the
-recipe's own size whose process group moves nothing. They stand for all: a data-parallel replica
-builds what the first one does, and of tensor-parallel ranks megatron-core asks their number for
-nothing but where their rows of the vocabulary begin.
+Built are the first and the last tensor- and expert-parallel rank of every pipeline stage, in a job
+of the recipe's own size whose process group moves nothing. They stand for all: a data-parallel
+replica builds what the first one does, and of tensor- and expert-parallel ranks megatron-core asks
+their number for nothing but where their rows of the vocabulary, and their experts, begin.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from ragen_mega.planning.published import model_config
 
 Held = list[tuple[Slot, Tensor]]
 NAMES = sorted(path.stem for path in RECIPES.glob("qwen*.flags"))
+MIXTURES = [name for name in NAMES if re.search(r"_a\d+b", name)]
 
 
 class Recipe:
@@ -51,19 +53,26 @@ class Recipe:
         self.setting = Setting.from_config(self.config, self.ranks)
         layout = self.config.parallel
         self.tp, self.pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+        self.ep = layout.expert_model_parallel_size
         self.held: dict[tuple[int, int], Held] = {}
 
     def each_rank(self) -> Iterator[tuple[int, int, Any]]:
-        """(stage, tensor-parallel rank, groups) of the first data-parallel replica."""
+        """(stage, place in it, groups) of the first data-parallel replica, and of the rank with the
+        last experts.
+        """
         shutdown()  # what a test before has started in this process
         for stage in range(self.pp):
-            for tp_rank in sorted({0, self.tp - 1}):
-                rank = tp_rank + stage * self.ranks // self.pp
+            for place in sorted({0, self.tp - 1, self.ep - 1}):
+                rank = place + stage * self.ranks // self.pp
                 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.ranks)
                 groups = initialize(self.config.parallel)
-                assert (groups.pp.rank(), groups.tp.rank()) == (stage, tp_rank)
-                assert (groups.dp.rank(), groups.dp.size()) == (0, self.setting.dp)
-                yield stage, tp_rank, groups
+                assert (groups.pp.rank(), groups.tp.rank()) == (stage, place % self.tp)
+                assert (groups.dp.rank(), groups.dp.size()) == (place // self.tp, self.setting.dp)
+                assert (groups.ep.rank(), groups.expt_dp.size()) == (
+                    place % self.ep,
+                    self.setting.expert_dp,
+                )
+                yield stage, place, groups
                 shutdown()
 
 
@@ -81,15 +90,15 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
         built.setting, parallel=replace(built.config.parallel, use_distributed_optimizer=False)
     )  # without the padding of the optimizer's buffers, which test_memory_plan.py checks
     try:
-        for stage, tp_rank, groups in built.each_rank():
+        for stage, place, groups in built.each_rank():
             with torch.device("meta"):
                 policy = build_policy_model(built.hf, config, groups)
                 critic = QwenCritic(built.hf, config, groups)
             for model in (policy, critic):
                 stored = sum(tensor.nbytes for tensor in model.parameters())
                 planned = state_of(built.shape, plain, stage, is_critic=model is critic)
-                assert stored == planned.parameters, (stage, tp_rank, model is critic)
-            built.held[stage, tp_rank] = parameters_of(policy)
+                assert stored == planned.parameters, (stage, place, model is critic)
+            built.held[stage, place] = parameters_of(policy)
         yield built
     finally:
         shutdown()
@@ -106,7 +115,18 @@ def whole(recipe: Recipe, plan: ReshardPlan) -> Iterator[tuple[str, Tensor]]:
         yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
 
 
-@pytest.mark.parametrize("recipe", NAMES, indirect=True)
+@pytest.mark.parametrize("recipe", MIXTURES, indirect=True)
+def test_every_rank_of_a_mixture_holds_its_plan_and_its_experts(recipe: Recipe) -> None:
+    """Each has as many experts, and the last rank the last ones."""
+    assert recipe.ep > 1
+    of_rank = recipe.shape.num_experts // recipe.ep
+    for (_, place), held in recipe.held.items():
+        first = place % recipe.ep * of_rank
+        numbers = {slot.expert for slot, _ in held} - {None}
+        assert numbers == set(range(first, first + of_rank))
+
+
+@pytest.mark.parametrize("recipe", sorted({*NAMES} - {*MIXTURES}), indirect=True)
 def test_every_rank_holds_its_plan_and_syncs_every_weight_once(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,15 +139,15 @@ def test_every_rank_holds_its_plan_and_syncs_every_weight_once(
         else:
             values[:] = [
                 [
-                    (slot, tuple(tensor.shape), tensor.dtype)
+                    (stage, None, slot, tuple(tensor.shape), tensor.dtype)
                     for slot, tensor in recipe.held[stage, dist.get_rank() % recipe.tp]
                 ]
                 for stage in range(len(values))
             ]
 
     monkeypatch.setattr(dist, "all_gather_object", exchange)
-    for stage, tp_rank, groups in recipe.each_rank():
-        plans.append(ReshardPlan.build(groups, recipe.held[stage, tp_rank]))
+    for stage, place, groups in recipe.each_rank():
+        plans.append(ReshardPlan.build(groups, recipe.held[stage, place]))
     assert len(digests) == (recipe.ranks > 1)
 
     with torch.device("meta"):
@@ -157,7 +177,7 @@ def check_engines(recipe: Recipe, plan: ReshardPlan, stream: list[tuple[str, Ten
         assert 0 <= sum(t.nbytes for t in shards.values()) - planned <= copied
         if size == recipe.tp:  # sent by the aligned path
             local = {
-                slot.server: slot.shard_to_server(tensor.detach(), size).shape
+                slot.server: slot.shard_to_server(tensor.detach(), rank, size).shape
                 for stage in range(recipe.pp)
                 for slot, tensor in recipe.held[stage, rank]
             }

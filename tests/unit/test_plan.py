@@ -259,6 +259,38 @@ def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
     assert code == 2 and "llama, mistral, not 'mixtral'" in said
 
 
+@pytest.mark.parametrize(("num_gpus", "experts_gb"), [(8, 65.2), (16, 43.5)])
+def test_experts_take_what_their_holders_leave_them(num_gpus: int, experts_gb: float) -> None:
+    """By hand: 48 layers of 16 experts on a GPU, each 3 x 2048 x 768; weights and gradients 6 bytes
+    an element, masters and moments 12 over the GPUs that hold the same experts.
+    """
+    shape = shape_of("Qwen3-30B-A3B")
+    flags = "--bf16 --use-distributed-optimizer --expert-model-parallel-size 8"
+    setting = Setting.from_config(parse(flags.split()), num_gpus)
+    held = 48 * 16 * 3 * 2048 * 768
+    around = shape.num_parameters - 8 * held
+    expected = held * (6 + 12 * 8 / num_gpus)
+    assert expected / 1e9 == pytest.approx(experts_gb, abs=0.05)
+    state = sum(state_of(shape, setting, 0, is_critic=False))
+    assert state == pytest.approx(expected + around * (6 + 12 / num_gpus), rel=1e-4)
+
+
+def test_a_mixture_is_planned_and_what_would_help_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, model = tmp_path / "plan.json", ("--model", "Qwen3-30B-A3B", "--num-gpus", "8")
+    layout = ("--expert-model-parallel-size", "4", "--pipeline-model-parallel-size", "1")
+    words = (*model, *layout, "--advantage-estimator", "grpo", "--recompute", "full")
+    code, result, said = told(capsys, report, *words)
+    assert code == 1 and result["expert_parallel"] == 4 and ", EP 4, DP " in said
+    for remedy in ("raise --expert-model-parallel-size", "take more GPUs"):
+        assert remedy in result["remedies"]["train actor"] and remedy in said
+    code, result, said = told(capsys, report, *words, "--hardware", "H200")
+    assert code == 0 and "of rl, mixture" in said
+    tight = told(capsys, report, "--recipe", "qwen3_30b_a3b_8_gpus")
+    assert tight[0] == 0 and 72 < tight[1]["peak_gib"] < 80
+
+
 def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
     config = parse(["--bf16", "--rollout-engine", "sglang", "--advantage-estimator", "grpo"])
     shape = shape_of("Qwen2.5-7B")

@@ -151,9 +151,12 @@ def test_tokens_are_exchanged_over_both_links_at_once() -> None:
         within = others(ep) * tokens * 2048 * 2 / H100.link(8)
         between = (others(4) if ep == 32 else 0) * tokens * 2048 * 2 / H100.link(32)
         assert (between > within) == (ep == 32), "either link may be the slower"
-        latency = math.ceil(ep / 8) * H100.constants.latency
-        seconds = 2 * (max(between, within) + latency)  # there and back
+        rounds = math.ceil(ep / 8) * H100.constants.latency
+        seconds = 2 * (max(between, within) + rounds)  # there and back
         assert found == pytest.approx(seconds, rel=0.02)
+    copied = layer(H100, sizes, Cut(dp=32, ep=32, copies=True), tokens, 4096)["expert parallelism"]
+    between = 8 * 3 / 4 * tokens * 2048 * 2 / H100.link(32)  # to other nodes, for each expert
+    assert copied == pytest.approx(2 * between + 8 * H100.constants.latency)
 
 
 @pytest.mark.parametrize(
