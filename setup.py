@@ -108,6 +108,7 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.23,<0.2"],
         "gem": ["gem-llm>=0.1.0,<0.2"],
         "openenv": ["openenv-core>=0.3.0,<0.4"],
+        "verifiers": ["verifiers>=0.4,<0.5"],  # brings 55 packages, 120 MB
         "parquet": ["pyarrow>=17"],  # tasks from a file
     },
 )

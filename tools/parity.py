@@ -3,11 +3,11 @@ compare it with one process that computes each trajectory, and with transformers
 
     python tools/parity.py --json parity.json
 
-For tied Qwen2 and untied Qwen3 models with random weights it reports, per layout, the largest
-difference of log-probabilities, values, losses, gradients and of the parameters after two optimizer
-steps, and that of the actor's gradient by the fused loss from the one through full logits in
-float64. Exit code 1 beyond tolerance. On GPUs every process has one of its own, so that
-layouts of more processes than GPUs are left out.
+For a tied Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that
+can cut the model, the largest difference of log-probabilities, values, losses, gradients and of the
+parameters after two optimizer steps, and that of the actor's gradient by the fused loss from the
+one through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of
+its own, so that layouts of more processes than GPUs are left out.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from ragen_mega.data import distributed
 from ragen_mega.data.launcher import run_ranks
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.models.layout import split_experts
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.metrics import write_json
 
 TOLERANCES = {
@@ -42,6 +44,14 @@ TRANSFORMERS_TOLERANCE = 1e-4
 ARCHITECTURES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 20},
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "head_dim": 20,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
 }
 TEMPERATURE = 0.7
 CLIP_GRAD = 0.5
@@ -66,6 +76,20 @@ class Layout:
     parallel: ParallelConfig
     max_tokens: int = 128
     shared_prefixes: str = "on"
+
+    @property
+    def architectures(self) -> list[str]:
+        """The models that it can cut: without experts none are divided, and with experts the tokens
+        must be.
+        """
+        parallel = self.parallel
+        has_plain_tp = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
+        is_dense = parallel.expert_model_parallel_size == 1
+        return [
+            name
+            for name, entries in ARCHITECTURES.items()
+            if (not has_plain_tp if "num_experts" in entries else is_dense)
+        ]
 
 
 LAYOUTS = {
@@ -106,6 +130,36 @@ LAYOUTS = {
                 tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True
             ),
         ),
+        Layout("ep2", 2, ParallelConfig(expert_model_parallel_size=2)),
+        Layout(
+            "ep2_distributed_optimizer_recompute",
+            2,
+            ParallelConfig(
+                expert_model_parallel_size=2, use_distributed_optimizer=True, recompute="selective"
+            ),
+        ),
+        Layout(
+            "tp2_sp_ep2",
+            2,
+            ParallelConfig(
+                tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
+            ),
+        ),
+        Layout(
+            "pp2_ep2",
+            4,
+            ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+        ),
+        Layout(
+            "dp2_tp2_sp_ep2_distributed_optimizer",
+            4,
+            ParallelConfig(
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                expert_model_parallel_size=2,
+                use_distributed_optimizer=True,
+            ),
+        ),
     )
 }
 
@@ -114,8 +168,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
     """Return a small model whose every parameter, biases and norms too, is random; `changes` are
     entries of its configuration.
     """
-    config = AutoConfig.for_model(
-        architecture,
+    sizes = dict(
         vocab_size=97,
         hidden_size=48,
         intermediate_size=80,
@@ -124,8 +177,10 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
         num_key_value_heads=2,
         max_position_embeddings=512,
         attn_implementation="eager",
-        **(ARCHITECTURES.get(architecture, {}) | changes),
+        experts_implementation="eager",  # the others compute in float32 at most
     )
+    sizes |= ARCHITECTURES.get(architecture, {}) | changes
+    config = AutoConfig.for_model(architecture, **sizes)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -253,7 +308,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
         shared_prefixes=layout.shared_prefixes,
     )
     results: dict[Key, Tensor] = {}
-    for architecture in ARCHITECTURES:
+    for architecture in layout.architectures:
         hf = AutoConfig.from_pretrained(directory / architecture)
         reader = open_model(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
@@ -305,7 +360,11 @@ def compare(
     where one of them computed that. Raises ValueError if it computed other tensors.
     """
     has_gradients = not layout.parallel.use_distributed_optimizer
-    expected = {key for key in baseline if has_gradients or key.kind != "gradient"}
+    expected = {
+        key
+        for key in baseline
+        if key.architecture in layout.architectures and (has_gradients or key.kind != "gradient")
+    }
     if result.keys() != expected or not unfused.keys() <= baseline.keys():
         raise ValueError(
             f"layout {layout.name} computes other tensors than expected:"
@@ -400,7 +459,8 @@ def unfused_gradients(
         keep = batch.loss_mask[start:end]
         kept = {name: values[start:end][keep] for name, values in tokens.items()}
         (token_losses(logits[keep], kept, loss).sum() / batch.loss_mask.sum()).backward()
-    return {name: parameter.grad for name, parameter in exact.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    return split_experts(gradients, ModelShape.of(model.config))
 
 
 def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) -> Tensor:

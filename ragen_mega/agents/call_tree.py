@@ -94,6 +94,8 @@ class Call:
     tools: tuple[dict[str, Any], ...]
     added: list[int]
     """Tokens of the prompt behind the parent's answer."""
+    is_initial: bool
+    """Whether no call had been answered before its request."""
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -139,7 +141,7 @@ class CallTree:
                 " add a message of the user or a tool"
             )
         tools = tuple(tools or ())
-        place = self._place(0, json.dumps(tools, sort_keys=True))
+        place = self._place(0, json.dumps(tools))
         parent, start = None, 0
         for number, message in enumerate(messages):
             answer = None
@@ -156,7 +158,8 @@ class CallTree:
         if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
-        call = Call(len(self.calls), role, parent, new, tools, added)
+        is_initial = not any(call.answers for call in self.calls)
+        call = Call(len(self.calls), role, parent, new, tools, added, is_initial)
         if (size := len(call.tokens)) >= self._max_context:
             raise self._too_long(f"{size} tokens")
         self.calls.append(call)
@@ -179,24 +182,24 @@ class CallTree:
 
     def trajectory(
         self,
-        empty: Trajectory,
+        trajectory: Trajectory,
         *,
         reward: float,
         call_rewards: Mapping[int, float] = {},
     ) -> Trajectory:
-        """Write the tree into `empty`, depth first, and return it.
+        """Write the tree into a trajectory without tokens, depth first, and return it.
 
         A call continues the segment of its parent's answer if it is the first that continues it;
         every other call begins a segment, with its whole prompt as context. Siblings are in the
-        order of their tokens, which does not depend on their arrival. Every answer of a call earns
-        the call's reward. The last turn earns `reward` and what answers outside the mask earned.
+        order of their tokens, which does not depend on their arrival; initial calls come first, so
+        that a trajectory begins with its task. Every answer of a call earns the call's reward. The
+        last turn earns `reward` and what answers outside the mask earned.
         """
         if others := call_rewards.keys() - range(len(self.calls)):
             raise ValueError(
-                f"rewards of calls name {', '.join(map(str, sorted(others)))}, and the episode has"
+                f"rewards of calls name {', '.join(sorted(map(str, others)))}, and the episode has"
                 f" the calls 0 to {len(self.calls) - 1}"
             )
-        trajectory = empty
         trajectory.is_tree = True
         successors = self._successors()
         stack = [(node, False) for node in reversed(successors[None])]
@@ -250,8 +253,8 @@ class CallTree:
     def _sampled(
         self, place: int, message: ChatMessage, has_tools: object
     ) -> tuple[int, int] | None:
-        """Return the answer at a place that an assistant's message repeats; of equal ones that with
-        the least tokens, whichever came first.
+        """Return the answer at a place that an assistant's message repeats; of equal ones the first
+        in the order of their tokens.
         """
         thought, content, in_text = _parts(message.content, has_tools, opens_thought=False)
         said = content.strip(), _values(message.tool_calls or in_text)
@@ -328,9 +331,9 @@ def _parts(
     )
 
 
-def _order(node: tuple[Call, int]) -> tuple[list[int], list[int], str]:
+def _order(node: tuple[Call, int]) -> tuple[bool, list[int], list[int], str]:
     call, number = node
-    return call.added, call.answers[number].completion.tokens, call.role
+    return not call.is_initial, call.added, call.answers[number].completion.tokens, call.role
 
 
 def record(call: Call, number: int) -> dict[str, Any]:

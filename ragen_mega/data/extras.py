@@ -8,6 +8,7 @@ EXTRAS = {
     "gymnasium": ("gymnasium",),
     "agents": ("openai", "starlette", "uvicorn"),
     "studies": ("matplotlib", "scipy"),
+    "verifiers": ("verifiers",),
 }
 """Extra -> the modules that it installs and that code of ours imports by statement."""
 

@@ -8,12 +8,12 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.megatron import cpu, precision
 
-_groups_are_for: tuple[dist.ProcessGroup | None, int, int] | None = None
+_groups_are_for: tuple[dist.ProcessGroup | None, int, int, int] | None = None
 """The job and the layout that megatron-core's groups were built for."""
 
 
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollection:
-    """Build the tensor-, pipeline- and data-parallel groups of this job and return them.
+    """Build the tensor-, pipeline-, expert- and data-parallel groups of this job and return them.
 
     Groups of the same layout are reused: each set has its own threads, which poll for the life of
     the process. Raises ValueError when the layout does not fit the number of ranks, or this machine
@@ -28,12 +28,15 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
         dist.group.WORLD,
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.expert_model_parallel_size,
     )
     if not parallel_state.model_parallel_is_initialized() or _groups_are_for != wanted:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=1,  # experts are whole, see models/cuts.py
             create_gloo_process_groups=False,
         )
         _groups_are_for = wanted

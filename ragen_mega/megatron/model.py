@@ -1,5 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 dense models on megatron-core, as a policy that returns hidden states
-and as a critic.
+"""The families' models on megatron-core, as a policy that returns hidden states and as a critic.
 
 The policy stops before the vocabulary: its loss is computed from hidden states and the LM-head
 weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits. Architecture:
@@ -27,7 +26,8 @@ from ragen_mega.models.shape import ModelShape, check_config, cut_error
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+    # a layer has one of the two
+    "selective": dict(recompute_granularity="selective", recompute_modules=["mlp", "moe"]),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 
@@ -39,8 +39,18 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     check_config(hf)
     shape = ModelShape.of(hf)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if error := cut_error(shape, tp, pp):
+    if error := cut_error(shape, tp, pp, parallel.expert_model_parallel_size):
         raise ValueError(error)
+    if shape.num_experts and tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size ({tp}) of a mixture of experts needs its tokens divided"
+            " among the ranks; add --sequence-parallel"
+        )
+    if shape.num_experts and parallel.fp8 != "none":
+        raise ValueError(
+            f"fp8 {parallel.fp8} does not go with a mixture of experts, whose products in FP8 were"
+            " never run; drop --fp8"
+        )
     precision.check_widths(
         {
             "hidden size": shape.hidden_size,
@@ -58,6 +68,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     implementation = precision.choose_implementation(parallel, precision.Machine.here())
+    # Local layers add to a float32 residual stream, as the embedded engine does.
+    is_widened = parallel.bf16 and implementation == "local"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -81,7 +93,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         # gradients are summed over microbatches and ranks; weights[t] normalises
         calculate_per_token_loss=True,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if is_widened else dtype,
+        fp32_residual_connection=is_widened,
         bf16=parallel.bf16,
         use_cpu_initialization=cpu.is_active(),
         perform_initialization=False,  # weights always come from a checkpoint
@@ -94,8 +107,28 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         bias_activation_fusion=implementation == "transformer_engine",
         **shape.family.overrides,
         **dict(shape.further),
+        **(_mixture_fields(shape, parallel, implementation) if shape.num_experts else {}),
         **precision.layer_fields(parallel, implementation),
         **_RECOMPUTE[parallel.recomputation],
+    )
+
+
+def _mixture_fields(
+    shape: ModelShape, parallel: ParallelConfig, implementation: str
+) -> dict[str, Any]:
+    """Return the fields of TransformerConfig of a mixture of experts. No token is dropped, and no
+    loss balances the experts: it would change the gradient of the policy.
+    """
+    is_fused = implementation == "transformer_engine"
+    return dict(
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        moe_ffn_hidden_size=shape.ffn_size,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=is_fused,
+        moe_permute_fusion=is_fused,
     )
 
 
@@ -135,10 +168,20 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
+        if self.config.transformer_impl == "local":
+            angles = rotary.squeeze(1)[..., : rotary.shape[-1] // 2]  # [N, 1, dim / 2]
+            packed_seq_params.rotation = angles.cos(), angles.sin()
+            rotary = None
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # [N/sp, 1, H]
+
+    @property
+    def expert_offset(self) -> int:
+        """Number of the first expert in each layer that this rank holds."""
+        ep = self.pg_collection.ep
+        return ep.rank() * self.shape.num_experts // ep.size()
 
     def head_weight(self) -> Tensor:
         """[V/tp, H] LM-head weight of the last stage, the embedding itself when tied."""

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
 
     def _slices(self, slot: Slot, mine: Tensor) -> list[Tensor]:
         """Gather the slices of all tensor-parallel ranks."""
-        if self._ranks.size() == 1 or slot.weight.cut.axis is None:
+        if slot.weight.cut.num_parts(self._ranks.size()) == 1:
             return [mine]
         slices = [torch.empty_like(mine) for _ in range(self._ranks.size())]
         dist.all_gather(slices, mine.contiguous(), group=self._ranks)
@@ -101,20 +101,29 @@ def chain_muon(
     _require_gradients(matrices, False)
     adam = build_adam()
     _require_gradients(matrices, True)
-    ranks = module.tp_group
-    inner = Muon(matrices, ours, ranks)
-    inner.param_groups[0] |= _GROUP | {"max_lr": config.lr, "min_lr": config.min_lr}
-    if config.bf16:
-        muon = Float16OptimizerWithFloat16Params(inner, config, None, None)
-    else:
-        muon = FP32Optimizer(inner, config, None)
     rest = getattr(adam, "chained_optimizers", [adam])
-    muon.grad_stats_parallel_group = rest[0].get_grad_stats_parallel_group()
-    muon.tp_group = ranks
-    return ChainedOptimizer([muon, *rest])
+    dense, experts = (
+        [slot for slot in ours if (slot.expert is not None) == is_expert]
+        for is_expert in (False, True)
+    )
+
+    def build(chosen: list[Slot], ranks_of_norm: dist.ProcessGroup) -> MegatronOptimizer:
+        inner = Muon([parameters[slot.parameter] for slot in chosen], chosen, module.tp_group)
+        inner.param_groups[0] |= _GROUP | {"max_lr": config.lr, "min_lr": config.min_lr}
+        if config.bf16:
+            muon = Float16OptimizerWithFloat16Params(inner, config, None, None)
+        else:
+            muon = FP32Optimizer(inner, config, None)
+        muon.grad_stats_parallel_group, muon.tp_group = ranks_of_norm, module.tp_group
+        return muon
+
+    muons = [build(dense, rest[0].get_grad_stats_parallel_group())]
+    if experts:
+        muons.append(build(experts, module.pg_collection.tp_ep_pp))
+    return ChainedOptimizer([*muons, *rest])
 
 
-_GROUP: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
+_GROUP: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0}
 """Entries that megatron-core's schedule reads in a group of parameters."""
 
 

@@ -5,6 +5,7 @@ same on every rank. `gather` rebuilds full Hugging Face tensors: per bucket one 
 pipeline stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is
 for an engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
 de-interleaving q, k and v, the engine's shard of the same rank, so only the broadcast is left.
+Experts lie whole on one of the ranks that share them, which broadcasts them in its stage first.
 Every bucket has memory of its own that is never overwritten, so a receiver may copy it as late as
 it likes.
 """
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,26 +39,32 @@ class Entry:
     """One parameter of one pipeline stage, as every tensor-parallel rank of that stage holds it."""
 
     stage: int
+    holder: int | None
+    """Expert-parallel rank that holds an expert; None of what all of them hold."""
     slot: Slot
     piece: Tensor
     """Shape and type of one rank's slice, in Megatron's layout (on the device `meta`)."""
 
-    def order(self) -> tuple[int, str, list[str | int]]:
-        """Stage by stage, and there by name with layer 2 before layer 10."""
+    def order(self) -> tuple[int, bool, str, list[str | int]]:
+        """Stage by stage, experts last, and there by name with layer 2 before layer 10."""
         parts = re.split(r"(\d+)", self.slot.names[0])
         natural = [int(part) if part.isdigit() else part for part in parts]
-        return self.stage, str(self.piece.dtype), natural
+        return self.stage, self.holder is not None, str(self.piece.dtype), natural
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel as one flat tensor: of one stage and one dtype."""
+    """Parameters that travel as one flat tensor: of one stage, one holder and one dtype."""
 
     entries: tuple[Entry, ...]
 
     @property
     def stage(self) -> int:
         return self.entries[0].stage
+
+    @property
+    def holder(self) -> int | None:
+        return self.entries[0].holder
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,25 +108,30 @@ class ReshardPlan:
         of the model is missing.
         """
         _check_allocator()
-        mine = [(slot, tuple(tensor.shape), tensor.dtype) for slot, tensor in local]
-        stages = [mine] * groups.pp.size()
-        if len(stages) > 1:
-            dist.all_gather_object(stages, mine, group=groups.pp)
+        stage, ep_rank = groups.pp.rank(), groups.ep.rank()
+        held = [
+            (stage, None if slot.expert is None else ep_rank, slot, tensor.shape, tensor.dtype)
+            for slot, tensor in local
+        ]
+        for group in (groups.ep, groups.pp):
+            if group.size() > 1:
+                parts: list[Any] = [None] * group.size()
+                dist.all_gather_object(parts, held, group=group)
+                held = [entry for part in parts for entry in part]
         entries = _unique(
-            Entry(stage, slot, torch.empty(size, dtype=dtype, device="meta"))
-            for stage, held in enumerate(stages)
-            for slot, size, dtype in held
+            Entry(stage, holder, slot, torch.empty(size, dtype=dtype, device="meta"))
+            for stage, holder, slot, size, dtype in held
         )
         limit = bucket_bytes // groups.tp.size()
         buckets = tuple(
             Bucket(tuple(members))
-            for _, alike in groupby(entries, key=lambda entry: (entry.stage, entry.piece.dtype))
+            for _, alike in groupby(entries, key=lambda e: (e.stage, e.holder, e.piece.dtype))
             for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limit)
         )
         plan = cls(groups, buckets)
         # everything that decides which collectives are called, in which order, with how many bytes
         text = "\n".join(
-            f"{index} {entry.stage} {entry.slot.names} {entry.slot.weight.cut}"
+            f"{index} {entry.stage} {entry.holder} {entry.slot.names} {entry.slot.weight.cut}"
             f" {entry.piece.shape} {entry.piece.dtype}"
             for index, bucket in enumerate(plan.buckets)
             for entry in bucket.entries
@@ -176,6 +189,10 @@ class Traffic:
     """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,
     none by `aligned`.
     """
+    ep_bytes: int = 0
+    """Bytes of experts in broadcasts over the ranks of a stage that share them, sent or
+    received.
+    """
     shard_bytes: int = 0
     """This tensor-parallel rank's part of the weights that went through, moved or not."""
     seconds: float = 0.0
@@ -183,8 +200,8 @@ class Traffic:
 
     @property
     def moved_bytes(self) -> int:
-        """Over both kinds of links."""
-        return self.pp_bytes + self.tp_bytes
+        """Over all kinds of links."""
+        return self.pp_bytes + self.tp_bytes + self.ep_bytes
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
         """Return the step's metrics; `bound` is the GB/s of plain collectives of this size
@@ -194,6 +211,7 @@ class Traffic:
             "sync_seconds": self.seconds,
             "sync_gbytes_pipeline": self.pp_bytes / 1e9,
             "sync_gbytes_tensor": self.tp_bytes / 1e9,
+            "sync_gbytes_expert": self.ep_bytes / 1e9,
             "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
         if self.moved_bytes:
@@ -214,7 +232,7 @@ def gather(
     traffic = traffic or Traffic()
     tp = plan.groups.tp
     for bucket in plan.buckets:
-        if tp.size() == 1:
+        if tp.size() == 1 or bucket.holder is not None:
             shards = [_of_stage(plan, bucket, tensors, traffic)]
         else:
             start = time.perf_counter()
@@ -233,11 +251,12 @@ def aligned(
     """Stream (engine parameter, its shard for the rank of this tensor-parallel rank's number in an
     engine of as many ranks), without involving other tensor-parallel ranks.
 
-    A collective over pipeline stages only. Without stages the shards are views of the parameters
-    where the layouts agree.
+    A collective over pipeline stages and the ranks that share experts. Without those the shards are
+    views of the parameters where the layouts agree.
     """
+    tp = plan.groups.tp
     yield from stack_experts(
-        (entry.slot, entry.slot.shard_to_server(piece, plan.groups.tp.size()))
+        (entry.slot, entry.slot.shard_to_server(piece, tp.rank(), tp.size()))
         for bucket in plan.buckets
         for entry, piece in zip(
             bucket.entries, _of_stage(plan, bucket, tensors, traffic or Traffic()), strict=True
@@ -254,23 +273,24 @@ def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def measure_bound(plan: ReshardPlan) -> float:
-    """GB/s of this rank's plain broadcast over pipeline stages and all-gather over tensor-parallel
-    ranks, of a buffer like the largest bucket.
+    """GB/s of this rank's plain broadcasts over pipeline stages and expert-parallel ranks, and
+    all-gather over tensor-parallel ranks, of a buffer like the largest bucket.
 
     No sync over these links can be faster by more than noise; 0 if nothing has to move. Collective
-    over both groups.
+    over these groups.
     """
-    tp, pp = plan.groups.tp, plan.groups.pp
+    tp = plan.groups.tp
+    broadcasts = [group for group in (plan.groups.pp, plan.groups.ep) if group.size() > 1]
     largest = max(plan.buckets, key=lambda bucket: bucket.num_bytes)
     flat = torch.zeros(largest.num_elements, dtype=largest.dtype, device=distributed.device())
     gathered = flat.new_empty(tp.size() * len(flat))
-    num_bytes = ((pp.size() > 1) + tp.size() - 1) * largest.num_bytes
+    num_bytes = (len(broadcasts) + tp.size() - 1) * largest.num_bytes
     best = float("inf")
     for _ in range(4):  # the first time opens the connections
         _wait()
         start = time.perf_counter()
-        if pp.size() > 1:
-            dist.broadcast(flat, src=dist.get_global_rank(pp, 0), group=pp)
+        for group in broadcasts:
+            dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
         if tp.size() > 1:
             all_gather(gathered, flat, tp)
         _wait()
@@ -304,11 +324,12 @@ def _check_allocator() -> None:
 def _of_stage(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> list[Tensor]:
-    """Return this tensor-parallel rank's slices of a bucket, from whatever stage; without stages
-    the parameters themselves.
+    """Return this tensor-parallel rank's slices of a bucket, from whatever stage and holder; the
+    parameters themselves where every rank has them.
     """
     start = time.perf_counter()
-    if plan.groups.pp.size() == 1:
+    num_holders = 1 if bucket.holder is None else plan.groups.ep.size()
+    if plan.groups.pp.size() == num_holders == 1:
         pieces = [tensors[entry.slot.parameter].detach() for entry in bucket.entries]
     else:
         pieces = bucket.split(_broadcast(plan, bucket, tensors, traffic))
@@ -319,12 +340,15 @@ def _of_stage(
 def _broadcast(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> Tensor:
-    pp = plan.groups.pp
-    if pp.rank() == bucket.stage:
+    pp, ep, is_of_stage = plan.groups.pp, plan.groups.ep, plan.groups.pp.rank() == bucket.stage
+    if is_of_stage and bucket.holder in (None, ep.rank()):
         mine = [tensors[entry.slot.parameter].detach().reshape(-1) for entry in bucket.entries]
         flat = torch.cat(mine)
     else:
         flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
+    if is_of_stage and bucket.holder is not None and ep.size() > 1:
+        dist.broadcast(flat, src=dist.get_global_rank(ep, bucket.holder), group=ep)
+        traffic.ep_bytes += bucket.num_bytes
     if pp.size() > 1:
         dist.broadcast(flat, src=dist.get_global_rank(pp, bucket.stage), group=pp)
         traffic.pp_bytes += bucket.num_bytes

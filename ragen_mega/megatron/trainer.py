@@ -72,7 +72,7 @@ class Trainer:
         self.alignment = token_alignment(parallel)
         shape = module.shape
         self.cost = Cost.of_model(
-            shape.num_layers * sum(shape.linear_sizes()),
+            shape.num_layers * shape.active_size,
             shape.num_layers * shape.q_size,
             shape.vocab_size * shape.hidden_size,
         )
@@ -150,16 +150,15 @@ class Trainer:
         self.memory.require("parameters")
         result = torch.zeros(batch.num_positions, *columns)
         parts = self._parts(batch)
-        if parts:
+        if micros := self._microbatches(batch, parts):
             self.model.eval()
-            micros = self._microbatches(batch, parts)
             # delayed scaling learns them from a pass, and only where gradients are enabled
             if self._lacks_scales:
                 self._run(micros[:1], compute, forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
-                outputs = self._run(micros, compute, forward_only=True)
-            if self._reports:
+                outputs = self._run(micros, compute, forward_only=True)[: len(parts)]
+            if self._reports and parts:
                 positions, values = _joined(batch, parts, outputs)
                 result[positions] = values.cpu()
         return _on_all_ranks(result, batch.loss_mask)
@@ -188,17 +187,14 @@ class Trainer:
         )
         batch = batch.with_fields(weights=weights).by_segment()
         parts = self._parts(batch)
-        # fewer trajectories than data-parallel ranks: take part in the collectives with zero weight
-        if not parts:
-            batch = batch.with_fields(weights=torch.zeros(batch.num_positions))
-        micros = self._microbatches(batch, parts or [Part([0], [0])])
+        micros = self._microbatches(batch, parts, at_least=1)
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
             self._run(micros[:1], loss, forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
-        results = self._run(micros, loss, forward_only=False)
-        nodes = sum(micro.forest.num_nodes - micro.forest.padding for micro in micros)
+        results = self._run(micros, loss, forward_only=False)[: len(parts)]
+        nodes = sum(m.forest.num_nodes - m.forest.padding for m in micros[: len(parts)])
         totals, square, nodes, values = self._exchange(batch, parts, results, nodes, num_metrics)
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
@@ -268,16 +264,26 @@ class Trainer:
         stages = self.groups.pp.size()
         return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
 
-    def _microbatches(self, batch: TokenBatch, parts: list[Part]) -> list[Microbatch]:
-        """Return the microbatches of one pass. In a pipeline all have one size: stages then need
-        not exchange shapes, and they wait for the longest anyway.
+    def _microbatches(
+        self, batch: TokenBatch, parts: list[Part], at_least: int = 0
+    ) -> list[Microbatch]:
+        """Return the microbatches of one pass: those of `parts` and, so that this rank takes part
+        in as many collectives as others, some of no weight. There are `at_least` so many, and with
+        expert parallelism as many on all ranks, since tokens travel between them in every layer.
+
+        In a pipeline all have one size: stages then need not exchange shapes, and they wait for the
+        longest anyway.
         """
-        multiple = self.alignment
-        if self.groups.pp.size() > 1:
-            longest = max(int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts)
-            multiple = -(-longest // multiple) * multiple
-        device = distributed.device()
-        return [microbatch(batch, part, multiple=multiple, device=device) for part in parts]
+        number, multiple = max(at_least, len(parts)), self.alignment
+        if self.groups.ep.size() > 1:
+            number = int(distributed.max_over_ranks(torch.tensor(number)))
+        idle = [Part([int(batch.lengths.argmin())], [0])] * (number - len(parts))
+        if self.groups.pp.size() > 1 and number:
+            sizes = [int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts + idle]
+            multiple = -(-max(sizes) // multiple) * multiple
+        cut = partial(microbatch, multiple=multiple, device=distributed.device())
+        weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
+        return [cut(batch, part) for part in parts] + [cut(weightless, part) for part in idle]
 
     def _run(
         self,

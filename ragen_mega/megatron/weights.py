@@ -25,26 +25,30 @@ from ragen_mega.storage.model_readers import check_finite
 
 def slots(model: QwenModel) -> list[Slot]:
     """Return one slot per parameter of this rank's part of the model."""
-    offset = get_transformer_layer_offset(model.config)
+    offsets = get_transformer_layer_offset(model.config), model.expert_offset
     is_critic = isinstance(getattr(model, "output_layer", None), ValueHead)
     return [
-        find_slot(name, model.shape, offset, is_critic=is_critic)
+        find_slot(name, model.shape, *offsets, is_critic=is_critic)
         for name, _ in model.named_parameters()
     ]
 
 
 def mark_tensor_parallel(model: QwenModel) -> None:
     """Tell megatron-core which parameters are slices; it does so itself only while it draws random
-    initial weights.
+    initial weights. An unmarked slice counts as a duplicate of rank 0's, and the gradient norm, and
+    so clipping, would be wrong. Transformer Engine's experts are never marked by megatron-core.
 
-    An unmarked slice counts as a duplicate of rank 0's, and the gradient norm, and so clipping,
-    would be wrong.
+    The gradient of an expert is summed over the ranks that hold it. megatron-core 0.16.1 sums it
+    over data-parallel ranks where experts are not divided, although each tensor-parallel rank has
+    sent it other tokens (both faults: NVIDIA/Megatron-LM pull request 5916).
     """
     parameters = dict(model.named_parameters())
     for slot in slots(model):
         parameter, axis = parameters[slot.parameter], slot.weight.cut.axis
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+        if slot.expert is not None:
+            parameter.allreduce = False
 
 
 def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:

@@ -81,6 +81,10 @@ class Cut:
     is_padded: ClassVar[bool] = False
     """Whether the trainer adds rows of zeros, so that the ranks' parts are equal."""
 
+    def num_parts(self, size: int) -> int:
+        """Return the number of different parts that `size` ranks of the trainer hold."""
+        return 1 if self.axis is None else size
+
     def padded(self, whole: tuple[int, ...], size: int) -> tuple[int, ...]:
         """Return the shape of `size` ranks' parts together, from the shape on one rank."""
         return whole
@@ -127,10 +131,12 @@ class Cut:
                     f"rollout_tensor_parallel_size ({size}) must divide dimension {self.axis} of a"
                     f" weight of shape {list(shape)}; choose a divisor"
                 )
-        return self.shard_to_server(self.shard(tensors, sizes, rank, size), sizes, size)
+        return self.shard_to_server(self.shard(tensors, sizes, rank, size), sizes, rank, size)
 
-    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, size: int) -> Tensor:
-        """SGLang's part of the rank of the same number and size, from the trainer's."""
+    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
+        """SGLang's part of rank `rank` of `size`, from that of the trainer's rank of the same
+        number and size.
+        """
         return shard
 
 
@@ -152,7 +158,7 @@ class QueryKeyValueCut(Cut):
         rows = (queries, keys, keys)
         return _joined([tensor[part] for tensor, part in zip(tensors, rows, strict=True)], 0)
 
-    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, size: int) -> Tensor:
+    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
         return _joined(_split_groups(shard, sizes.head_dim, sizes.num_kv_heads // size), 0)
 
 
@@ -172,8 +178,29 @@ class VocabularyCut(Cut):
     def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
         return [super().unshard(shards, sizes)[0][: sizes.vocab_size]]
 
-    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, size: int) -> Tensor:
+    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
         return _rows(shard, engine_vocab_size(sizes.vocab_size, size) // size, 0)
+
+
+class ExpertCut(Cut):
+    """A rank of the trainer holds whole experts, whatever its tensor parallelism. SGLang divides
+    each of them over its tensor-parallel ranks.
+    """
+
+    def num_parts(self, size: int) -> int:
+        return 1
+
+    def boxes(self, whole: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        return super().boxes(whole, 1)
+
+    def shard(self, tensors: Sequence[Tensor], sizes: HeadSizes, rank: int, size: int) -> Tensor:
+        return super().shard(tensors, sizes, 0, 1)
+
+    def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
+        return super().unshard(shards[:1], sizes)
+
+    def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
+        return super().shard(self.unshard([shard], sizes), sizes, rank, size)
 
 
 REPLICATED = Cut(None)
@@ -182,6 +209,8 @@ ROW = Cut(1)
 GATE_UP = Cut(0, num_blocks=2)
 QKV = QueryKeyValueCut(0)
 VOCAB = VocabularyCut(0)
+EXPERT_GATE_UP = ExpertCut(0, num_blocks=2)
+EXPERT_DOWN = ExpertCut(1)
 
 
 def _split_groups(fused: Tensor, head_dim: int, num_groups: int) -> list[Tensor]:

@@ -31,6 +31,10 @@ class Weight:
     """Megatron's name where every norm is a module of its own."""
     server: str = ""
     """SGLang's name if it is not Hugging Face's; of experts, the name of the tensor of all."""
+    fused: str = ""
+    """Hugging Face name of a tensor that may stand for those of all experts: [experts, rows of the
+    tensors one after the other, columns].
+    """
 
     @property
     def is_matrix(self) -> bool:
@@ -71,10 +75,12 @@ class Family:
     """Entries that do not affect what a policy computes."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig with a value of the family."""
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    """Further fields of TransformerConfig -> the entries of config.json that hold their values,
-    which are sizes. `num_moe_experts` is the number of experts.
+    sizes: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
+    """Further fields of TransformerConfig -> functions that read their values from the entries of a
+    config.json. `num_moe_experts` is the number of experts.
     """
+    ffn_entry: str = "intermediate_size"
+    """Entry of config.json with the width of a feed-forward layer, or of an expert."""
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ValueError if entries of a config.json ask for something that is not supported.

@@ -16,6 +16,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ragen_mega.models.layout import split_experts
+from ragen_mega.models.shape import ModelShape
+
 transformers_logging.disable_progress_bar()
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
@@ -115,7 +118,7 @@ def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in split_experts(model.state_dict(), ModelShape.of(config)).items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -51,7 +51,9 @@ class Slot:
     @property
     def key(self) -> str:
         """The name in a checkpoint, where layers and experts are one tensor, without the role."""
-        return self.weight.key if self.layer is None else f"decoder.layers.{self.weight.key}"
+        if self.layer is None:
+            return self.weight.key
+        return f"decoder.layers.{self.weight.key}".replace("local_experts.{e}", "experts")
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -81,9 +83,9 @@ class Slot:
         """SGLang's part of rank `rank` of `size`, from the Hugging Face tensors."""
         return self.weight.cut.to_server(tensors, self.shape, rank, size)
 
-    def shard_to_server(self, shard: Tensor, size: int) -> Tensor:
+    def shard_to_server(self, shard: Tensor, rank: int, size: int) -> Tensor:
         """SGLang's part, from the part of the trainer's rank of the same number and size."""
-        return self.weight.cut.shard_to_server(shard, self.shape, size)
+        return self.weight.cut.shard_to_server(shard, self.shape, rank, size)
 
     def _full_name(self, name: str) -> str:
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
@@ -112,6 +114,46 @@ def expected_tensors(shape: ModelShape, *, is_critic: bool = False) -> dict[str,
         for slot in model_slots(shape, is_critic=is_critic)
         for name, size in zip(slot.names, slot.shapes, strict=True)
     }
+
+
+class Place(NamedTuple):
+    """The place of a tensor of an expert in a tensor of all experts of its layer."""
+
+    fused: str
+    shape: tuple[int, ...]
+    """The shape of the tensor of all."""
+    expert: int
+    rows: slice
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the view of the tensor of all."""
+        return tensor[self.expert, self.rows]
+
+
+def fused_places(shape: ModelShape) -> dict[str, Place]:
+    """Return a map: Hugging Face name of each expert's tensors -> place in a tensor of all experts,
+    as transformers holds them in memory.
+    """
+    places = {}
+    for slot in model_slots(shape):
+        end = 0
+        for name, size in zip(slot.names, slot.shapes, strict=True):
+            start, end = end, end + size[0]
+            if slot.weight.fused:
+                fused = f"model.layers.{slot.layer}.{slot.weight.fused}"
+                whole = (shape.num_experts, *slot.whole)
+                places[name] = Place(fused, whole, slot.expert, slice(start, end))
+    return places
+
+
+def split_experts(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, with those of single experts in place of those of
+    all.
+    """
+    places = {name: p for name, p in fused_places(shape).items() if p.fused in tensors}
+    fused = {place.fused for place in places.values()}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in fused}
+    return whole | {name: place.of(tensors[place.fused]) for name, place in places.items()}
 
 
 def complete(
@@ -162,10 +204,15 @@ def group_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> I
 
 
 def find_slot(
-    parameter: str, shape: ModelShape, layer_offset: int = 0, *, is_critic: bool = False
+    parameter: str,
+    shape: ModelShape,
+    layer_offset: int = 0,
+    expert_offset: int = 0,
+    *,
+    is_critic: bool = False,
 ) -> Slot:
     """Return the slot of a parameter by its name in a model whose first layer is number
-    `layer_offset` of all.
+    `layer_offset` of all, and whose first expert in a layer number `expert_offset`.
     """
     embedding, _, head = shape.family.outer
     if parameter == head.key:  # the last stage's copy of the embedding if they are tied
@@ -176,7 +223,7 @@ def find_slot(
     for weight in shape.family.outer if layer is None else shape.family.layer:
         for key in (weight.key, weight.alias):
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
-                expert = int(match[1]) if match.groups() else None
+                expert = int(match[1]) + expert_offset if match.groups() else None
                 return Slot(weight, shape, layer, parameter, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"

@@ -24,6 +24,17 @@ def check_config(hf: PretrainedConfig) -> None:
             f"num_attention_heads ({shape.num_heads}) in config.json must be a multiple of"
             f" num_key_value_heads ({shape.num_kv_heads}); is the file damaged?"
         )
+    chosen = dict(shape.further).get("moe_router_topk", 0)
+    if chosen > shape.num_experts:
+        raise ValueError(
+            f"num_experts_per_tok ({chosen}) in config.json must be at most num_experts"
+            f" ({shape.num_experts}); is the file damaged?"
+        )
+    if chosen == 1 and values.get("norm_topk_prob"):
+        raise ValueError(
+            "norm_topk_prob in config.json gives a single expert (num_experts_per_tok 1) the weight"
+            " 1, from which its router cannot learn; set it to false"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class ModelShape:
     rms_norm_eps: float
     rope_theta: float
     further: tuple[tuple[str, int], ...] = ()
-    """Name and value of each further size of the family."""
+    """Name and value of each further field of the family's `sizes`."""
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
@@ -59,13 +70,13 @@ class ModelShape:
                 num_kv_heads=values["num_key_value_heads"],
                 head_dim=values.get("head_dim")
                 or values["hidden_size"] // values["num_attention_heads"],
-                ffn_size=values["intermediate_size"],
+                ffn_size=values[family.ffn_entry],
                 vocab_size=values["vocab_size"],
                 is_tied=bool(values.get("tie_word_embeddings")),
                 rms_norm_eps=values.get("rms_norm_eps", 1e-6),
                 # transformers 5 has moved it into a dictionary
                 rope_theta=(values.get("rope_parameters") or values).get("rope_theta", 1e4),
-                further=tuple((name, values[entry]) for name, entry in family.sizes.items()),
+                further=tuple((name, read(values)) for name, read in family.sizes.items()),
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks {error}; use the model's own file") from None
@@ -89,11 +100,16 @@ class ModelShape:
         """Channels of all keys, or of all values."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, 0 in a dense model."""
+        return dict(self.further).get("num_moe_experts", 0)
+
     def experts(self, weight: Weight) -> Sequence[int | None]:
         """Return the experts that have this parameter of their own; None alone if no experts have
         it.
         """
-        return range(dict(self.further)["num_moe_experts"]) if "{e}" in weight.key else (None,)
+        return range(self.num_experts) if "{e}" in weight.key else (None,)
 
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors of one parameter."""
@@ -115,21 +131,36 @@ class ModelShape:
         """Return the elements of one parameter on a tensor-parallel rank, rows of padding among
         them.
         """
-        total = math.prod(weight.cut.padded(self.whole(weight), tp))
-        return total if weight.cut.axis is None else total // tp
+        return math.prod(weight.cut.padded(self.whole(weight), tp)) // weight.cut.num_parts(tp)
 
-    def layer_sizes(self, tp: int = 1) -> list[int]:
-        """Return the elements of the parameters of a layer on a tensor-parallel rank, in the order
-        of megatron-core's local layer.
+    def layer_sizes(self, tp: int = 1, ep: int = 1) -> list[int]:
+        """Return the elements of the parameters of a layer on a rank that tensor and expert
+        parallelism leave it, in the order of megatron-core's local layer.
         """
-        return self._parameter_sizes(self.family.layer, tp)
+        return self._parameter_sizes(self.family.layer, tp, ep)
 
-    def linear_sizes(self, tp: int = 1) -> list[int]:
+    def linear_sizes(self, tp: int = 1, ep: int = 1) -> list[int]:
         """Return the elements of those parameters that are matrices of linear layers."""
-        return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp)
+        return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp, ep)
 
-    def _parameter_sizes(self, weights: Sequence[Weight], tp: int) -> list[int]:
-        return [self.num_elements(w, tp) for w in weights for _ in self.experts(w)]
+    def _parameter_sizes(self, weights: Sequence[Weight], tp: int, ep: int) -> list[int]:
+        return [
+            self.num_elements(weight, tp)
+            for weight in weights
+            for _ in range(max(1, len(self.experts(weight)) // ep))
+        ]
+
+    @property
+    def active_size(self) -> int:
+        """Elements of a layer's matrices by which a token is multiplied: of the experts only those
+        that the router chooses.
+        """
+        chosen = dict(self.further).get("moe_router_topk", 1)
+        return sum(
+            self.num_elements(weight) * min(chosen, len(self.experts(weight)))
+            for weight in self.family.layer
+            if weight.is_matrix
+        )
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:
         """Return the bytes of the policy's weights on a rank of an engine; with `fp8` the layers'
@@ -154,12 +185,22 @@ class ModelShape:
         return self.num_layers * sum(self.layer_sizes()) + sum(outer)
 
 
-def cut_error(shape: ModelShape, tp: int, pp: int) -> str | None:
+def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1) -> str | None:
     """Return why the trainer cannot cut a model this way, None if it can."""
+    if ep > 1 and not shape.num_experts:
+        return (
+            f"expert_model_parallel_size ({ep}) divides experts, and a {shape.model_type} model has"
+            " none; drop --expert-model-parallel-size"
+        )
+    if shape.num_experts % ep:
+        return (
+            f"expert_model_parallel_size ({ep}) must divide the model's experts"
+            f" ({shape.num_experts}); lower --expert-model-parallel-size to a divisor"
+        )
     for what, count in (
         ("attention heads", shape.num_heads),
         ("key-value heads", shape.num_kv_heads),
-        ("intermediate size", shape.ffn_size),
+        ("intermediate size", 0 if shape.num_experts else shape.ffn_size),  # experts are whole
     ):
         if count % tp:
             return (

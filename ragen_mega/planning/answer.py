@@ -18,7 +18,7 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
-from ragen_mega.planning.layouts import HOST_GIB, LAYOUT, best, ranked, smallest
+from ragen_mega.planning.layouts import HOST_GIB, LAYOUT, best, fits, ranked, smallest
 from ragen_mega.planning.memory import FILL, GIB, Setting, host_bytes, plan, remedies
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import Play, default_play
@@ -29,10 +29,8 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
     """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
     where one does not. Raises ValueError if the model cannot be cut this way.
     """
-    layout = setting.parallel
-    if error := cut_error(
-        shape, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    ):
+    layout, (tp, pp, ep) = setting.parallel, setting.cut
+    if error := cut_error(shape, tp, pp, ep):
         raise ValueError(error)
     if shape.num_heads % setting.engine_tp:
         raise ValueError(
@@ -46,8 +44,9 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "status": "predicted, not yet run on a GPU",
         "parameters": shape.num_parameters,
         "num_gpus": setting.num_ranks,
-        "tensor_parallel": layout.tensor_model_parallel_size,
-        "pipeline_parallel": layout.pipeline_model_parallel_size,
+        "tensor_parallel": tp,
+        "pipeline_parallel": pp,
+        "expert_parallel": ep,
         "data_parallel": setting.dp,
         "rollout_tensor_parallel": setting.engine_tp,
         "recompute": layout.recompute,
@@ -62,7 +61,7 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "peak_gib": max(totals.values()),
         "host_gib_per_rank": host_bytes(shape, setting) / GIB,
         "fits": not tight,
-        "remedies": {phase: remedies(setting, phase) for phase in tight},
+        "remedies": {phase: remedies(shape, setting, phase) for phase in tight},
     }
 
 
@@ -75,13 +74,20 @@ def summary(report: dict[str, Any]) -> str:
     )
 
 
+def layout_words(report: dict[str, Any]) -> str:
+    """Name the layout; expert parallelism only where it divides experts."""
+    expert_parallel = f" EP {report['expert_parallel']}," * (report["expert_parallel"] > 1)
+    return (
+        f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']},{expert_parallel} DP"
+        f" {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}"
+    )
+
+
 def described(report: dict[str, Any]) -> str:
     """Write the plan of memory as text."""
     lines = [
-        f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs: TP"
-        f" {report['tensor_parallel']}, PP {report['pipeline_parallel']}, DP"
-        f" {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}; GiB on the"
-        f" GPU that needs most ({report['status']})"
+        f"{report['parameters'] / 1e9:.2f} billion parameters on {report['num_gpus']} GPUs:"
+        f" {layout_words(report)}; GiB on the GPU that needs most ({report['status']})"
     ]
     for phase, terms in report["terms_gib"].items():
         lines.append(f"\n{phase:<26}{report['phases_gib'][phase]:9.2f}")
@@ -121,12 +127,13 @@ def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
 def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
     """Write a line for each layout: predicted seconds of a step, its plan, and its bound."""
     lines = [
-        "seconds  TP  PP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB  bound by"
+        "seconds  TP  PP  EP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB  by"
     ]
     for seconds, report in found:
         lines.append(
             f"{seconds:<9.1f}{report['tensor_parallel']:<4}{report['pipeline_parallel']:<4}"
-            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
+            f"{report['expert_parallel']:<4}{report['data_parallel']:<4}"
+            f"{report['rollout_tensor_parallel']:<12}"
             f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
             f"{report['peak_gib']:10.1f}{report['host_gib_per_rank']:10.1f}"
             f"  {', '.join(report['bound_by'])}"
@@ -144,14 +151,16 @@ def planned_gpus(recipe: str) -> int | None:
 
 def recipe_for(model: str, shape: ModelShape) -> str:
     """Find the recipe of a named model; for a directory find the recipe of the model nearest in
-    size.
+    size, a mixture for a mixture.
     """
     name = model.lower().rpartition("/")[2].removesuffix("-instruct").replace("-", "_")
     if planned_gpus(name) is not None:
         return name
+    others = {other: ModelShape.from_config(values) for other, values in SHAPES.items()}
     misses = {
-        other: abs(math.log(ModelShape.from_config(values).num_parameters / shape.num_parameters))
-        for other, values in SHAPES.items()
+        other: abs(math.log(known.num_parameters / shape.num_parameters))
+        for other, known in others.items()
+        if bool(known.num_experts) == bool(shape.num_experts)
     }
     return min(misses, key=misses.__getitem__).lower().replace("-", "_")
 
@@ -232,7 +241,7 @@ def priced(
     """Price a step under a layout, as values and as text; draw it if asked to."""
     price = arguments.dollars_per_gpu_hour
     dollars = machine.hardware.dollars if price is None else price
-    interval = validation.interval("rl, dense")  # the memory plan knows no mixtures
+    interval = validation.interval("rl, mixture" if shape.num_experts else "rl, dense")
     result = cost.cost(machine, shape, config, num_gpus, play, dollars, interval)
     helps = cost.advice(machine, shape, config, num_gpus, capacity, play)
     if arguments.plot:
@@ -274,9 +283,11 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if not chosen and not arguments.search:
             chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
             title = (
-                f"no layout fits {FILL:.0%} of {capacity:g} GiB and {HOST_GIB:g} GiB of host memory"
-                " a GPU; the one that needs least of the GPU"
+                f"no layout fits {capacity:g} GiB and {HOST_GIB:g} GiB of host memory a GPU; the"
+                " one that needs least of the GPU"
             )
+        elif chosen and not fits(shape, chosen, num_gpus, FILL * room, play.sharing):
+            title = f"best that fits, with less than {1 - FILL:.0%} of a GPU to spare"
         if chosen:
             flags = run.flags(chosen)
             result["flags"] = flags

@@ -227,13 +227,13 @@ class Constants:
 
     product: float = constant(0.72, 0.1, 0.95)
     """Share of the peak in a large matrix product, its reads and writes not included."""
-    product_fp8: float = constant(0.66, 0.3, 0.95)
+    product_fp8: float = constant(0.68, 0.3, 0.95)
     """The same of the FP8 peak, quantisation included."""
     tile: float = constant(256.0, 1.0, 1024.0)
     """Time to start and finish a tile of a product, in inner elements."""
     attention: float = constant(0.5, 0.001, 0.8)
     """Share of the bfloat16 peak in attention."""
-    memory: float = constant(0.67, 0.01, 1.0)
+    memory: float = constant(0.66, 0.01, 1.0)
     """Share of the memory's speed in passes over activations and optimizer state."""
     link: float = constant(0.9, 0.3, 0.9)
     """Share of the links' speed in collectives."""
@@ -243,11 +243,11 @@ class Constants:
     """Seconds in which the host starts the kernels of a layer's forward pass; of a backward pass
     twice that. The GPU waits if its work takes less.
     """
-    adapter: float = constant(0.0063, 0.0, 1e-1)
+    adapter: float = constant(0.0061, 0.0, 1e-1)
     """Further seconds of a layer's forward pass with adapters under FSDP, in whose programs nothing
     hides them; of a backward pass twice that.
     """
-    update: float = constant(0.068, 0.0, 2.0)
+    update: float = constant(0.089, 0.0, 2.0)
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     update_layer: float = constant(0.0, 0.0, 1e-1)
     """Further seconds of it for every layer on the rank: small tensors, one after the other."""
@@ -260,15 +260,15 @@ class Constants:
     """Seconds of a turn besides its tokens: its text, its environment, joining the batch."""
     exposed: float = constant(0.3, 0.0, 1.0)
     """Share of overlapped communication that is waited for all the same."""
-    collective: float = constant(0.00018, 0.0, 1e-2)
+    collective: float = constant(0.00024, 0.0, 1e-2)
     """Further seconds in which the host starts a collective of tensor parallelism, of which a layer
     has four.
     """
-    permute: float = constant(9.8, 2.0, 64.0)
+    permute: float = constant(11.0, 2.0, 64.0)
     """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
     of the products: sorted by expert, packed for the exchange and back.
     """
-    route: float = constant(0.0022, 0.0, 1e-2)
+    route: float = constant(0.002, 0.0, 1e-2)
     """Further seconds in which the host starts the kernels of a layer of experts: router, sorting,
     waiting for the numbers of tokens, one product an expert.
     """
@@ -292,13 +292,13 @@ class Constants:
     """
     decode_routed: float = constant(0.065, 0.01, 0.95)
     """Share of the peak in a decode step's products with experts, each of which sees few rows."""
-    sync: float = constant(2.1e9, 1e8, 1e12)
+    sync: float = constant(2.0e9, 1e8, 1e12)
     """Bytes a second at which a GPU's engine takes over weights, in buckets with their checks:
     published is 3.0 s for the 61 GB of a 30B-A3B on eight H200 (vime issue 175).
     """
     untuned: float = constant(1.0, 1.0, 3.0)
     """Time of a training step in a layout that nobody has tuned, over that of a tuned one."""
-    overhead: float = constant(2.8e-6, 0.0, 1e-3)
+    overhead: float = constant(3e-6, 0.0, 1e-3)
     """Seconds of a step of reinforcement learning outside its phases, for each of its tokens: the
     host's data, rewards, logs.
     """

@@ -1,13 +1,22 @@
 """Search for a layout: those that fit into the GPUs, ordered by the predicted seconds of a step."""
 
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
-from ragen_mega.planning.memory import FILL, GIB, Setting, host_bytes, plan
+from ragen_mega.planning.memory import (
+    FILL,
+    GIB,
+    Setting,
+    engine_bytes,
+    host_bytes,
+    plan,
+    state_of,
+)
 from ragen_mega.planning.time import Play, default_play, step_seconds
 
 DEFAULT = Machine(HARDWARE["H100"])
@@ -20,8 +29,9 @@ HOST_GIB = 200.0
 """Host memory per GPU: nodes with eight have 2 TB."""
 LAYOUT = {
     "parallel": (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
-        "use_distributed_optimizer", "recompute", "offload",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
+        "recompute", "offload",
     ),
     "train": ("max_tokens_per_microbatch",),
     "rollout": ("rollout_tensor_parallel_size", "kv_cache_tokens"),
@@ -33,8 +43,8 @@ def layouts(
     shape: ModelShape, config: StarPOConfig, num_ranks: int, fixed: Collection[str] = ()
 ) -> Iterator[StarPOConfig]:
     """Lay `config` out in every way into which the model can be cut on these GPUs, whether it fits
-    or not: TP and engine within a node, PP, recomputation, offloading, tokens of a microbatch. What
-    `fixed` names of LAYOUT stays as it is.
+    or not: TP and engine within a node, PP, EP, recomputation, offloading, tokens of a microbatch.
+    What `fixed` names of LAYOUT stays as it is.
     """
     now = {
         name: getattr(getattr(config, section), name)
@@ -45,10 +55,13 @@ def layouts(
     sizes = [size for size in (1, 2, 4, 8) if num_ranks % size == 0]
     engines = sizes if config.rollout.rollout_engine == "sglang" else [1]
     modes = ("none", "rollout", "turns") if config.advantage.uses_critic else ("none", "rollout")
-    room = config.rollout.max_context_length
+    room, experts = config.rollout.max_context_length, shape.num_experts
     usual = {
         "pipeline_model_parallel_size": range(1, num_ranks + 1),
         "tensor_model_parallel_size": sizes,
+        "expert_model_parallel_size": [
+            size for size in range(1, (experts or 1) + 1) if num_ranks % size == 0
+        ],
         "recompute": ("none", "selective", "full"),
         "offload": modes,
         "rollout_tensor_parallel_size": engines,
@@ -56,8 +69,8 @@ def layouts(
     }
     tried = [(now[name],) if name in now else values for name, values in usual.items()]
     kv = config.rollout.kv_cache_tokens
-    for pp, tp, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
-        if num_ranks % (tp * pp) or cut_error(shape, tp, pp):
+    for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
+        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep):
             continue
         if num_ranks % engine_tp or shape.num_heads % engine_tp:
             continue
@@ -65,8 +78,11 @@ def layouts(
             config.parallel,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
             sequence_parallel=now.get("sequence_parallel", tp > 1),
-            use_distributed_optimizer=now.get("use_distributed_optimizer", num_ranks > tp * pp),
+            use_distributed_optimizer=now.get(
+                "use_distributed_optimizer", num_ranks > pp * (min(tp, ep) if experts else tp)
+            ),
             recompute=recompute,
             offload=offload,
         )
@@ -115,6 +131,10 @@ def ranked(
     play = play or default_play(config)
     timed = []
     for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
+        setting = Setting.from_config(candidate, num_ranks)
+        state = sum(state_of(shape, setting, 0, is_critic=False))
+        if max(state, engine_bytes(shape, setting)[0]) > gpu_bytes:
+            continue  # whatever else it needs
         phases = step_seconds(machine, shape, candidate, num_ranks, play)
         seconds = sum(sum(terms.values()) for terms in phases.values())
         timed.append((seconds, position, candidate))
@@ -132,21 +152,18 @@ def best(
     play: Play | None = None,
     fixed: Collection[str] = (),
 ) -> StarPOConfig | None:
-    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU and are within `MARGIN`
-    of the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
+    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU, or else into all of
+    it, and are within `MARGIN` of the fastest the one with the fewest pipeline stages, then the
+    fastest. None if none fits.
     """
-    found: StarPOConfig | None = None
-    limit = None
-    for seconds, candidate in ranked(
-        shape, config, num_ranks, FILL * gpu_bytes, machine, play, fixed
-    ):
-        limit = MARGIN * seconds if limit is None else limit
-        if seconds > limit:
-            break
-        stages = candidate.parallel.pipeline_model_parallel_size
-        if found is None or stages < found.parallel.pipeline_model_parallel_size:
-            found = candidate
-    return found
+    for share in (FILL, 1.0):
+        fitting = ranked(shape, config, num_ranks, share * gpu_bytes, machine, play, fixed)
+        fastest, found = next(fitting, (math.inf, None))
+        near = itertools.takewhile(lambda item: item[0] <= MARGIN * fastest, fitting)
+        if found:
+            others = [found, *(candidate for _, candidate in near)]
+            return min(others, key=lambda one: one.parallel.pipeline_model_parallel_size)
+    return None
 
 
 def smallest(

@@ -3,11 +3,11 @@ computes with integers and needs neither torch nor ranks.
 
 Parameters, gradients and optimizer state are exact, as megatron-core's buffers lay them out.
 Activations are what the local layers save for the backward pass, on a processor within 3% of what
-autograd holds. On a GPU the plan allows more, until one has measured it: float32 copies in norms.
-Transformer Engine saves 3 instead of 5 widths in SwiGLU, no rotary tables, and with FP8 one byte
-for inputs of linear layers. What CUDA, NCCL and SGLang need besides is assumed. Ranks that
-compute on the processor share the machine's memory, in which checkpoints and the embedded engine
-are too. Tensor and sequence parallelism: arXiv:2205.05198; in flight under 1F1B: arXiv:2104.04473.
+autograd holds. Transformer Engine saves less: 3 instead of 5 widths in SwiGLU, no rotary tables,
+and with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need besides is
+assumed. Ranks that compute on the processor share the machine's memory, in which checkpoints and
+the embedded engine are too. Experts are whole, on the ranks of an expert-parallel group. Tensor and
+sequence parallelism: arXiv:2205.05198; in flight under 1F1B: arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from ragen_mega.config import ParallelConfig, Recompute, StarPOConfig
@@ -28,13 +29,15 @@ MOMENTS = 2 * FP32
 CUDA_CONTEXT = int(1.5 * GIB)
 """Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
-"""Assumed: NCCL's buffers per kind of group (TP, PP, DP) with more than one rank."""
+"""Assumed: NCCL's buffers per kind of group (TP, PP, EP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
 PROGRAM = int(0.8 * GIB)
 """Measured on a processor: Python, torch and the libraries of a rank."""
-FRAGMENTATION, HOST_FRAGMENTATION = 0.05, 0.15
-"""Assumed share of activations that is lost to fragmentation, on a GPU and on a processor."""
+FRAGMENTATION = 0.15
+"""Assumed share of activations that is lost to fragmentation."""
+SKEW = 1.5
+"""Assumed: tokens that reach the experts of the busiest rank, over the mean of all ranks."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 FILL = 0.9
 """Share of a device's memory that a chosen setting may use: some terms are assumed."""
@@ -102,11 +105,30 @@ class Setting:
         )
 
     @property
-    def dp(self) -> int:
+    def cut(self) -> tuple[int, int, int]:
+        """Sizes of tensor, pipeline and expert parallelism."""
         layout = self.parallel
-        return self.num_ranks // (
-            layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+        return (
+            layout.tensor_model_parallel_size,
+            layout.pipeline_model_parallel_size,
+            layout.expert_model_parallel_size,
         )
+
+    @property
+    def dp(self) -> int:
+        tp, pp, _ = self.cut
+        return self.num_ranks // (tp * pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        tp, _, ep = self.cut
+        return tp * self.dp // ep
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share the positions between tensor-parallel regions."""
+        return self.cut[0] if self.parallel.sequence_parallel else 1
 
     @property
     def itemsize(self) -> int:
@@ -122,33 +144,64 @@ class ModelState(NamedTuple):
 
 
 def state_of(
-    shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool, dp_rank: int = 0
+    shape: ModelShape,
+    setting: Setting,
+    stage: int,
+    *,
+    is_critic: bool,
+    dp_rank: int = 0,
+    expert_rank: int = 0,
 ) -> ModelState:
     """Compute the bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state.
-    Exact.
+    Exact. `expert_rank` is the rank's number among those that hold the same experts.
     """
-    layout = setting.parallel
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    is_last, is_tied = stage == pp - 1, shape.is_tied and not is_critic
+    shards, item = setting.parallel.use_distributed_optimizer, setting.itemsize
+    sharers = ((setting.dp, dp_rank), (setting.expert_dp, expert_rank))
+    return _state(shape, setting.cut, sharers, stage, item, shards=shards, is_critic=is_critic)
+
+
+@lru_cache(maxsize=4096)
+def _state(
+    shape: ModelShape,
+    cut: tuple[int, int, int],
+    sharers: tuple[tuple[int, int], tuple[int, int]],
+    stage: int,
+    item: int,
+    *,
+    shards: bool,
+    is_critic: bool,
+) -> ModelState:
+    """Compute `state_of` from all that it depends on, of which a search meets few combinations.
+    `sharers`: how many ranks hold the same parameters, and the same experts, and their numbers.
+    """
+    (tp, pp, ep), is_tied = cut, shape.is_tied and not is_critic
+    is_last, layers = stage == pp - 1, shape.num_layers // pp
+    # as many ranks hold the same experts as there are, divided by EP, in a stage
+    layer, experts = list[int](), list[int]()
+    for weight in shape.family.layer:
+        is_apart = shape.experts(weight) != (None,) and sharers[0] != sharers[1]
+        held = max(1, len(shape.experts(weight)) // ep)
+        (experts if is_apart else layer).extend([shape.num_elements(weight, tp)] * held)
     vocab = shape.num_elements(shape.family.outer[0], tp)
     embedding = [vocab] if stage == 0 else []
-    body = shape.layer_sizes(tp) * (shape.num_layers // pp)
-    body += [shape.hidden_size] if is_last else []
+    body = layer * layers + [shape.hidden_size] * is_last
     head = [vocab] if is_last and (not is_tied or pp > 1) else []
     if is_critic and is_last:
         head = [shape.hidden_size]
-    buffers = [([embedding + body + head], setting.itemsize)]
+    buffers = [([embedding + body + head], item, sharers[0])]
     if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
-        buffers = [([embedding, body, head], setting.itemsize)]
-    elif is_critic and is_last and setting.itemsize != FP32:  # the value head is always float32
-        buffers = [([embedding + body], setting.itemsize), ([head], FP32)]
+        buffers = [([embedding, body, head], item, sharers[0])]
+    elif is_critic and is_last and item != FP32:  # the value head is always float32
+        buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
+    buffers.append(([experts * layers], item, sharers[1]))
+    # only the first stage sends its gradients bucket by bucket
+    dp = sharers[0][0]
+    bucket_size = bucket_elements(dp) if stage == 0 and dp > 1 else None
     parameters = gradients = optimizer = 0
-    for buckets, itemsize in buffers:
+    for buckets, itemsize, (count, rank) in buffers:
         length = owned = sum(map(sum, buckets))
-        if layout.use_distributed_optimizer:
-            # only the first stage sends its gradients bucket by bucket
-            bucket_size = bucket_elements(setting.dp) if stage == 0 and setting.dp > 1 else None
-            length, owned = _distributed_buffer(buckets, setting.dp, dp_rank, bucket_size)
+        if shards:
+            length, owned = _distributed_buffer(buckets, count, rank, bucket_size)
         parameters += length * itemsize
         gradients += length * FP32
         optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
@@ -198,55 +251,60 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """Count the bytes per position that one layer saves for the backward pass, by part, without
     recomputation.
     """
-    layout, item = setting.parallel, setting.itemsize
-    tp = layout.tensor_model_parallel_size
-    sp = tp if layout.sequence_parallel else 1
+    (tp, _, ep), item, hidden = setting.cut, setting.itemsize, shape.hidden_size
     queries, keys = shape.q_size // tp, shape.kv_size // tp
-    spare = not setting.on_host
+    # gate and up, silu(gate), a copy of up, their product
+    mlp = 5 * shape.ffn_size * item
+    if shape.num_experts:  # inputs of experts, products weighted; logits and choices of the router
+        chosen = dict(shape.further)["moe_router_topk"] * (SKEW if ep > 1 else 1)
+        mlp = int(chosen * (hidden * item + mlp + shape.ffn_size * item))
+        mlp += shape.num_experts * 2 * FP32
     parts = {
         # twice: the input, the output, the inverse root mean square
-        "norms": 2 * (shape.hidden_size * (2 * item + spare * FP32) + FP32) // sp,
+        "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
         "qkv": (queries + 2 * keys) * item,
-        # rotated queries and keys; cosines and sines of both
-        "rotary": (queries + keys + 4 * shape.head_dim) * item,
+        # rotated queries and keys; where megatron-core rotates, cosines and sines of both
+        "rotary": (queries + keys + spare * 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
-        "projection": spare * queries * item,  # compiled attention writes it as it is read
-        # gate and up, silu(gate), a copy of up, their product
-        "mlp": 5 * shape.ffn_size // tp * item,
+        "mlp": mlp // tp,
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if "qk_layernorm" in shape.family.overrides:
         # the queries of several key heads are copied to stand side by side
-        copied = queries * (keys > shape.head_dim) * item
-        parts["query and key norms"] = ((queries + keys) * (FP32 + item) if spare else copied) + (
-            shape.num_heads + shape.num_kv_heads
-        ) // tp * FP32
+        parts["query and key norms"] = (
+            queries * (keys > shape.head_dim) * item
+            + (shape.num_heads + shape.num_kv_heads) // tp * FP32
+        )
     return parts
+
+
+def _stream_itemsize(setting: Setting) -> int:
+    """Return the bytes of a number of the residual stream, which local layers add up in float32."""
+    return FP32 if setting.on_host else setting.itemsize
 
 
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
     """
-    layout, tokens = setting.parallel, setting.max_tokens
-    pp = layout.pipeline_model_parallel_size
-    sp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+    (_, pp, _), recompute = setting.cut, setting.parallel.recompute
     parts = layer_activations(shape, setting)
     one_layer = sum(parts.values())
     kept = {
         "none": one_layer,
         "selective": one_layer - parts["mlp"],
-        "full": shape.hidden_size * setting.itemsize // sp,
-    }[layout.recompute]
+        "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
+    }[recompute]
     per_position = kept * (shape.num_layers // pp)
-    if layout.recompute == "full":
-        per_position += shape.head_dim * FP32  # angles of the rotary embedding, for all layers
+    if layout.recompute == "full" or setting.on_host:
+        # angles of the rotary embedding, or their cosines and sines, for all layers
+        per_position += shape.head_dim * FP32
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
-        per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // sp
-    return per_position * tokens * (pp - stage)
+        per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // setting.sp
+    return per_position * setting.max_tokens * (pp - stage)
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -256,13 +314,12 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     weight before it is added to its float32 buffer; on the policy's last stage, at another time,
     the chunked loss of `ragen_kernels`.
     """
-    layout, item, tokens = setting.parallel, setting.itemsize, setting.max_tokens
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    (tp, pp, ep), item, tokens = setting.cut, setting.itemsize, setting.max_tokens
     parts = layer_activations(shape, setting)
     recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
-        layout.recompute
+        setting.parallel.recompute
     ]
-    layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp)) * item
+    layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp, ep)) * item
     if is_critic or stage != pp - 1:
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], tp), shape.hidden_size
@@ -294,22 +351,23 @@ def stage_phases(
     shape: ModelShape, setting: Setting, stage: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
-    layout, offload = setting.parallel, setting.parallel.offload
-    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, setting.dp
+    offload, (tp, pp, ep) = setting.parallel.offload, setting.cut
     names = ("actor", "critic") if setting.has_critic else ("actor",)
     trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
     weights, kv = engine_bytes(shape, setting)
     in_fp8 = {}
-    if layout.fp8 != "none":  # Transformer Engine keeps each linear weight as it is and transposed
-        in_fp8["FP8 weights"] = 2 * shape.num_layers // sizes[1] * sum(shape.linear_sizes(sizes[0]))
+    if (
+        setting.parallel.fp8 != "none"
+    ):  # Transformer Engine keeps each linear weight as it is and transposed
+        in_fp8["FP8 weights"] = 2 * shape.num_layers // pp * sum(shape.linear_sizes(tp, ep))
     if setting.on_host:
         base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
         base["checkpoint and host copies"] = host_copies(shape, setting, stage)
     else:
         contexts = CUDA_CONTEXT * (2 if weights else 1)
-        base = {"CUDA and NCCL": contexts + COMMUNICATOR * sum(size > 1 for size in sizes)}
+        groups = sum(size > 1 for size in (*setting.cut, setting.dp))
+        base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
-    lost = HOST_FRAGMENTATION if setting.on_host else FRAGMENTATION
     for name in trains:
         present = [name] if offload == "turns" else trains
         saved = activations(shape, setting, stage)
@@ -323,7 +381,7 @@ def stage_phases(
         passes = {
             "activations": saved,
             "workspace": passing,
-            "fragmentation": int(lost * (saved + passing)),
+            "fragmentation": int(FRAGMENTATION * (saved + passing)),
         }
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
@@ -346,10 +404,7 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
     """Plan phase -> term -> bytes, on the rank that needs most in that phase."""
     # No stage between the first and the last has more layers or microbatches in flight than the
     # first, nor a vocabulary.
-    stages = [
-        dict(stage_phases(shape, setting, stage))
-        for stage in {0, setting.parallel.pipeline_model_parallel_size - 1}
-    ]
+    stages = [dict(stage_phases(shape, setting, stage)) for stage in {0, setting.cut[1] - 1}]
     return {
         phase: max((stage[phase] for stage in stages), key=lambda terms: sum(terms.values()))
         for phase in stages[0]
@@ -360,8 +415,7 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes of host memory of the rank that needs most, whose device is a GPU: its copies
     and the engine's weights if a copy is kept. An export goes tensor by tensor.
     """
-    stages = {0, setting.parallel.pipeline_model_parallel_size - 1}
-    copies = max(host_copies(shape, setting, stage) for stage in stages)
+    copies = max(host_copies(shape, setting, stage) for stage in {0, setting.cut[1] - 1})
     return copies + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
 
 
@@ -440,7 +494,7 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
         ]
         line = (
             f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
-            f" {phase} ({', '.join(largest)}); {'; '.join(remedies(setting, phase))}"
+            f" {phase} ({', '.join(largest)}); {'; '.join(remedies(shape, setting, phase))}"
         )
         if setting.engine == "embedded" and phase == "rollout":
             lines.append(f"memory: with all contexts full {line}")
@@ -449,7 +503,7 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
     return lines
 
 
-def remedies(setting: Setting, phase: str) -> list[str]:
+def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel
     if not phase.startswith("train"):
@@ -468,6 +522,8 @@ def remedies(setting: Setting, phase: str) -> list[str]:
         and layout.offload != "turns"
         and not setting.on_host,
         "start fewer ranks on this machine": setting.on_host and setting.num_ranks > 1,
+        "raise --expert-model-parallel-size": shape.num_experts > 0 and setting.expert_dp > 1,
         "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
+        "take more GPUs": not setting.on_host,
     }
     return [remedy for remedy, helps in advice.items() if helps]

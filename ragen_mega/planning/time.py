@@ -71,7 +71,8 @@ class Sizes:
         """Read the sizes of a model that the trainer knows."""
         return cls(
             shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied,
+            shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied, shape.num_experts,
+            dict(shape.further).get("moe_router_topk", 0),
         )  # fmt: skip
 
     @property
@@ -136,6 +137,10 @@ class Cut:
     sequence_parallel: bool = True
     overlaps: bool = False
     """Collectives of tensor and expert parallelism overlap with matrix products."""
+    copies: bool = False
+    """A token is sent once for every expert that it needs (Megatron's all-to-all), not once to each
+    node and rank.
+    """
     is_fsdp: bool = False
     shards_optimizer: bool = True
     fp8: bool = False
@@ -210,17 +215,17 @@ def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float
     shared = cuts * (tp - 1) / tp * tokens * h * cut.itemsize / machine.link(tp)
     visible = reached.exposed if cut.overlaps else 1.0
     terms["tensor parallelism"] = visible * shared + 4 * reached.latency * (tp > 1)
-    # a token goes to each node that it needs once, and another there to each rank meanwhile
+    # a token goes to each node that it needs once, and another there to each rank meanwhile; an
+    # exchange has a round for each node
     nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
-    sent = (
-        tokens
-        / tp
-        * max(
-            distinct(cut.ep, used) * (local - 1) / local / machine.link(local),
-            distinct(nodes, used) * (nodes - 1) / nodes / machine.link(cut.num_gpus),
-        )
+    to_nodes, to_ranks = (
+        used if cut.copies else distinct(places, used) for places in (nodes, cut.ep)
     )
-    sent = 2 * (visible * sent * h * cut.itemsize + reached.latency)
+    sent = max(
+        to_ranks * (local - 1) / local / machine.link(local),
+        to_nodes * (nodes - 1) / nodes / machine.link(cut.num_gpus),
+    )
+    sent = 2 * (visible * tokens / tp * sent * h * cut.itemsize + nodes * reached.latency)
     terms["expert parallelism"] = sent * (cut.ep > 1)
     ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
     seen = max(reached.exposed * ring, ring - terms["attention"] / share)
@@ -608,11 +613,13 @@ def rollout(
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     """Read the layout and precision in which a run trains."""
-    layout = config.parallel
+    layout, (tp, pp, ep) = config.parallel, setting.cut
     return Cut(
-        tp=layout.tensor_model_parallel_size,
-        pp=layout.pipeline_model_parallel_size,
+        tp=tp,
+        pp=pp,
         dp=setting.dp,
+        ep=ep,
+        copies=True,
         sequence_parallel=layout.sequence_parallel,
         shards_optimizer=layout.use_distributed_optimizer,
         fp8=layout.fp8 != "none",
@@ -627,13 +634,13 @@ def hand_over(
     """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
     both): seconds of ranks that train, and seconds of ranks that sample.
     """
-    reached, layout = machine.constants, setting.parallel
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    reached, (tp, pp, ep) = machine.constants, setting.cut
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:
-        is_local = setting.engine_tp == tp and pp == 1
-        moved = 0.0 if is_local else weights / machine.link(tp * pp)
+        # of a mixture nearly all bytes are experts', which the engine holds whole
+        is_local = setting.engine_tp == (ep if shape.num_experts else tp) and pp == 1
+        moved = 0.0 if is_local else weights / machine.link(pp * max(tp, ep))
         return {"weights between ranks": moved}, taken
     whole = shape.engine_weights(setting.itemsize, 1)
     # the first sampler passes them on to the others

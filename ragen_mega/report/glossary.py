@@ -59,6 +59,8 @@ GLOSSARY = {
     " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
     "reward/inverted": "Environments whose failures earn more in the mean than their successes"
     " under the reward terms, but not by their own payouts.",
+    "reward/inverted_by": "What this reward term pays the failures of these environments more than"
+    " their successes.",
     "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
     " ranking and in no loss.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",

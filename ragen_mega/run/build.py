@@ -435,8 +435,13 @@ def check_loaded(
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
-    tp = config.rollout.rollout_tensor_parallel_size
-    head_rows(ModelShape.of(hf), 0, tp)
+    tp, shape = config.rollout.rollout_tensor_parallel_size, ModelShape.of(hf)
+    head_rows(shape, 0, tp)
+    if config.rollout.rollout_engine == "sglang" and shape.num_experts:
+        raise ValueError(
+            f"rollout_engine sglang was never tried with a mixture of experts ({hf.model_type}),"
+            " whose layout in the server depends on its kernels; use --rollout-engine embedded"
+        )
     capability = precision.Machine.here().capability
     if config.rollout.rollout_engine == "sglang" and capability is None:
         check_cpu_cut(hf, tp)

@@ -114,7 +114,8 @@ def _check_models(config: StarPOConfig) -> None:
     if model.critic_load is not None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if shape is not None and (error := cut_error(shape, tp, pp)):
+    ep = parallel.expert_model_parallel_size
+    if shape is not None and (error := cut_error(shape, tp, pp, ep)):
         raise ValueError(error)
 
 

@@ -290,8 +290,7 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
         (
             malformed == len(turns),
             f"none of {malformed} answers has the form that the prompt asks for ({cut} were cut at"
-            f" --max-response-length {limit}); start from a model that follows it, or warm-start"
-            " longer",
+            f" --max-response-length {limit}); {_teach_the_form(config)}",
         ),
         (
             all(trajectory.success for trajectory in trajectories),
@@ -309,4 +308,31 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
     return (
         f"--filter-strategy {config.filter.filter_strategy} kept none of {len(groups)} groups"
         f" (returns {earned}); loosen --filter-value or name another"
+    )
+
+
+def _teach_the_form(config: StarPOConfig) -> str:
+    """Return the remedy for answers without the form, which a loaded model and a small one learn
+    in different ways.
+    """
+    if config.model.load is None:
+        return "raise --warm-start-steps, or lower --temperature"
+    shown, imitated = config.environment.prompt_examples, config.warm_start.sft_steps
+    return (
+        f"show it by --prompt-examples {2 * shown or 4}, or let the model imitate it by --sft-steps"
+        f" {2 * imitated or 200}"
+    )
+
+
+def inversion_note(metrics: Mapping[str, float]) -> str | None:
+    """Describe a reward that pays more for failing than for success, by the metrics of a step."""
+    if not metrics.get("reward/inverted"):
+        return None
+    by = "reward/inverted_by/"
+    margins = {key.removeprefix(by): value for key, value in metrics.items() if key.startswith(by)}
+    term = max(margins, key=margins.__getitem__)
+    return (
+        "the reward pays more for failing than for success: its term"
+        f" {term} pays failures {margins[term]:.3g} more in the mean; change the weight of {term}"
+        " in --reward"
     )

@@ -22,7 +22,13 @@ from transformers import PretrainedConfig
 from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
-from ragen_mega.models.layout import Slot, expected_tensors, model_slots
+from ragen_mega.models.layout import (
+    Place,
+    Slot,
+    expected_tensors,
+    fused_places,
+    model_slots,
+)
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.storage.integrity import check_files, read_manifest
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
@@ -66,7 +72,7 @@ def open_model(
             _verify_manifest(directory)
         reader: ModelReader = MegatronReader(directory, shape)
     else:
-        reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16)
+        reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16, shape)
     check_tensors(reader, shape, str(directory), is_critic=is_critic, verify=verify)
     return reader
 
@@ -118,12 +124,14 @@ def check_finite(name: str, tensor: Tensor) -> None:
 class HuggingFaceReader:
     """A Hugging Face checkpoint directory: `model.safetensors`, or shards and their index.
 
-    Block-quantised FP8 weights are dequantised as transformers does it, in float32.
+    Block-quantised FP8 weights are dequantised as transformers does it, in float32. A tensor of all
+    experts of a layer is read as those of single ones.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, shape: ModelShape) -> None:
         """`dtype` is the type that is reported for quantised weights."""
         self._dtype = dtype
+        self._places = fused_places(shape)
         self._handles = MappedFiles()
         self._block = fp8_block(json.loads((directory / "config.json").read_text()))
         index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
@@ -160,11 +168,29 @@ class HuggingFaceReader:
         )
 
     def names(self) -> list[str]:
-        return [
-            name for name in self._files if not (self._is_scale(name) or _DERIVED.fullmatch(name))
+        split = [name for name, place in self._places.items() if place.fused in self._files]
+        fused = {self._places[name].fused for name in split}
+        plain = [
+            name
+            for name in self._files
+            if not (name in fused or self._is_scale(name) or _DERIVED.fullmatch(name))
         ]
+        if doubled := sorted(set(plain).intersection(split)):
+            raise ValueError(
+                f"{self._files[doubled[0]]} holds {doubled[0]}{_and_more(doubled)}, and"
+                f" {self._places[doubled[0]].fused} holds the same expert; delete one of them"
+            )
+        return plain + split
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        if (place := self._fused(name)) is not None:
+            kind, shape = self.describe(place.fused)
+            if shape != place.shape:
+                raise ValueError(
+                    f"{place.fused} has shape {list(shape)} in {self._files[place.fused]} and"
+                    f" config.json asks for {list(place.shape)}; is config.json of another model?"
+                )
+            return kind, (place.rows.stop - place.rows.start, *shape[2:])
         kind, shape = self._header(name)
         if self._is_scale(name + _SCALE):
             self._check_scale(name, kind, shape)
@@ -177,6 +203,8 @@ class HuggingFaceReader:
         return DTYPES[kind], shape
 
     def __call__(self, name: str) -> Tensor | None:
+        if (place := self._fused(name)) is not None:
+            return place.of(self(place.fused))
         if name not in self._files:
             return None
         tensor = self._handles[self._files[name]].get_tensor(name)
@@ -185,6 +213,13 @@ class HuggingFaceReader:
         scale = self._handles[self._files[name + _SCALE]].get_tensor(name + _SCALE).float()
         blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
+
+    def _fused(self, name: str) -> Place | None:
+        """Return the place of an expert's tensor in one of all, None if it is a tensor of its
+        own.
+        """
+        place = None if name in self._files else self._places.get(name)
+        return place if place is not None and place.fused in self._files else None
 
     def _is_scale(self, name: str) -> bool:
         return (

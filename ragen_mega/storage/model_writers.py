@@ -226,7 +226,8 @@ def _write(
 
 def _add_older_spellings(directory: Path) -> None:
     """Write what transformers 4 reads beside what transformers 5 writes: inference servers are
-    built on either, and 4 takes a base of 10,000 where it finds no `rope_theta`.
+    built on either, and 4 takes a base of 10,000 where it finds no `rope_theta`, and 128 experts
+    where it finds no `num_experts`.
     """
     path = directory / "config.json"
     values = json.loads(path.read_text())
@@ -239,7 +240,9 @@ def _add_older_spellings(directory: Path) -> None:
             "rope_scaling": None if is_plain else scaling,
             "torch_dtype": values.get("dtype"),
         }
-        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    if "num_local_experts" in values:
+        values["num_experts"] = values["num_local_experts"]
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     path = directory / "tokenizer_config.json"
     values = json.loads(path.read_text())
     if isinstance(extra := values.get("extra_special_tokens"), list):

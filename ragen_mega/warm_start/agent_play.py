@@ -29,6 +29,8 @@ MOST_EPISODES = 512
 """Most episodes that are played; the warm start repeats them."""
 _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""
+_WHOLE = 1 << 20
+"""Tokens that no episode has."""
 
 
 def is_agent(name: str) -> bool:
@@ -64,8 +66,14 @@ def example_play(
 def example_texts(config: StarPOConfig, name: str) -> list[str]:
     """Return everything that is said in episodes of agent `name`: the corpus of a tokenizer."""
     renderer = ChatRenderer(train_tokenizer([]), think=config.environment.think)
+    # The limits are those of another tokenizer; here every byte is a token.
+    whole = replace(
+        config,
+        rollout=replace(config.rollout, max_context_length=_WHOLE),
+        environment=replace(config.environment, max_response_length=_WHOLE // 2),
+    )
     texts = []
-    for trajectory in _play(config, name, renderer, _ideal(config.agent.agent_example), 200):
+    for trajectory in _play(whole, name, renderer, _ideal(config.agent.agent_example), 200):
         texts.append("system\nuser\nassistant\ntool\n")
         for call, text in _calls(trajectory, renderer):
             texts += [message["content"] for message in call["messages"]]

@@ -63,12 +63,15 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Return scripted episodes of an environment, as far as they could be played."""
+    """Return scripted episodes of an environment, as far as they could be played, with thoughts in
+    the words that the policy will see or imitate.
+    """
     played = scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
         skill=config.warm_start.warm_start_skill,
         timeout=config.environment.environment_timeout,
+        in_sentences=config.model.load is not None,
     )
     return (episode for episode in played if episode.turns)
 

@@ -20,6 +20,8 @@ FAST = (
     "microbatch_of_one",
     "tp2_pp2_sp_recompute",
     "dp2_tp2_sp_distributed_optimizer",
+    "dp2_tp2_sp_ep2_distributed_optimizer",
+    "pp2_ep2",
 )
 """Together they have every kind of parallelism."""
 REST = tuple(name for name in list(parity.LAYOUTS)[1:] if name not in FAST)

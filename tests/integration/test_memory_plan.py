@@ -40,6 +40,8 @@ PUBLISHED = {
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
 SIZES = dict(
     vocab_size=97, hidden_size=64, intermediate_size=176, num_hidden_layers=4,

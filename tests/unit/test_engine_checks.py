@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from ragen_mega.config import parse
 from ragen_mega.run.build import check_engine, server_settings
@@ -30,6 +30,13 @@ def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> No
         check_engine(config, hf)
     assert "\n" not in str(caught.value)
     check_engine(parse([]), hf)  # the embedded engine takes them all
+
+
+def test_a_server_gets_no_mixture_of_experts() -> None:
+    hf = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="sglang .* mixture of experts .*; use --rollout-engine"):
+        check_engine(parse(["--rollout-engine", "sglang"]), hf)
+    check_engine(parse([]), hf)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ and served from a description alone.
 
 import math
 import random
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.model_writer import MegatronWriter
-from ragen_mega.models.cuts import GATE_UP, REPLICATED, ROW
+from ragen_mega.models.cuts import EXPERT_DOWN, EXPERT_GATE_UP, REPLICATED
 from ragen_mega.models.families import FAMILIES, dense
 from ragen_mega.models.family import Family, Weight
 from ragen_mega.models.layout import expected_tensors, find_slot, model_slots
@@ -34,7 +35,7 @@ def family(num_experts: int) -> Family:
             Weight("mlp.router.weight", REPLICATED, {"router.weight": ("num_moe_experts", WIDTH)}),
             Weight(
                 "mlp.experts.local_experts.{e}.linear_fc1.weight",
-                GATE_UP,
+                EXPERT_GATE_UP,
                 {
                     "experts.{e}.w1": ("moe_ffn_hidden_size", WIDTH),
                     "experts.{e}.w3": ("moe_ffn_hidden_size", WIDTH),
@@ -43,7 +44,7 @@ def family(num_experts: int) -> Family:
             ),
             Weight(
                 "mlp.experts.local_experts.{e}.linear_fc2.weight",
-                ROW,
+                EXPERT_DOWN,
                 {"experts.{e}.w2": (WIDTH, "moe_ffn_hidden_size")},
                 server="experts.w2",
             ),
@@ -51,7 +52,10 @@ def family(num_experts: int) -> Family:
         computed=dense.COMPUTED,
         limits={},
         neutral=frozenset(),
-        sizes={"num_moe_experts": "experts", "moe_ffn_hidden_size": "expert_size"},
+        sizes={
+            "num_moe_experts": itemgetter("experts"),
+            "moe_ffn_hidden_size": itemgetter("expert_size"),
+        },
     )
 
 
@@ -77,16 +81,17 @@ def test_every_expert_has_its_names_and_its_elements(hf: SimpleNamespace) -> Non
     ours = {f"model.layers.1.experts.{e}.w{n}" for e in range(hf.experts) for n in (1, 2, 3)}
     assert {name for name in weights if ".1.experts" in name} == ours
     assert shape.num_parameters == sum(map(torch.numel, weights.values()))
-    parts = shape.layer_sizes(4)
-    assert parts.count(2 * EXPERT * WIDTH // 4) == parts.count(EXPERT * WIDTH // 4) == hf.experts
-    parameter = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
-    slot = find_slot(parameter, shape, 1)  # the first layer of the second stage
+    for ep in (1, 2):  # an expert is whole on its rank
+        parts = shape.layer_sizes(4, ep)
+        assert parts.count(2 * EXPERT * WIDTH) == parts.count(EXPERT * WIDTH) == hf.experts // ep
+    parameter = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight"
+    slot = find_slot(parameter, shape, 1, 1)  # the second stage, and the second half of two experts
     assert slot.names == ("model.layers.1.experts.1.w2",)
     assert {slot.parameter for slot in model_slots(shape)} >= {parameter}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_experts_are_divided_and_joined_again(hf: SimpleNamespace, tp: int) -> None:
+def test_weights_are_divided_and_joined_again(hf: SimpleNamespace, tp: int) -> None:
     shape = ModelShape.of(hf)
     weights = weights_of(shape)
     for slot in model_slots(shape):
@@ -95,8 +100,7 @@ def test_experts_are_divided_and_joined_again(hf: SimpleNamespace, tp: int) -> N
         assert {math.prod(part.shape) for part in shards} == {shape.num_elements(slot.weight, tp)}
         assert all(map(torch.equal, slot.unshard(shards), full))
         if slot.names[0].endswith("w1"):
-            rows = slice((tp - 1) * EXPERT // tp, EXPERT)
-            assert torch.equal(shards[-1], torch.cat([full[0][rows], full[1][rows]]))
+            assert torch.equal(shards[-1], torch.cat(full))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -119,7 +123,7 @@ def test_a_server_gets_all_experts_of_a_layer_as_one_tensor(hf: SimpleNamespace,
             (
                 slot,
                 slot.shard_to_server(
-                    slot.shard([weights[n] for n in slot.names], rank, size), size
+                    slot.shard([weights[n] for n in slot.names], rank, size), rank, size
                 ),
             )
             for slot in model_slots(shape)

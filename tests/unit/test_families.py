@@ -20,6 +20,10 @@ CASES = {
     "llama untied": ("llama", {"tie_word_embeddings": False} | SCALED),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None} | SCALED),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 5, "num_key_value_heads": 1, "norm_topk_prob": False} | SCALED,
+    ),
 }
 
 

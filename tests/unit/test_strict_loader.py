@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers import quantizer_finegrained_fp8
@@ -35,6 +36,7 @@ from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
 from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
@@ -43,10 +45,18 @@ from ragen_mega.storage.model_readers import open_model
 CLASSES = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
 }
-OWN = {"qwen3": {"head_dim": 12}, "mistral": {"sliding_window": None}}
+OWN = {
+    "qwen3": {"head_dim": 12},
+    "qwen3_moe": {
+        "head_dim": 12, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"sliding_window": None},
+}  # fmt: skip
 """Entries in which a family's model differs from the others."""
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -58,7 +68,9 @@ FP8 = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": list(BLOCK),
+    "modules_to_not_convert": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head"],
 }
+FILE = "model.safetensors"
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 
@@ -105,9 +117,10 @@ def edit_tensors(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path]
 
 
 def quantise(tensors: dict[str, Tensor]) -> None:
-    """Qwen's published layout: matrices of layers in FP8, a scale for every block."""
+    """Qwen's published layout: matrices of layers, but routers, in FP8, a scale for every block."""
     for name, weight in list(tensors.items()):
-        if name.startswith("model.layers.") and weight.dim() == 2:
+        is_router = name.endswith("mlp.gate.weight")
+        if name.startswith("model.layers.") and weight.dim() == 2 and not is_router:
             rows, columns = weight.shape[0] // BLOCK[0], weight.shape[1] // BLOCK[1]
             blocks = weight.reshape(rows, BLOCK[0], columns, BLOCK[1])
             scale = blocks.abs().amax((1, 3)) / 448
@@ -173,6 +186,31 @@ REFUSED: dict[str, tuple] = {
     ),
     "biases in Qwen3": (
         edit_config(attention_bias=True), "attention_bias .* must be false", "qwen3",
+    ),
+    "layers without experts": (
+        edit_config(mlp_only_layers=[1]), "mlp_only_layers .* must be empty", "qwen3_moe",
+    ),
+    "experts in every second layer": (
+        edit_config(decoder_sparse_step=2), "decoder_sparse_step .* must be 1, not 2", "qwen3_moe",
+    ),
+    "shared experts": (
+        edit_config(shared_expert_intermediate_size=32),
+        "shared_expert_intermediate_size .* must be absent", "qwen3_moe",
+    ),
+    "more choices than experts": (
+        edit_config(num_experts_per_tok=6), r"num_experts_per_tok \(6\) .* at most .* \(5\)",
+        "qwen3_moe",
+    ),
+    "a router that cannot learn": (
+        edit_config(num_experts_per_tok=1), "norm_topk_prob .* set it to false", "qwen3_moe",
+    ),
+    "fewer experts in the file": (
+        edit_config(num_local_experts=6), "lacks model.layers.0.mlp.experts.5.gate_proj.weight",
+        "qwen3_moe",
+    ),
+    "experts twice": (
+        put("model.layers.0.mlp.experts.down_proj", lambda _: torch.zeros(5, 32, 32)),
+        "mlp.experts.down_proj holds the same expert", "qwen3_moe",
     ),
     "window of Mistral": (
         edit_config(sliding_window=4), "sliding_window .* must be null, not 4", "mistral",
@@ -277,7 +315,8 @@ OTHER_VALUES = {
     "use_cache": False, "output_hidden_states": True, "return_dict": True,
     "chunk_size_feed_forward": 1, "id2label": {"0": "a"}, "label2id": {"a": 0},
     "problem_type": "regression", "pad_token_id": 3, "bos_token_id": 3, "eos_token_id": 3,
-    "sliding_window": 2, "max_window_layers": 0, "pretraining_tp": 2,
+    "sliding_window": 2, "max_window_layers": 0, "pretraining_tp": 2, "intermediate_size": 80,
+    "output_router_logits": False, "router_aux_loss_coef": 1.0,
 }  # fmt: skip
 
 
@@ -293,7 +332,8 @@ def test_every_field_of_the_config_class_is_listed_once(family: str) -> None:
 
 @torch.no_grad()
 def transformers_logits(directory: Path, **options) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **options)
+    options |= {"dtype": torch.float64, "experts_implementation": "eager"}  # the others need less
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
     return model.eval()(TOKENS[None], return_dict=True).logits[0]
 
 
@@ -357,6 +397,22 @@ def test_what_is_accepted_is_computed_as_transformers_does(
         engine.load_weights((name, read(name)) for name in read.names())
 
 
+def test_a_tensor_of_all_experts_is_read_as_those_of_single_ones(tmp_path: Path) -> None:
+    separate = write_model(tmp_path / "separate", "qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(separate)
+    fused = tmp_path / "fused"
+    model.save_pretrained(fused, save_original_format=False)
+    assert len(load_file(fused / FILE)) < len(load_file(separate / FILE))
+    ours, theirs = open_model(fused), open_model(separate)
+    assert set(ours.names()) == set(theirs.names())
+    assert all(torch.equal(ours(name), theirs(name)) for name in theirs.names())
+    put("model.layers.0.mlp.experts.down_proj", lambda _: torch.zeros(6, 32, 32))(fused)
+    with pytest.raises(
+        ValueError, match=r"experts.down_proj has shape \[6, 32, 32\] .* \[5, 32, 32"
+    ):
+        open_model(fused)
+
+
 @pytest.mark.parametrize("family", CLASSES)
 def test_neutral_entries_change_nothing(family: str, tmp_path: Path) -> None:
     start = write_model(tmp_path / "start", family)
@@ -370,7 +426,7 @@ def test_neutral_entries_change_nothing(family: str, tmp_path: Path) -> None:
 def test_fp8_blocks_are_read_as_transformers_reads_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = {"head_dim": 16} if family == "qwen3" else {}
+    heads = {"head_dim": 16} if family.startswith("qwen3") else {}
     start = write_fp8(tmp_path / "start", family, **heads)
     stored, read = load_file(start / "model.safetensors"), open_model(start)
     assert not any("scale" in name for name in read.names())
@@ -387,8 +443,10 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(
     # the whole model by transformers' own loading, which wants a library that is not needed for it
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
+    parameters = split_experts(dict(model.named_parameters()), ModelShape.of(model.config))
+    for name, parameter in parameters.items():
         assert torch.equal(parameter, read(name).float()), name
+    model.set_experts_implementation("eager")  # the only one in float64
     assert_close(our_logits(start), model.double()(TOKENS[None]).logits[0].detach())
 
     # and out again: plain weights, of the type that config.json says or of the one asked for

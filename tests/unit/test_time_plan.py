@@ -151,7 +151,8 @@ def test_tokens_are_exchanged_over_both_links_at_once() -> None:
         within = others(ep) * tokens * 2048 * 2 / H100.link(8)
         between = (others(4) if ep == 32 else 0) * tokens * 2048 * 2 / H100.link(32)
         assert (between > within) == (ep == 32), "either link may be the slower"
-        seconds = 2 * max(between, within) + 2 * H100.constants.latency  # there and back
+        latency = math.ceil(ep / 8) * H100.constants.latency
+        seconds = 2 * (max(between, within) + latency)  # there and back
         assert found == pytest.approx(seconds, rel=0.02)
 
 

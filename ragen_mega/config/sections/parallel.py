@@ -17,6 +17,10 @@ class ParallelConfig(Section):
     """Ranks that share every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1
     """Pipeline stages (PP)."""
+    expert_model_parallel_size: Count = 1
+    """Ranks that share the experts of a layer (EP): consecutive ones of a pipeline stage, whether
+    tensor- or data-parallel. Each holds whole experts, and tokens travel to the rank of theirs.
+    """
     sequence_parallel: Annotated[
         bool, OnlyWith("tensor_model_parallel_size", "--tensor-model-parallel-size 2")
     ] = False
@@ -127,4 +131,10 @@ class ParallelConfig(Section):
                 f" {model_parallel + self.rollout_ranks} or"
                 f" {'more of them' if self.rollout_ranks else 'a multiple'}, or lower the parallel"
                 " sizes"
+            )
+        ep, rest = self.expert_model_parallel_size, world_size // self.pipeline_model_parallel_size
+        if rest % ep:
+            raise ValueError(
+                f"expert_model_parallel_size ({ep}) must divide the {rest} ranks of a pipeline"
+                " stage; lower --expert-model-parallel-size to a divisor, or start more ranks"
             )

@@ -1,5 +1,6 @@
-"""The dense decoder of the families for inference: matrix products by torch, everything between
-them compiled. In bfloat16 are matrices, their factors and the cache; all sums are in float32.
+"""The decoder of the families for inference: matrix products by torch, everything between them
+compiled, but for the router of a mixture of experts. In bfloat16 are matrices, their factors and
+the cache; all sums, and the router, are in float32.
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2).
 """
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragen_mega.data.jit import Integers, Reals, in_parts
-from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded import kernels, products
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
@@ -72,17 +73,41 @@ class _PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
 
 
+class _Panels:
+    """A bfloat16 weight for compiled products: oneDNN's take half as long again for a few rows.
+    Rows and results are float32.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._panels = products.panels_of(weight.t())
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """out [T, out] <- the products of rows [T, in], rounded to bfloat16."""
+        self.add(rows, out.zero_())
+
+    put_exactly = put
+
+    def add(self, rows: Tensor, total: Tensor) -> None:
+        """Add the products of rows [T, in] to total [T, out]."""
+        pairs, panels = products.pairs_of(rows), self._panels
+        in_parts(products.add_products, len(panels), pairs, panels, total.numpy())
+
+
+_Weight = _Matrix | _PackedMatrix | _Panels
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Reals  # [hidden]
-    qkv: _Matrix | _PackedMatrix  # hidden -> (heads + 2 * kv_heads) * d
+    qkv: _Weight  # hidden -> (heads + 2 * kv_heads) * d
     qkv_bias: Reals  # [heads + 2 * kv_heads, 2, d / 2], or [0, 2, d / 2]
     q_norm: Reals  # [1, 2, d / 2], or [0, 2, d / 2]
     k_norm: Reals
-    output: _Matrix | _PackedMatrix  # heads * d -> hidden
+    output: _Weight  # heads * d -> hidden
     mlp_norm: Reals  # [hidden]
-    gate_up: _Matrix | _PackedMatrix  # hidden -> 2 * ffn
-    down: _Matrix | _PackedMatrix  # ffn -> hidden
+    router: Tensor | None  # [experts, hidden]; None in a dense layer, which has one pair below
+    gate_up: list[_Weight]  # of each expert: hidden -> 2 * ffn
+    down: list[_Weight]  # of each expert: ffn -> hidden
 
 
 class Workspace:
@@ -128,9 +153,11 @@ class Decoder:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _REALS))}, not {dtype}")
         self.shape = shape
         self._real = _REALS[dtype]
-        if dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        processor = torch.cpu.get_capabilities()
+        if dtype == torch.bfloat16 and not processor.get("avx512_bf16"):
             dtype = self._real  # this processor multiplies float32 faster
-        self._matrix = _PackedMatrix if dtype == torch.bfloat16 else _Matrix
+        in_bfloat16 = _PackedMatrix if processor.get("amx_bf16") else _Panels
+        self._matrix = in_bfloat16 if dtype == torch.bfloat16 else _Matrix
         received = _receive(shape, weights, dtype)
         self._embedding = received[_EMBEDDING]
         self._head = self._matrix(received[_HEAD].t())
@@ -154,7 +181,7 @@ class Decoder:
         half = self.shape.head_dim // 2
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
-        def matrix(*names: str) -> _Matrix | _PackedMatrix:
+        def matrix(*names: str) -> _Weight:
             parts = [received[f"{name}_proj.weight"] for name in names]
             return self._matrix(torch.cat(parts).t().contiguous())
 
@@ -164,6 +191,8 @@ class Decoder:
             return self._numbers(torch.cat([torch.empty(0), *found])).reshape(-1, 2, half)
 
         projections = [f"{attention}{x}" for x in "qkv"]
+        router = received.get(f"{mlp}gate.weight")
+        experts = [f"{mlp}experts.{e}." for e in range(self.shape.num_experts)] or [mlp]
         return _Layer(
             input_norm=self._numbers(received[f"{prefix}input_layernorm.weight"]),
             qkv=matrix(*projections),
@@ -172,8 +201,9 @@ class Decoder:
             k_norm=halves(f"{attention}k_norm.weight"),
             output=matrix(f"{attention}o"),
             mlp_norm=self._numbers(received[f"{prefix}post_attention_layernorm.weight"]),
-            gate_up=matrix(f"{mlp}gate", f"{mlp}up"),
-            down=matrix(f"{mlp}down"),
+            router=None if router is None else router.to(self._real),
+            gate_up=[matrix(f"{expert}gate", f"{expert}up") for expert in experts],
+            down=[matrix(f"{expert}down") for expert in experts],
         )
 
     def workspace(self, num_tokens: int) -> Workspace:
@@ -218,9 +248,12 @@ class Decoder:
             )  # fmt: skip
             layer.output.add(work.attended, work.hidden)
             self._normalize(work, layer.mlp_norm)
-            layer.gate_up.put(work.normalized, work.gate_up)
+            if layer.router is not None:
+                self._add_experts(work, layer)
+                continue
+            layer.gate_up[0].put(work.normalized, work.gate_up)
             kernels.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
-            layer.down.add(work.gated, work.hidden)
+            layer.down[0].add(work.gated, work.hidden)
         self._normalize(work, self._norm)
         return work.normalized
 
@@ -231,6 +264,25 @@ class Decoder:
         out = out[: len(hidden)]
         self._head.put_exactly(hidden, out)
         return out
+
+    def _add_experts(self, work: Workspace, layer: _Layer) -> None:
+        """Add to the hidden states what the experts that the router chooses for each token make of
+        the normalized ones.
+        """
+        sizes = dict(self.shape.further)
+        logits = work.normalized @ layer.router.t()  # [T, experts]
+        scores = logits.softmax(-1) if sizes["moe_router_pre_softmax"] else logits
+        weights, chosen = scores.topk(sizes["moe_router_topk"])  # [T, k]
+        if not sizes["moe_router_pre_softmax"]:
+            weights = weights.softmax(-1)
+        for expert in chosen.unique().tolist():
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            gate_up, gated = work.gate_up[: len(tokens)], work.gated[: len(tokens)]
+            layer.gate_up[expert].put(work.normalized[tokens], gate_up)
+            kernels.gate(0, len(tokens), work.gate_up_array, work.gated_array)
+            made = torch.empty(len(tokens), self.shape.hidden_size, dtype=gated.dtype)
+            layer.down[expert].put(gated, made)
+            work.hidden.index_add_(0, tokens, made.mul_(weights[tokens, places, None]))
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
         hidden, out = work.hidden_array, work.normalized_array

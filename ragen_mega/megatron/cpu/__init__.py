@@ -27,6 +27,8 @@ _MODULES = (
     "tensor_parallel.mappings",
     "tensor_parallel.layers",
     "tensor_parallel.random",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
     "utils",
     "distributed.param_and_grad_buffer",
     "optimizer.optimizer",
@@ -35,6 +37,20 @@ _MODULES = (
     "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.state_dict_saver",
 )
+
+
+class _Stream:
+    """Stands in for a CUDA stream: what is given to it is done at once."""
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        """Return at once."""
+
+    def record_event(self) -> "_Stream":
+        """Return the event that is awaited."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class _CudaOnCpu(types.ModuleType):
@@ -48,6 +64,9 @@ class _CudaOnCpu(types.ModuleType):
     empty_cache = staticmethod(lambda: None)
     get_rng_state = staticmethod(lambda *args: torch.get_rng_state())
     manual_seed = staticmethod(torch.manual_seed)
+    Stream = _Stream
+    current_stream = staticmethod(_Stream)
+    stream = staticmethod(contextlib.nullcontext)
 
 
 class _TorchOnCpu(types.ModuleType):
@@ -92,6 +111,8 @@ def install() -> None:
 
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _in_host_memory
     clipping = importlib.import_module("megatron.core.optimizer.clip_grads")
     clipping.l2_norm_impl = _norm
 
@@ -144,6 +165,13 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
         return factory(*args, **_on_cpu(kwargs))
 
     return on_cpu
+
+
+def _in_host_memory(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core's copy from the device, which returns a CPU tensor as it is, even where sizes
+    of a collective are to be an array.
+    """
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from ragen_mega.models.families import dense
 from ragen_mega.models.families.qwen2 import NEUTRAL, limits
 from ragen_mega.models.family import Family, Limit, Weight
 
-_QK_NORMS = tuple(
+QK_NORMS = tuple(
     Weight(
         f"self_attention.{x}_layernorm.weight",
         REPLICATED,
@@ -13,21 +13,20 @@ _QK_NORMS = tuple(
     )
     for x in "qk"
 )
+NO_BIAS = Limit(
+    lambda value: value is False, "false", "no released Qwen3 has it, load one of those"
+)
+"""A bias would belong to the output projection too, which megatron-core has with biases of the
+feed-forward layers or not at all.
+"""
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     outer=dense.OUTER,
-    layer=(*dense.ATTENTION, *_QK_NORMS, *dense.MLP),
+    layer=(*dense.ATTENTION, *QK_NORMS, *dense.MLP),
     computed=dense.COMPUTED,
-    # It would give the output projection a bias too, which megatron-core has with biases of the
-    # feed-forward layers or not at all.
-    limits=limits("Qwen3ForCausalLM")
-    | {
-        "attention_bias": Limit(
-            lambda value: value is False, "false", "no released Qwen3 has it, load one of those"
-        )
-    },
+    limits=limits("Qwen3ForCausalLM") | {"attention_bias": NO_BIAS},
     neutral=NEUTRAL,
     overrides={"qk_layernorm": True},
 )
