@@ -264,7 +264,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; where megatron-core rotates, cosines and sines of both
-        "rotary": (queries + keys + spare * 4 * shape.head_dim) * item,
+        "rotary": (queries + keys + 4 * shape.head_dim * (not setting.on_host)) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "mlp": mlp // tp,
     }
@@ -297,7 +297,7 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
     per_position = kept * (shape.num_layers // pp)
-    if layout.recompute == "full" or setting.on_host:
+    if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     if stage == 0:
