@@ -16,6 +16,8 @@ OPTIONAL = {
     # search, stems, similar words, files that are read entry by entry
     "webshop": ["bm25s>=0.3,<0.4", "PyStemmer>=3,<4", "rapidfuzz>=3.10,<4", "ijson>=3.3,<4"],
     "gymnasium": ["gymnasium>=1.0,<2"],
+    # clients of an agent; the server that they ask
+    "agents": ["openai>=2.6,<4", "starlette>=0.45,<2", "uvicorn>=0.34,<1"],
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""
@@ -106,6 +108,7 @@ setup(
         "reasoning-gym": ["reasoning-gym>=0.1.23,<0.2"],
         "gem": ["gem-llm>=0.1.0,<0.2"],
         "openenv": ["openenv-core>=0.3.0,<0.4"],
+        "verifiers": ["verifiers>=0.4,<0.5"],  # brings 55 packages, 120 MB
         "parquet": ["pyarrow>=17"],  # tasks from a file
     },
 )

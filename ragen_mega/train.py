@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     except Finished as done:
         if is_main():
             print(done)
+        shutdown()
     except OSError as error:
         fail(describe_error(error, output))
     except (ValueError, FloatingPointError, EngineError) as error:

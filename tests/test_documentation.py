@@ -70,7 +70,7 @@ TRAINING_FLAGS = {
     for section in fields(StarPOConfig)
     for item in fields(section.default_factory)
     for flag in (flag_of(item.name), flag_of(item.name).replace("--", "--no-", 1))
-} | {"--recipe", "--tasks", "--score", "--help"}
+} | {"--recipe", "--agent", "--tasks", "--score", "--help"}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,25 @@ def num_persistent_programs(device: torch.device) -> int:
     return INTERPRETER_PROGRAMS
 
 
+def logits_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of logits: on a processor bfloat16 operands have float32 logits, since the
+    rounding of logits to 8 bits is the largest error of a log-probability.
+    """
+    is_widened = hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu"
+    return torch.float32 if is_widened else hidden.dtype
+
+
+def put_logits(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """out [C, V/tp] <- hidden [C, H] @ weight^T, in the dtype of `out`."""
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.T, out=out)
+        return
+    # torch has no such product for processors: a second one, which sums in float32 too, returns
+    # the bits that rounding took from the first.
+    rounded = hidden @ weight.T
+    out.copy_(rounded).add_(rounded.addmm_(hidden, weight.T, beta=-1))
+
+
 def accumulate_matmul(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out += a @ b in the dtype of `out`, inside the GEMM."""
     if out.dtype == a.dtype:

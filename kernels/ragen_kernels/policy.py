@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics, token_losses
-from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul
+from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul, logits_dtype, put_logits
 from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
 from ragen_kernels.reference import compute_dtype, in_pieces
 from ragen_kernels.sequences import over_sequences
@@ -93,12 +93,13 @@ def logprob_entropy(
     return _LogprobEntropy.apply(logits, labels.contiguous(), shard, temperature)
 
 
-def empty_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """[num_rows, num_columns] with every row aligned. The padding between rows is zero, because
-    oneDNN's bfloat16 products on processors with AMX read it, and NaN times zero is NaN.
+def empty_rows(hidden: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """[num_rows, num_columns] logits of hidden states, with every row aligned. The padding between
+    rows is zero, because a product may read it (oneDNN's in bfloat16 do on processors with AMX),
+    and NaN times zero is NaN.
     """
     padded = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    rows = like.new_empty((num_rows, padded))
+    rows = hidden.new_empty((num_rows, padded), dtype=logits_dtype(hidden))
     rows[:, num_columns:] = 0
     return rows[:, :num_columns]
 
@@ -178,8 +179,8 @@ def linear_logprobs(
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
     Returns:
-        logprobs [T] and entropy [T]; see `logprob_entropy`. Logits are rounded to the dtype of
-        `hidden`.
+        logprobs [T] and entropy [T]; see `logprob_entropy`. On CUDA logits are rounded to the
+        dtype of `hidden`.
 
     Raises:
         ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, or on a CPU an
@@ -214,7 +215,7 @@ def _logprobs_of_rows(
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:
         logits = buffer[: part.stop - part.start]
-        torch.mm(hidden[part], weight.T, out=logits)
+        put_logits(logits, hidden[part], weight)
         local = row_statistics(logits, labels[part], shard, temperature)
         rows = reduce_over_group(local, shard.group)
         result[:, part] = torch.stack([rows.logprobs, rows.entropy])
@@ -230,7 +231,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
         buffer = empty_rows(hidden, chunks[0].stop, len(weight))
         for part in chunks:
             rows = buffer[: part.stop - part.start]  # [C, V/tp] logits, then their gradient
-            torch.mm(hidden[part], weight.T, out=rows)
+            put_logits(rows, hidden[part], weight)
             settings = (objective, shard, temperature)
             if repeats is None:
                 outputs[:, part] = policy_rows_(rows, labels[part], terms.at(part), *settings)
@@ -240,6 +241,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
                     rows, labels[part], terms.at(tokens), repeats[part], *settings
                 )
             seen, d_seen = hidden[part], d_hidden[part]
+            rows = rows.to(weight.dtype)
             # Most rows have no gradient where only forking tokens are taught. Leaving them out is
             # worth a wait for their number on the CPU alone.
             if objective.min_entropy and rows.device.type == "cpu":
@@ -350,8 +352,8 @@ def linear_policy_loss(
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
     Returns:
-        The scalar loss and the per-token statistics. Logits and their gradient are rounded to the
-        dtype of `hidden`.
+        The scalar loss and the per-token statistics. The gradient of the logits is rounded to the
+        dtype of `hidden`, and on CUDA the logits are.
 
     Raises:
         ValueError: bad shapes or bounds, log-probabilities that a term lacks, a label out of range

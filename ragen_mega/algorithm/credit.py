@@ -1,6 +1,10 @@
 """Credit assignment: turns the rewards of one packed batch into advantages, with the configured
 estimator.
 
+Rewards are credited along sequences of sampled tokens. A trajectory is one sequence. In a tree of
+calls each branch is one: it holds the calls that were sampled in its segment, earns their rewards,
+and earns at its last token all that the episode earned elsewhere.
+
 The packaged estimators come first; `ragen_mega.algorithm.tables` lists them. Their arithmetic is in
 `advantages`.
 """
@@ -26,12 +30,14 @@ class CreditInputs:
         batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a
             critic.
         trajectories: those of the batch, in its order.
+        cu_sequences: int32 offsets of the sequences along which rewards are credited.
         rewards: float32 on sampled tokens: placed and normalised as configured, less a KL penalty.
         scores: float64 total rewards, normalised as configured.
     """
 
     batch: TokenBatch
     trajectories: Sequence[Trajectory]
+    cu_sequences: Tensor  # [Q + 1]
     rewards: Tensor  # [T]
     scores: Tensor  # [S]
 
@@ -47,7 +53,7 @@ def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tens
     """Compute generalised advantage estimation over sampled tokens: `advantages.gae`."""
     batch = inputs.batch
     return starpo.gae(
-        inputs.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, gamma=gamma, lam=lam
+        inputs.rewards, batch.values, batch.loss_mask, inputs.cu_sequences, gamma=gamma, lam=lam
     )
 
 
@@ -66,7 +72,7 @@ def bilevel_gae(
         batch.values,
         batch.loss_mask,
         batch.turn_ids,
-        batch.cu_seqlens,
+        inputs.cu_sequences,
         gamma=gamma,
         lam=lam,
         turn_gamma=turn_gamma,
@@ -89,7 +95,7 @@ def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, 
     """Return returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
     batch = inputs.batch
     return starpo.reinforce_plus_plus(
-        inputs.rewards, batch.loss_mask, batch.cu_seqlens, gamma=gamma
+        inputs.rewards, batch.loss_mask, inputs.cu_sequences, gamma=gamma
     ), None
 
 
@@ -116,10 +122,12 @@ def estimate_advantages(
     device = device or home
     scores = _scores(trajectories, settings, device)
     there = batch.to(device)
+    cu_sequences, owners = (move(part, device) for part in _sequences(batch, trajectories))
     inputs = CreditInputs(
         batch=there,
         trajectories=trajectories,
-        rewards=_token_rewards(there, scores, settings),
+        cu_sequences=cu_sequences,
+        rewards=_token_rewards(there, scores, cu_sequences, owners, settings),
         scores=scores,
     )
     # If a setting is None, the default of the estimator applies.
@@ -162,13 +170,32 @@ def _checked(
     return tuple(None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair)
 
 
-def _token_rewards(batch: TokenBatch, scores: Tensor, settings: Any) -> Tensor:
+def _sequences(batch: TokenBatch, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
+    """Return the offsets [Q + 1] int32 of the sequences and the trajectory [Q] of each."""
+    is_tree = torch.tensor([trajectory.is_tree for trajectory in trajectories])
+    offsets, bounds = batch.cu_seqlens, batch.cu_seqlens[1:].contiguous()
+    if batch.cu_segments is not None:
+        starts = batch.cu_segments[:-1]
+        owners = torch.bucketize(starts, bounds, right=True)
+        begins = is_tree[owners] | torch.isin(starts, offsets)
+        offsets = torch.cat([starts[begins], offsets[-1:]])
+    return offsets, torch.bucketize(offsets[:-1], bounds, right=True)
+
+
+def _token_rewards(
+    batch: TokenBatch, scores: Tensor, cu_sequences: Tensor, owners: Tensor, settings: Any
+) -> Tensor:
     """[T] rewards on sampled tokens: per turn as they occurred, or the (normalised) return on the
-    last sampled token.
+    last sampled token of each sequence.
     """
-    rewards = batch.rewards
+    rewards, mask = batch.rewards, batch.loss_mask
     if settings.reward_placement == "trajectory":
-        rewards = starpo.place_at_end(scores, batch.loss_mask, batch.cu_seqlens).float()
+        rewards = starpo.place_at_end(scores[owners], mask, cu_sequences).float()
+    elif len(owners) > len(scores):
+        so_far = torch.nn.functional.pad(rewards.double().cumsum(0), (1, 0))  # [T + 1]
+        earned = [so_far[offsets.long()].diff() for offsets in (batch.cu_seqlens, cu_sequences)]
+        elsewhere = earned[0][owners] - earned[1]  # [Q]
+        rewards = rewards + starpo.place_at_end(elsewhere, mask, cu_sequences).float()
     if settings.kl_in_reward != "none":
         penalty = starpo.kl_penalty(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
         rewards = rewards - settings.kl_reward_coef * penalty * batch.loss_mask

@@ -12,8 +12,10 @@ rewards with it.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -139,26 +141,27 @@ def shape_rewards(
     Metrics, means over trajectories: what each term contributed (weight included) under its name,
     and `total`, their sum. Unless all succeed or all fail, also `success_ranking` (see there), and
     `inverted`, the number of environments whose failures earn more in the mean under the terms,
-    but not by the environment's own payouts. With only the environment's reward: the same groups,
-    no metrics.
+    but not by the environment's own payouts. If there are any, `inverted_by/<term>` is what the
+    term pays their failures more than their successes. With only the environment's reward: the same
+    groups, no metrics.
     """
     if dict(terms) == IDENTITY:
         return list(groups), {}
     shaped = [shape_group(group, terms) for group in groups]
     trajectories = [member for group in shaped for member in group.trajectories]
     metrics = {
-        name: fmean(
-            sum(turn.info["rewards"][name] for turn in trajectory.turns)
-            for trajectory in trajectories
-        )
+        name: fmean(_contribution(name, trajectory) for trajectory in trajectories)
         for name in terms
     }
     ranking = success_ranking(trajectories)
     if ranking is not None:
         own = success_margins([member for group in groups for member in group.trajectories])
         now = success_margins(trajectories)
-        inverted = sum(margin < -_ROUNDING <= own[name] for name, margin in now.items())
-        metrics |= {"success_ranking": ranking, "inverted": float(inverted)}
+        inverted = [name for name, margin in now.items() if margin < -_ROUNDING <= own[name]]
+        metrics |= {"success_ranking": ranking, "inverted": float(len(inverted))}
+        for term in terms if inverted else ():
+            margins = success_margins(trajectories, partial(_contribution, term))
+            metrics[f"inverted_by/{term}"] = -fmean(margins[name] for name in inverted)
     return shaped, {
         "total": fmean(trajectory.total_reward for trajectory in trajectories)
     } | metrics
@@ -179,24 +182,35 @@ def success_ranking(trajectories: Sequence[Trajectory]) -> float | None:
     return fmean(pairs) if pairs else None
 
 
-def success_margins(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return a map: environment -> what solved trajectories earn in the mean more than unsolved
-    ones, where there are both.
+def success_margins(
+    trajectories: Sequence[Trajectory],
+    pay: Callable[[Trajectory], float] = attrgetter("total_reward"),
+) -> dict[str, float]:
+    """Return a map: environment -> mean pay of solved trajectories minus that of unsolved ones,
+    where there are both.
     """
     return {
         name: fmean(solved) - fmean(unsolved)
-        for name, (unsolved, solved) in _earned(trajectories).items()
+        for name, (unsolved, solved) in _earned(trajectories, pay).items()
         if solved and unsolved
     }
 
 
-def _earned(trajectories: Sequence[Trajectory]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return a map: environment -> returns of unsolved trajectories and of solved ones."""
+def _earned(
+    trajectories: Sequence[Trajectory],
+    pay: Callable[[Trajectory], float] = attrgetter("total_reward"),
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return a map: environment -> pay of unsolved trajectories and of solved ones."""
     earned: dict[str, tuple[list[float], list[float]]] = {}
     for trajectory in trajectories:
         of_world = earned.setdefault(trajectory.environment, ([], []))
-        of_world[trajectory.success].append(trajectory.total_reward)
+        of_world[trajectory.success].append(pay(trajectory))
     return earned
+
+
+def _contribution(term: str, trajectory: Trajectory) -> float:
+    """Return what a term pays a shaped trajectory, its weight included."""
+    return sum(turn.info["rewards"][term] for turn in trajectory.turns)
 
 
 def judge(url: str, group: TrajectoryGroup) -> list[float]:

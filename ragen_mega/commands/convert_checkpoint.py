@@ -35,13 +35,12 @@ from transformers import PretrainedConfig
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
 from ragen_mega.config.recorded import beside
-from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.model_writer import MegatronWriter
 from ragen_mega.models.directory import find_gguf
 from ragen_mega.models.families import find_family
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.layout import model_slots
-from ragen_mega.models.shape import ModelShape, check_config
+from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.report.console import Console
 from ragen_mega.storage.checkpoints import (
     CHECKPOINTS,
@@ -193,8 +192,10 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
     with atomic_directory(arguments.target) as directory:
         source = open_source(arguments.source, console.say)
         console.say(f"from {source.description}")
-        check_model(source.hf, parallel)
-        slots = list(model_slots(ModelShape.of(source.hf)))
+        shape = ModelShape.of(source.hf)
+        if error := cut_error(shape, *(getattr(parallel, name) for name in sizes)):
+            raise ValueError(error)
+        slots = list(model_slots(shape))
         described = {name: source.reader.describe(name) for slot in slots for name in slot.names}
         kinds = {
             name: (DTYPES.get(arguments.dtype, dtype), shape)
@@ -203,7 +204,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
         copy_other_files(source.files, directory, set(dtypes.values()))
         writer = (
-            MegatronWriter(directory, ModelShape.of(source.hf), dtypes, parallel)
+            MegatronWriter(directory, shape, dtypes, parallel)
             if is_megatron
             else HuggingFaceWriter(directory, kinds, arguments.max_shard_size or MAX_SHARD_SIZE)
         )

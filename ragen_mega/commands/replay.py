@@ -8,6 +8,11 @@ another. Begins with the newest intact checkpoint at or before the step, goes th
 on the disk up to the step, and repeats its advantages, losses and gradients. On the layout of the
 run the numbers are equal to the bit, on another to rounding, which the steps between amplify
 (--tolerance). Writes nothing into the run.
+
+    ragen-mega replay --run runs/NAME --step 12 --agent-calls
+
+plays the agents of the step again with the recorded answers in place of the model, and compares
+their requests, tokens and rewards. Answers that were not trained are not in the record.
 Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 """
 
@@ -26,24 +31,29 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.launcher import is_rank
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics, write_json
 from ragen_mega.report.provenance import read_settings
+from ragen_mega.rollout.collector import Collection
+from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.holding import from_main
+from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import load_renderer
-from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
+from ragen_mega.rollout.visit import RecordedAnswers
 from ragen_mega.run.build import build_models
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.train import train_step
 from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
 
@@ -86,6 +96,61 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         "equal": worst <= arguments.tolerance,
         "keys": keys,
     }
+
+
+def replay_agents(arguments: argparse.Namespace) -> list[str]:
+    """Play the episodes of agents of a step with the recorded answers; returns a line for each that
+    differs, and one about all. Raises ValueError if there are none.
+    """
+    config, _ = read_config(arguments)
+    directory = config.run_directory
+    base = local_directory(config.model.load) if config.model.load else directory / BASE
+    renderer = load_renderer(str(base), think=config.environment.think)
+    settings = play_settings(
+        config.rollout,
+        config.environment,
+        temperature=config.rollout.temperature,
+        seed=config.train.seed,
+        agent=config.agent,
+    )
+    groups = RolloutStore(directory / ROLLOUTS).read(arguments.step).groups
+    recorded = [member for group in groups for member in group.trajectories if member.is_tree]
+    if not recorded:
+        raise ValueError(
+            f"step {arguments.step} of {directory} has no episode of an agent; drop --agent-calls"
+        )
+    lines = []
+    for before in recorded:
+        name = before.environment
+        maker = episode_maker(config.environment, name, arguments.step)
+        task = Task(before.group_id, name, before.seed, before.outcome_seed, None, maker)
+        answers = RecordedAnswers(before)
+        with Collection(
+            NoEngine(), renderer, [task], replace(settings, answers=answers)
+        ) as collection:
+            collection.play()
+            (after,) = collection.trajectories()
+        if not _is_repeated(before, after):
+            said = after.turns[-1].info.get(ERROR, "it asks or earns something else")
+            lines.append(f"{name}, seed {before.seed}, outcome seed {before.outcome_seed}: {said}")
+    num_equal = len(recorded) - len(lines)
+    return [
+        *lines,
+        f"step {arguments.step} of {directory}: {num_equal} of {len(recorded)} episodes of agents"
+        " are repeated to the token",
+    ]
+
+
+def _is_repeated(before: Trajectory, after: Trajectory) -> bool:
+    """Return whether an episode has the tokens, branches and rewards of another."""
+    return all(
+        list(each(before)) == list(each(after))
+        for each in (
+            lambda trajectory: trajectory.tokens,
+            lambda trajectory: trajectory.breaks,
+            lambda trajectory: (turn.reward for turn in trajectory.turns),
+        )
+    )
 
 
 def repeat(run: Run, last_step: int) -> dict[str, float]:
@@ -272,9 +337,18 @@ def report(result: Mapping[str, Any]) -> None:
         "in the replay (default: as the run)",
         action=argparse.BooleanOptionalAction,
     ),
+    flag(
+        "--agent-calls",
+        "play the agents of the step again, answered from the record",
+        False,
+    ),
     JSON,
 )
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.agent_calls:
+        lines = replay_agents(arguments)
+        print("\n".join(lines))
+        return min(1, len(lines) - 1)
     _, num_ranks = read_config(arguments)
     relaunch(num_ranks, "replay", arguments.argv)
     result = replay(arguments)

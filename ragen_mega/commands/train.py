@@ -43,9 +43,13 @@ def run_rank(argv: Sequence[str]) -> None:
     check_flags(argv, *ranks)
     sys.argv = ["ragen-mega", "train", *argv]  # the run records this command
 
+    from ragen_mega.run.stop import end_process
     from ragen_mega.train import main as train
 
-    train(argv, recipe=DEFAULT_RECIPE)
+    try:
+        train(argv, recipe=DEFAULT_RECIPE)
+    except SystemExit as end:  # after an error or a signal, in the midst of the job
+        end_process(int(end.code or 0))
 
 
 def default_ranks() -> int:

@@ -43,29 +43,38 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 """Settings that say how a run was begun, and nothing of what goes on."""
 
 
-def _tasks_as_environment(argv: Sequence[str]) -> list[str]:
-    """Replace `--tasks FILE [--score my_module:score]` in `argv` by the environment that it stands
-    for. Raises ValueError for another environment beside it, and for a score alone.
+def _as_environment(argv: Sequence[str]) -> list[str]:
+    """Replace `--tasks FILE [--score my_module:score]`, or `--agent my_module:run [--tasks FILE]`,
+    in `argv` by the environment that it stands for. Raises ValueError for another environment
+    beside it, and for a flag that would do nothing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--tasks", "--score"):
+    for flag in ("--agent", "--tasks", "--score"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
-    if found.tasks is None:
+    flag, text, what = "--tasks", found.tasks, "tasks:FILE"
+    if found.agent is not None:
+        flag, text, what = "--agent", found.agent, "agent:my_module:run"
+    if text is None:
         if found.score is not None:
             raise ValueError("--score does nothing without --tasks FILE; add it, or drop --score")
         return [*argv]
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
-    if others or not found.tasks:
+    if others or "" in (found.agent, found.tasks):
         raise ValueError(
-            f"--tasks takes a file and stands for --environments tasks:FILE, not {found.tasks!r}"
-            f"{''.join(f' beside {flag}' for flag in others)}; drop one of them"
+            f"{flag} takes a name and stands for --environments {what}, not {text!r}"
+            f"{''.join(f' beside {other}' for other in others)}; drop one of them"
         )
-    name = f"tasks:{found.tasks}"
+    if found.agent is not None and found.score is not None:
+        raise ValueError(
+            "--score is for answers to --tasks, and an agent returns its reward; drop --score, or"
+            " give --agent-reward"
+        )
+    name = f"{flag[2:]}:{text}"
+    options = {"tasks": found.tasks if found.agent is not None else None, "score": found.score}
+    options = {option: value for option, value in options.items() if value is not None}
     words = [*rest, "--environments", name]
-    if found.score is not None:
-        words += ["--environment-options", json.dumps({name: {"score": found.score}})]
-    return words
+    return [*words, "--environment-options", json.dumps({name: options})] if options else words
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
@@ -93,7 +102,7 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
     ValueError if it names another file, which could name this one, or cannot be read.
     """
     try:
-        flags = _tasks_as_environment(read_flags(Path(path)))
+        flags = _as_environment(read_flags(Path(path)))
     except OSError as error:
         raise ValueError(
             f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"
@@ -262,7 +271,7 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
-    resumed, argv = split_resumed(_tasks_as_environment(argv))
+    resumed, argv = split_resumed(_as_environment(argv))
     name, rest = choose_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):
         if os.environ.get("RANK", "0") == "0":  # which every rank was asked for

@@ -209,6 +209,13 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
         *_indented(
             "prompts and reference answers, JSON lines or parquet: environment tasks:FILE", width
         ),
+        "  --agent my_module:run [--tasks FILE]",
+        *_indented(
+            "a program that asks for completions as it asks OpenAI: a function (task, client) or"
+            " (task, base_url, api_key), or a URL (docs/agents.md), with the rows of FILE or seeds"
+            " alone as tasks: environment agent:my_module:run",
+            width,
+        ),
     ]
     sections = {
         item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)

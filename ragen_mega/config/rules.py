@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 
 from ragen_mega.algorithm.tables import find_filter
 from ragen_mega.config.sections.advantage import AdvantageConfig
+from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.checkpoint import CheckpointConfig
 from ragen_mega.config.sections.environment import EnvironmentConfig
 from ragen_mega.config.sections.evaluation import EvaluationConfig
@@ -14,7 +15,7 @@ from ragen_mega.config.sections.loss import LossConfig
 from ragen_mega.config.sections.model import ModelConfig
 from ragen_mega.config.sections.parallel import ParallelConfig
 from ragen_mega.config.sections.rollout import RolloutConfig
-from ragen_mega.config.sections.section import check_effects
+from ragen_mega.config.sections.section import check_effects, flag_of
 from ragen_mega.config.sections.train import TrainConfig
 from ragen_mega.config.sections.warm_start import WarmStartConfig
 
@@ -26,6 +27,7 @@ class Sections:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -51,6 +53,7 @@ def check_rules(config: Sections) -> None:
         _check_objectives,
         _check_placement,
         _check_critic,
+        _check_agents,
     ):
         check(config)
 
@@ -246,6 +249,45 @@ def _check_critic(config: Sections) -> None:
             "warm_start_critic_steps teaches the critic whole returns, but"
             f" reward_normalization {config.advantage.reward_normalization} subtracts the group's"
             " mean; drop one of them"
+        )
+
+
+def _check_agents(config: Sections) -> None:
+    """Check that settings of agents have one, and that agents have no settings of environments."""
+    agents = [name for name in config.environment.evaluated if name.startswith("agent:")]
+    given = [
+        item.name
+        for item in fields(AgentConfig)
+        if getattr(config.agent, item.name) != item.default
+    ]
+    if given and not agents:
+        raise ValueError(
+            f"{given[0]} does nothing without an agent; drop {flag_of(given[0])} or set --agent"
+            " my_module:run"
+        )
+    for name, value in (
+        ("context_window", config.rollout.context_window),
+        ("environment_processes", config.environment.environment_processes),
+        ("prompt_examples", config.environment.prompt_examples),
+    ):
+        if agents and value:
+            raise ValueError(
+                f"{name} {value} is for environments, and {agents[0]} writes its own prompts; drop"
+                f" {flag_of(name)}"
+            )
+    warm = config.warm_start
+    is_imitated = warm.sft_steps > 0 and warm.sft_file is None
+    if config.model.load is None:
+        is_imitated = warm.warm_start_from is None
+    if agents and is_imitated and config.agent.agent_example is None:
+        raise ValueError(
+            f"the warm start imitates play, and {agents[0]} has no example of it; set"
+            " --agent-example my_module:example, or --load a model that can talk"
+        )
+    if agents and (config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence"):
+        raise ValueError(
+            f"policy_loss gspo and importance_level sequence need a trajectory whole, and"
+            f" {agents[0]} may branch; drop them"
         )
 
 

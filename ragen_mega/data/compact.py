@@ -110,6 +110,7 @@ _FACTS = (
     "weight_version",
     "terminated",
     "truncated",
+    "is_tree",
     "rank",
 )
 """Fields of a trajectory in its row of `Outlines.facts`, before environment, number of tokens, of
@@ -182,7 +183,7 @@ def _outlined(
 ) -> Trajectory:
     *facts, environment, length, num_turns, num_breaks = row
     named = dict(zip(_FACTS, facts, strict=True))
-    named |= {name: bool(named[name]) for name in ("terminated", "truncated")}
+    named |= {name: bool(named[name]) for name in ("terminated", "truncated", "is_tree")}
     found = Trajectory(
         **named,
         environment=environments[environment],

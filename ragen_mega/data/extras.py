@@ -6,7 +6,9 @@ from importlib.util import find_spec
 EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
+    "agents": ("openai", "starlette", "uvicorn"),
     "studies": ("matplotlib", "scipy"),
+    "verifiers": ("verifiers",),
 }
 """Extra -> the modules that it installs and that code of ours imports by statement."""
 

@@ -166,8 +166,9 @@ class Trajectory:
     Tokens, mask and log-probabilities are lists while the trajectory is played. They are `Packed`
     when they come from another rank or from a file, and `Elsewhere` while another rank holds them.
 
-    If the policy sees only a window of its turns, the prompt of a turn need not continue the
-    previous one. It then starts a new segment, in which earlier answers are context like any other.
+    If the policy sees only a window of its turns, or if its calls are a tree, the prompt of a turn
+    need not continue the previous one. It then starts a new segment, in which earlier answers are
+    context like any other.
     """
 
     group_id: int
@@ -185,6 +186,8 @@ class Trajectory:
     """Whether the task ended: solved, lost, or nothing left to do."""
     truncated: bool = False
     """Whether turns, actions or context ran out before the task ended."""
+    is_tree: bool = False
+    """Whether segments are branches of a tree of calls, not windows of one conversation."""
     rank: int = field(default=0, compare=False)
     """Rank on which the trajectory was sampled."""
     further_fields: dict[str, Sequence[Any]] = field(default_factory=_no_values)

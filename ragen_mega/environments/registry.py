@@ -42,7 +42,9 @@ ENVIRONMENTS = Registry(
         "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:ReasoningTask",
         "gem": f"{_ADAPTERS}.gem:GemEnvironment",
         "openenv": f"{_ADAPTERS}.openenv:OpenEnvWorld",
+        "verifiers": f"{_ADAPTERS}.verifiers:VerifiersEnvironment",
         "tasks": f"{_ADAPTERS}.tasks:FileTasks",
+        "agent": "ragen_mega.agents.runner:AgentProgram",
     },
 )
 # RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.

@@ -8,7 +8,8 @@ maximum, anyOf, oneOf and references to $defs.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -37,7 +38,27 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change.
     """
-    found, at = [], text.find(_OPEN)
+    found = [call for call, _ in _located(text, tools)]
+    if not found:
+        raise ValueError(f"no {_OPEN} ... {_CLOSE}")
+    return found
+
+
+def split_calls(text: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the calls in an answer, which may be none, and the text around them. Raises ValueError
+    for a malformed call.
+    """
+    found = list(_located(text, ()))
+    bounds = [0, *chain.from_iterable(span for _, span in found), len(text)]
+    around = [text[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    return [call for call, _ in found], "".join(around)
+
+
+def _located(
+    text: str, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
+    """Yield every call with the start and end of its block."""
+    at = text.find(_OPEN)
     while at >= 0:
         start = at + len(_OPEN)
         start += len(text[start:]) - len(text[start:].lstrip())
@@ -48,11 +69,9 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
         end += len(text[end:]) - len(text[end:].lstrip())
         if not text.startswith(_CLOSE, end):
             raise UnreadableCall(f"a tool call must end with {_CLOSE}")
-        found.append(_checked(call, tools))
+        end += len(_CLOSE)
+        yield _checked(call, tools), (at, end)
         at = text.find(_OPEN, end)
-    if not found:
-        raise ValueError(f"no {_OPEN} ... {_CLOSE}")
-    return found
 
 
 def _checked(call: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ never a parameter: nothing here reads or stores it.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,6 +50,8 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the nodes' rotary angles [N, 1, head_dim / 2], for local layers."""
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PackedForest":
@@ -117,6 +120,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
         config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = _residual_addition
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp.submodules
@@ -132,9 +136,16 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     return layer
 
 
+def _residual_addition(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Return the addition to the residual stream in the stream's own dtype; megatron-core's rounds
+    the stream to the dtype of the layers.
+    """
+    return lambda output_with_bias, residual, dropout: residual + output_with_bias[0]
+
+
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) in float32; megatron-core's torch wrapper refuses
-    sequence parallelism.
+    """Root mean square norm (arXiv:1910.07467) in float32, rounded to the dtype of the layers;
+    megatron-core's torch wrapper refuses sequence parallelism.
     """
 
     def __init__(
@@ -164,7 +175,7 @@ class _Normalize(Function):
         squares = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [.., 1]
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return (wide * scale).mul_(weight).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -179,7 +190,7 @@ class _Normalize(Function):
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return x in the dtype in which norms are computed."""
+    """Return x in the dtype in which norms and rotations are computed."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -237,7 +248,9 @@ class EngineAttention(TEDotProductAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within packed trajectories by torch's scaled_dot_product_attention."""
+    """Rotary embedding, then causal attention within packed trajectories by torch's
+    scaled_dot_product_attention.
+    """
 
     def __init__(
         self,
@@ -266,6 +279,7 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
+        query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
@@ -273,8 +287,18 @@ class PackedAttention(MegatronModule):
         return attend(query, key, value, packed.schedule, self.scale)
 
 
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate x [N, heads, head_dim] in float32 (RoFormer, arXiv:2104.09864, Eq. 34), and round the
+    result: megatron-core rounds cosines, sines and products.
+    """
+    a, b = _widened(x).chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, b * cosines + a * sines], dim=-1).to(x.dtype)
+
+
 class CompiledAttention(PackedAttention):
-    """Causal attention within packed trajectories, compiled for a processor."""
+    """Rotary embedding, then causal attention within packed trajectories, compiled for a
+    processor.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

@@ -68,6 +68,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
     implementation = precision.choose_implementation(parallel, precision.Machine.here())
+    # Local layers add to a float32 residual stream, as the embedded engine does.
+    is_widened = parallel.bf16 and implementation == "local"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -91,7 +93,8 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         # gradients are summed over microbatches and ranks; weights[t] normalises
         calculate_per_token_loss=True,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if is_widened else dtype,
+        fp32_residual_connection=is_widened,
         bf16=parallel.bf16,
         use_cpu_initialization=cpu.is_active(),
         perform_initialization=False,  # weights always come from a checkpoint
@@ -165,6 +168,10 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
+        if self.config.transformer_impl == "local":
+            angles = rotary.squeeze(1)[..., : rotary.shape[-1] // 2]  # [N, 1, dim / 2]
+            packed_seq_params.rotation = angles.cos(), angles.sin()
+            rotary = None
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:

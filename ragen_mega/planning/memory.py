@@ -259,10 +259,10 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         mlp += shape.num_experts * 2 * FP32
     parts = {
         # twice: the input, the output, the inverse root mean square
-        "norms": 2 * (hidden * 2 * item + FP32) // setting.sp,
+        "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
         "qkv": (queries + 2 * keys) * item,
-        # rotated queries and keys; cosines and sines of both
-        "rotary": (queries + keys + 4 * shape.head_dim) * item,
+        # rotated queries and keys; where megatron-core rotates, cosines and sines of both
+        "rotary": (queries + keys + (not setting.on_host) * 4 * shape.head_dim) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "mlp": mlp // tp,
     }
@@ -277,6 +277,11 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     return parts
 
 
+def _stream_itemsize(setting: Setting) -> int:
+    """Return the bytes of a number of the residual stream, which local layers add up in float32."""
+    return FP32 if setting.on_host else setting.itemsize
+
+
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
@@ -287,11 +292,12 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     kept = {
         "none": one_layer,
         "selective": one_layer - parts["mlp"],
-        "full": shape.hidden_size * setting.itemsize // setting.sp,
+        "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
     per_position = kept * (shape.num_layers // pp)
-    if recompute == "full":
-        per_position += shape.head_dim * FP32  # angles of the rotary embedding, for all layers
+    if recompute == "full" or setting.on_host:
+        # angles of the rotary embedding, or their cosines and sines, for all layers
+        per_position += shape.head_dim * FP32
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output

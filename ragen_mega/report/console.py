@@ -231,7 +231,7 @@ class Console:
         num_prompts. A dash stands for a reference player that is not known (None).
         """
         table = Table(title=title, title_justify="left")
-        table.add_column("set", no_wrap=True)
+        table.add_column("set", overflow="fold")  # the one that gives way on a narrow terminal
         for heading in ("success", "95% CI", "random", "optimum", "prompts"):
             table.add_column(heading, justify="right", no_wrap=True)
         for name, result in results.items():

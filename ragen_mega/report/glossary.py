@@ -25,6 +25,12 @@ GLOSSARY = {
     "rollout/valid_format_rate": "Share of turns that could be parsed.",
     "rollout/valid_action_rate": "Share of turns whose actions were all legal.",
     "rollout/num_turns": "Turns a trajectory.",
+    "rollout/ignored_sampling": "Answers of agents whose request asked for another temperature or"
+    " top_p than the trainer's, which held.",
+    "rollout/untrained_answers": "Answers of agents outside the loss mask: of roles that are not"
+    " trained, or drawn by the agent's own sampling.",
+    "rollout/undelivered_answers": "Answers of agents that no connection was left for; they have no"
+    " part in the episode.",
     "rollout/quoted_markers": "Control markers and tags in what environments said, which the policy"
     " saw as plain letters.",
     "rollout/cut_answer_rate": "Share of turns whose answer reached the limit of its length.",
@@ -53,6 +59,8 @@ GLOSSARY = {
     " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
     "reward/inverted": "Environments whose failures earn more in the mean than their successes"
     " under the reward terms, but not by their own payouts.",
+    "reward/inverted_by": "What this reward term pays the failures of these environments more than"
+    " their successes.",
     "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
     " ranking and in no loss.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",

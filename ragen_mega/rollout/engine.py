@@ -122,3 +122,16 @@ class RolloutEngine(Protocol):
 
     def shutdown(self) -> None:
         """Release everything that the engine holds, for good."""
+
+
+class NoEngine(RolloutEngine):
+    """Engine where the answers to agents come from elsewhere."""
+
+    shard = None
+    num_slots = 1
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Raise RuntimeError: nothing is sampled here."""
+        raise RuntimeError("nothing samples here")

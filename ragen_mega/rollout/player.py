@@ -6,12 +6,17 @@ loss mask.
 """
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ragen_mega.agents.call_tree import Call
+from ragen_mega.agents.runner import AgentEpisode, AgentProgram, Outcome, judged
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.sections.agent import AgentConfig
+from ragen_mega.data import distributed
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import (
@@ -26,6 +31,7 @@ from ragen_mega.environments.protocol import Message, text_seed
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.visit import UNDELIVERED, Limits, Sampler, Visit
 
 T = TypeVar("T")
 
@@ -70,6 +76,9 @@ class PlaySettings:
     """Most plays of one task. A further one, with another outcome seed, follows an error or the
     time limit of the environment. Evaluation plays once, for what fails counts.
     """
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    answers: Sampler | None = None
+    """Source of the answers to agents in place of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ class Seat:
         self.episode = episode
         self.worker = worker
         self.is_broken = False
-        self._meanwhile = meanwhile
+        self.meanwhile = meanwhile
 
     async def start(self, task: Task) -> list[Message]:
         """Return the first messages of a task. Raises EnvironmentFailed if it cannot start."""
@@ -128,15 +137,30 @@ class Seat:
             self.is_broken = True
             return failed_turn(error, self.episode.action)
 
+    def begin_agent(
+        self, base_url: str, api_key: str, seconds: float | None
+    ) -> asyncio.Future[Any]:
+        """Let the agent that this seat holds play; the future fails with EnvironmentFailed."""
+        self.worker.seconds = seconds or 0
+        return self.worker.call(partial(self.episode.environment.run, base_url, api_key, seconds))
+
     def close(self) -> None:
         """Close the environment, in the thread that calls it."""
         if self.episode is not None:
             calls.close(self.episode.environment)
 
+    async def judge(
+        self, episode: AgentEpisode, failure: EnvironmentFailed | None, reward: str | None
+    ) -> Outcome:
+        """Return the rewards of an agent's episode. Raises EnvironmentFailed if there are none."""
+        if failure is not None and (failure.is_late or reward is None):
+            raise failure  # an agent that does not return keeps the thread
+        return await self._call(partial(judged, episode, reward))
+
     async def _call(self, function: Callable[[], T]) -> T:
         if self.worker is None:
             return guarded(function)
-        return await self._meanwhile(self.worker.call(function))
+        return await self.meanwhile(self.worker.call(function))
 
 
 class Player:
@@ -157,11 +181,11 @@ class Player:
         self._engine = engine
         self._renderer = renderer
         self._settings = settings
-        self._advance = advance
+        self.advance = advance
         self._on_wait = on_wait
         self.has_weights = True
-        self.num_held = 0
-        """Number of trajectories that wait before a turn."""
+        self._resting: set[int] = set()  # sessions of trajectories with nothing in the engine
+        self.further_session = partial(next, itertools.count(-1, -1))
         self._may_begin = asyncio.Event()
         self._loaded = asyncio.Event()  # set once the engine gets its weights again
 
@@ -173,10 +197,16 @@ class Player:
         self._loaded.set()
         self._loaded = asyncio.Event()
         if begin_turns:
-            self.num_held = 0
             self._may_begin.set()
         else:
             self._may_begin.clear()
+
+    @property
+    def num_held(self) -> int:
+        """Number of trajectories that wait to begin a turn, agents that may ask at any time among
+        them; 0 unless turns are held back.
+        """
+        return 0 if self._may_begin.is_set() else len(self._resting)
 
     async def play(self, attempt: Attempt, seat: Seat) -> Trajectory:
         """Play one trajectory until its episode ends or its context is full."""
@@ -191,6 +221,8 @@ class Player:
         )
         try:
             messages = await seat.start(task)
+            if isinstance(seat.episode.environment, AgentProgram):
+                return await self._host(attempt, seat, trajectory)
             context = Context(renderer, seat.episode, settings.context_window)
             trajectory.append_observation(context.begin(messages))
         except EnvironmentFailed as error:
@@ -204,7 +236,7 @@ class Player:
             most = seat.episode.budget.max_response_length
             max_tokens = min(most, max_context - len(context.tokens))
             sampling = self._sampling(attempt, len(trajectory.turns), max_tokens)
-            await self._wait_for_turn()
+            await self.wait_for_turn(attempt.session)
             completion = None
             while completion is None:
                 loaded = self._loaded
@@ -212,12 +244,8 @@ class Player:
                     completion = await engine.generate(
                         context.tokens[:], sampling, session=attempt.session
                     )
-                except WeightsLost:
-                    await self._wait_for_weights(loaded)
                 except (RuntimeError, MemoryError, OSError) as error:
-                    raise EngineError(
-                        f"the rollout engine failed: {type(error).__name__}: {error}"
-                    ) from error
+                    await self._recover(error, loaded)
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version
@@ -234,12 +262,94 @@ class Player:
                 if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
                     turn.info[TRUNCATED_BY] = "context"
-            self._advance(len(completion.tokens), is_over and not attempt.is_repeated(turn.info))
+            self.advance(len(completion.tokens), is_over and not attempt.is_repeated(turn.info))
             if not is_over:
                 trajectory.append_observation(observation, afresh=is_new_prompt)
                 if is_new_prompt:  # its cache belongs to another prompt
                     engine.release(attempt.session)
         return trajectory
+
+    async def _host(self, attempt: Attempt, seat: Seat, trajectory: Trajectory) -> Trajectory:
+        """Play one episode of an agent, which has been given its task."""
+        # Only here, for it needs the extra `agents`.
+        from ragen_mega.agents.server import door
+
+        settings, task, agent = self._settings, attempt.task, self._settings.agent
+        budget, program = seat.episode.budget, seat.episode.environment
+        limits = Limits(
+            max_context=settings.max_context_length,
+            max_tokens=budget.max_response_length,
+            max_calls=budget.max_turns,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=self._renderer.stop_token_ids,
+            agent=agent,
+        )
+        seed = (settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
+        sampler = settings.answers or _Sessions(
+            self, self._engine, attempt.session, trajectory.weight_version
+        )
+        visit = Visit(self._renderer, sampler, limits, ("agent", *seed))
+        entrance = door(agent.listen_on(distributed.rank()))
+        self.rest(attempt.session)
+        with entrance.open(visit) as key:
+            ending = seat.begin_agent(entrance.url, key, agent.agent_timeout)
+            try:
+                await visit.serve(ending, seat.meanwhile)
+            finally:
+                self._resting.discard(attempt.session)
+                ending.cancel()
+        failure: EnvironmentFailed | None = ending.exception()
+        seat.is_broken = failure is not None
+        info, outcome = {}, Outcome(0.0, success=False)
+        if failure is not None and not failure.is_late and visit.limit_reached:
+            info = {TRUNCATED_BY: visit.limit_reached, "agent_error": str(failure)}
+        else:
+            try:
+                outcome = await seat.judge(
+                    AgentEpisode(
+                        program.task,
+                        visit.records(),
+                        None if failure else ending.result(),
+                        None if failure is None else str(failure),
+                    ),
+                    failure,
+                    agent.agent_reward,
+                )
+            except EnvironmentFailed as error:
+                info = failed_turn(error).info
+        trajectory = visit.tree.trajectory(
+            trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
+        )
+        trajectory.truncated = TRUNCATED_BY in info
+        trajectory.terminated = not trajectory.truncated
+        last = trajectory.turns[-1].info
+        last |= dict(outcome.info) | {"success": outcome.success} | info
+        if visit.num_undelivered:
+            last[UNDELIVERED] = visit.num_undelivered
+        self.advance(0, not attempt.is_repeated(last))
+        return trajectory
+
+    async def complete(
+        self, tokens: list[int], sampling: SamplingParams, session: int
+    ) -> Completion:
+        """Sample for a call of an agent, again if the engine loses its weights meanwhile."""
+        while True:
+            loaded = self._loaded
+            try:
+                return await self._engine.generate(tokens[:], sampling, session=session)
+            except (RuntimeError, MemoryError, OSError) as error:
+                await self._recover(error, loaded)
+
+    async def _recover(self, error: Exception, loaded: asyncio.Event) -> None:
+        """Wait until the engine has its weights again, if that is what failed. Raises EngineError
+        for anything else.
+        """
+        if not isinstance(error, WeightsLost):
+            raise EngineError(
+                f"the rollout engine failed: {type(error).__name__}: {error}"
+            ) from error
+        await self._wait_for_weights(loaded)
 
     def _sampling(self, attempt: Attempt, num_turns: int, max_tokens: int) -> SamplingParams:
         """Return the parameters that sample the turn after `num_turns` others, with its seed."""
@@ -263,14 +373,20 @@ class Player:
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(info)
         trajectory.truncated = True
-        self._advance(0, not attempt.is_repeated(info))
+        self.advance(0, not attempt.is_repeated(info))
         return trajectory
 
-    async def _wait_for_turn(self) -> None:
-        if not self._may_begin.is_set():
-            self.num_held += 1
-            self._on_wait()
+    async def wait_for_turn(self, session: int) -> None:
+        """Wait until turns may begin."""
+        while not self._may_begin.is_set():
+            self.rest(session)
             await self._may_begin.wait()
+        self._resting.discard(session)
+
+    def rest(self, session: int) -> None:
+        """Note that a trajectory has nothing in the engine until its next `wait_for_turn`."""
+        self._resting.add(session)
+        self._on_wait()
 
     async def _wait_for_weights(self, loaded: asyncio.Event) -> None:
         """Wait for the weights after those that a request was made under, which were lost: not at
@@ -280,6 +396,39 @@ class Player:
             self.has_weights = False
             self._on_wait()
         await loaded.wait()
+
+
+class _Sessions:
+    """Sessions of the engine for the calls of an agent's episode.
+
+    A call continues the session of the episode if this is free. Otherwise it has one of its own. A
+    session is released when its call ends while others run, which may wait for its slot.
+    """
+
+    def __init__(self, player: Player, engine: RolloutEngine, own: int, version: int) -> None:
+        """`own`: session of the episode; `version`: weights at its start."""
+        self._player, self._engine, self._own, self._version = player, engine, own, version
+        self._busy: set[int] = set()
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Sample as soon as turns may begin; see `visit.Sampler`."""
+        player, engine = self._player, self._engine
+        await player.wait_for_turn(self._own)
+        session = self._own if self._own not in self._busy else player.further_session()
+        self._busy.add(session)
+        try:
+            completion = await player.complete(tokens, sampling, session)
+        finally:
+            self._busy.discard(session)
+            if session != self._own or self._busy:
+                engine.release(session)
+            if not self._busy:
+                player.rest(self._own)
+        player.advance(len(completion.tokens), False)
+        version = engine.weight_version
+        return completion, {} if version == self._version else {VERSION: version}
 
 
 def no_room(environment: str, num_tokens: int, max_context: int) -> str:

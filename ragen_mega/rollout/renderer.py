@@ -84,6 +84,8 @@ class ChatRenderer:
                 " heeds enable_thinking"
             )
         self._forced = _THINK if think and not opens_thought else ""
+        self.opens_thought = think
+        """Whether every answer begins inside a thought."""
         self._between = _Remembered(
             lambda messages: self._encode(self._delta(*messages) + self._forced)
         )
@@ -152,8 +154,8 @@ class ChatRenderer:
         text = self._text(messages, json.loads(self._cut(quote(tools))))
         if text == self._text(messages):
             raise ValueError(
-                "the chat template leaves out the environment's tools; use a model whose template"
-                " takes them, or describe them in the environment's instruction"
+                "the chat template leaves out tools; use a model whose template takes them, or"
+                " describe them in the instruction"
             )
         return text
 

@@ -7,6 +7,7 @@ response length).
 from collections.abc import Sequence
 from statistics import fmean
 
+from ragen_mega.agents.call_tree import UNTRAINED
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
 from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import TrajectoryGroup
@@ -17,6 +18,7 @@ from ragen_mega.rollout.endings import (
     failed_attempts,
     without_failures,
 )
+from ragen_mega.rollout.visit import ASKED, UNDELIVERED
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -30,7 +32,10 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     share of the claims in thoughts that are true of the state, only where some can be checked.
     valid_format_rate, valid_action_rate: share of turns. cut_answer_rate: share of turns whose
     answer reached the limit of its length. quoted_markers: control markers and tags in what
-    environments said, where there were any. entropy, entropy_variance, distinct_openings,
+    environments said, where there were any. ignored_sampling, untrained_answers,
+    undelivered_answers: answers of agents whose request asked for another temperature or top_p than
+    the trainer's, that are outside the loss mask, and that nobody waited for, where there were any.
+    entropy, entropy_variance, distinct_openings,
     ngram_overlap: see `algorithm.diagnostics`. All of these are missing where there is none.
 
     Metrics of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
@@ -74,6 +79,12 @@ def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         return {}
     checked = [turn.info["claims"] for turn in turns if "claims" in turn.info]
     num_quoted = sum(turn.info.get(QUOTED, 0) for turn in turns)
+    infos = [turn.info for turn in turns]
+    of_agents = {
+        "ignored_sampling": sum(ASKED in info for info in infos),
+        "untrained_answers": sum(len(info.get(UNTRAINED, ())) for info in infos),
+        "undelivered_answers": sum(info.get(UNDELIVERED, 0) for info in infos),
+    }
     num_true, num_claims = (sum(counts[i] for counts in checked) for i in (0, 1))
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
@@ -86,6 +97,7 @@ def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         **({"true_claims": num_true / num_claims} if num_claims else {}),
         **({"quoted_markers": float(num_quoted)} if num_quoted else {}),
+        **{name: float(count) for name, count in of_agents.items() if count},
         "valid_format_rate": fmean(bool(turn.info.get("is_format_valid", False)) for turn in turns),
         "valid_action_rate": fmean(bool(turn.info.get("is_action_valid", False)) for turn in turns),
         "cut_answer_rate": fmean(turn.info.get("finish_reason") == "length" for turn in turns),

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ragen_mega.agents.runner import PREFIX
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -159,6 +161,7 @@ def play_settings(
     temperature: float,
     seed: int,
     attempts: int = 1,
+    agent: AgentConfig | None = None,
 ) -> PlaySettings:
     """Return the settings by which a run samples: in training, where a failed trajectory gets
     another of its `attempts`, or at another temperature in evaluation, where it counts as it is.
@@ -172,6 +175,7 @@ def play_settings(
         seed=seed,
         environment_timeout=0.0 if is_hosted else environment.environment_timeout,
         attempts=attempts,
+        agent=agent or AgentConfig(),
     )
 
 
@@ -320,6 +324,8 @@ def check_first_prompts(
         (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.shares
     ]
     for name, make_episode, seed, board in first + trained:
+        if name.startswith(PREFIX):  # an agent writes its prompts while it plays
+            continue
         worker = Worker(world.environment_timeout)
         episode = worker.build(name, make_episode)
         start = partial(episode.start, seed, outcome_seed=seed, board=board)

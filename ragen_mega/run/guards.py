@@ -17,6 +17,7 @@ from ragen_mega.environments.episode import QUOTED
 from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.holding import whole
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
+from ragen_mega.rollout.visit import ASKED
 from ragen_mega.storage.sealed_files import write_sealed
 
 FAULTS = "faults"
@@ -181,6 +182,7 @@ class StartGuard:
         self.config = config
         self._settled: set[str] = set()  # environments of which it is known or was said
         self._quoted: set[str] = set()  # environments of whose markers it was said
+        self._asked: set[str] = set()  # agents of whose sampling it was said
 
     def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """Warn, once, of environments whose texts hold markers of chat templates."""
@@ -198,6 +200,24 @@ class StartGuard:
             for name in new
         ]
 
+    def check_sampling(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Warn, once, of agents that ask for another way of sampling than the trainer's."""
+        found = {
+            member.environment: turn.info[ASKED]
+            for group in groups
+            for member in group.trajectories
+            for turn in member.turns
+            if ASKED in turn.info
+        }
+        new = sorted(found.keys() - self._asked)
+        self._asked |= found.keys()
+        return [
+            f"{name} asks for {found[name]}, which is ignored: the trainer's sampling holds"
+            " (rollout/ignored_sampling counts such answers); --agent-sampling agent keeps the"
+            " agent's, and leaves these answers out of training"
+            for name in new
+        ]
+
     def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """Warn of groups of a step, whose tokens this rank has, if their members differ in the
         first prompt, which follows from the seed. Differences that outcome seeds alone explain are
@@ -206,7 +226,7 @@ class StartGuard:
         said = []
         for group in groups:
             first = group.trajectories[0]
-            if (name := first.environment) in self._settled:
+            if (name := first.environment) in self._settled or first.is_tree:
                 continue
             started = [member for member in group.trajectories if member.num_sampled_tokens]
             outcomes = {_first_prompt(member): member.outcome_seed for member in started}
@@ -270,8 +290,7 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
         (
             malformed == len(turns),
             f"none of {malformed} answers has the form that the prompt asks for ({cut} were cut at"
-            f" --max-response-length {limit}); start from a model that follows it, or warm-start"
-            " longer",
+            f" --max-response-length {limit}); {_teach_the_form(config)}",
         ),
         (
             all(trajectory.success for trajectory in trajectories),
@@ -289,4 +308,31 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
     return (
         f"--filter-strategy {config.filter.filter_strategy} kept none of {len(groups)} groups"
         f" (returns {earned}); loosen --filter-value or name another"
+    )
+
+
+def _teach_the_form(config: StarPOConfig) -> str:
+    """Return the remedy for answers without the form, which a loaded model and a small one learn
+    in different ways.
+    """
+    if config.model.load is None:
+        return "raise --warm-start-steps, or lower --temperature"
+    shown, imitated = config.environment.prompt_examples, config.warm_start.sft_steps
+    return (
+        f"show it by --prompt-examples {2 * shown or 4}, or let the model imitate it by --sft-steps"
+        f" {2 * imitated or 200}"
+    )
+
+
+def inversion_note(metrics: Mapping[str, float]) -> str | None:
+    """Describe a reward that pays more for failing than for success, by the metrics of a step."""
+    if not metrics.get("reward/inverted"):
+        return None
+    by = "reward/inverted_by/"
+    margins = {key.removeprefix(by): value for key, value in metrics.items() if key.startswith(by)}
+    term = max(margins, key=margins.__getitem__)
+    return (
+        "the reward pays more for failing than for success: its term"
+        f" {term} pays failures {margins[term]:.3g} more in the mean; change the weight of {term}"
+        " in --reward"
     )

@@ -46,7 +46,11 @@ class Evaluations:
         config, prompts = self._config, self._prompts
         temperature = config.evaluation.eval_temperature
         settings = play_settings(
-            config.rollout, config.environment, temperature=temperature, seed=0
+            config.rollout,
+            config.environment,
+            temperature=temperature,
+            seed=0,
+            agent=config.agent,
         )
         sets = {
             name: HeldOut(config.environment, settings, prompts[name], self._references[name])

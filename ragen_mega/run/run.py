@@ -52,6 +52,7 @@ from ragen_mega.run.guards import (
     CollapseGuard,
     StartGuard,
     UpdateGuard,
+    inversion_note,
     nothing_to_learn,
 )
 from ragen_mega.run.held_out import Evaluations
@@ -196,6 +197,7 @@ class Run:
             errors = describe_errors(groups)
             mixed = self.start_guard.check(log.step, groups)
             mixed += self.start_guard.check_markers(groups)
+            mixed += self.start_guard.check_sampling(groups)
             return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
 
         for note in on_main(notes):
@@ -383,8 +385,8 @@ class Run:
         if not self.rollouts.are_remote:
             log.add("engine", engine_metrics(self.engine))
         result = log.result()
-        if result.get("reward/inverted"):
-            self.log.note(step, "the reward pays more for failing than for success (--reward)")
+        if note := inversion_note(result):
+            self.log.note(step, note)
         if num_lost := round(result.get("engine/restarts", 0)):
             lost = f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/"
             self.log.note(step, lost)

@@ -45,6 +45,7 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         "weight_version": version,
         "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
         "environment": values["environment"],
+        "agent": values["agent"],
         "rollout": values["rollout"],
         "seed": config.train.seed,
         "judges": [name for name in config.advantage.reward_terms if is_judge(name)],
@@ -84,6 +85,7 @@ class Sampling:
             temperature=config.rollout.temperature,
             seed=config.train.seed,
             attempts=_ATTEMPTS,
+            agent=config.agent,
         )
         self._verifiers = Verifiers(
             config.advantage.reward_terms, timeout=config.environment.environment_timeout or None

@@ -3,12 +3,15 @@ loss of another rank becomes a one-line error.
 """
 
 import errno
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch.distributed import DistError
@@ -66,6 +69,17 @@ class StopSignal:
 def exit_on_signal() -> None:
     """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet."""
     _handle(_leave)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End this process without the end of its interpreter, during which gloo's threads may abort it
+    by SIGABRT. A rank that left the job first could wait for a rank that is lost.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -138,7 +138,9 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
         # [S, 3]
         "seeds": torch.tensor([(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]),
         "ranks": torch.tensor([t.rank for t in trajectories]),  # [S]
-        "ends": torch.tensor([(t.terminated, t.truncated) for t in trajectories]),  # [S, 2] bool
+        "ends": torch.tensor(  # [S, 3] bool
+            [(t.terminated, t.truncated, t.is_tree) for t in trajectories]
+        ),
         "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
         # [sum K, 2]
         "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
@@ -169,7 +171,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
     turns = zip(values["turns"], values["rewards"], strict=True)
     ranks = values.get("ranks", [0] * len(group_ids))  # rollouts of earlier versions have none
     trajectories = []
-    for group_id, fact, seeds, rank, (terminated, truncated), (_, num_turns), *recorded in zip(
+    for group_id, fact, seeds, rank, ends, (_, num_turns), *recorded in zip(
         group_ids,
         facts,
         values["seeds"],
@@ -180,6 +182,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
         strict=True,
     ):
         environment, infos, *breaks = fact  # nor these
+        terminated, truncated, *is_tree = ends  # nor these
         seed, outcome_seed, weight_version = seeds
         trajectory = Trajectory(
             group_id=group_id,
@@ -194,6 +197,7 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             breaks=[at for row in breaks for at in row],
             terminated=terminated,
             truncated=truncated,
+            is_tree=any(is_tree),
             rank=rank,
         )
         trajectory.token_fields = dict(zip(rows, recorded, strict=True))

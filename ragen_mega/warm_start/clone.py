@@ -139,7 +139,9 @@ def scripted_episodes(
                 if not answered and index in (NUM_PLAYERS, len(seeds)):
                     raise ValueError(
                         f"environment {kind} fails whatever is done, e.g. from seed {played.seed}:"
-                        f" {played.error}"
+                        f" {played.error}; mend it"
+                        + ", or let random_answer(draw) return what its parse reads"
+                        * hasattr(first.episode.environment, "parse")
                     )
                 yield played
     finally:

@@ -20,6 +20,7 @@ from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_sources import local_directory
+from ragen_mega.warm_start.agent_play import example_play, example_texts, is_agent
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     ScriptedEpisode,
@@ -43,26 +44,34 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
     in scripted play, and answers of twice its length; where a model is loaded, whose answers are
     its own, of `max_response_length`. Never above the given one.
     """
-    trained = config.environment.shares
-    played = {name: list(rehearse(config, name)) for name in config.environment.evaluated}
+    trained, evaluated = config.environment.shares, config.environment.evaluated
+    played = {name: list(rehearse(config, name)) for name in evaluated if not is_agent(name)}
     if config.model.load is not None:
         directory = str(local_directory(config.model.load))
         renderer = load_renderer(directory, think=config.environment.think)
     else:
-        texts = [text for name in trained for text in _texts(played[name])]
+        texts = [
+            text
+            for name in trained
+            for text in (example_texts(config, name) if is_agent(name) else _texts(played[name]))
+        ]
         renderer = ChatRenderer(train_tokenizer(texts), think=config.environment.think)
-    needed = max(_needed(config, renderer, each) for each in played.values())
+    agents = [_needed_by_agent(config, renderer, name) for name in evaluated if is_agent(name)]
+    needed = max(*agents, *(_needed(config, renderer, each) for each in played.values()), 0)
     length = min(config.rollout.max_context_length, -(-needed // _ROUNDED) * _ROUNDED)
     return replace(config, rollout=replace(config.rollout, max_context_length=length))
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Return scripted episodes of an environment, as far as they could be played."""
+    """Return scripted episodes of an environment, as far as they could be played, with thoughts in
+    the words that the policy will see or imitate.
+    """
     played = scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
         skill=config.warm_start.warm_start_skill,
         timeout=config.environment.environment_timeout,
+        in_sentences=config.model.load is not None,
     )
     return (episode for episode in played if episode.turns)
 
@@ -92,6 +101,19 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
     return needed
 
 
+def _needed_by_agent(config: StarPOConfig, renderer: ChatRenderer, name: str) -> int:
+    """Return tokens of the longest text that an agent shows the policy, if answers are twice as
+    long as those of its example.
+    """
+    if config.agent.agent_example is None:
+        return config.rollout.max_context_length
+    needed = 0
+    for trajectory in example_play(config, name, renderer, EPISODES):
+        for start, end in trajectory.segments:
+            needed = max(needed, end - start + (_LENGTH - 1) * sum(trajectory.loss_mask[start:end]))
+    return needed
+
+
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     """Return lines about limits that scripted play does not fit into. Raises ValueError if an
     environment cannot read the answers of scripted play, or a reward, estimator, filter or metric
@@ -99,6 +121,8 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     """
     notes = []
     for name in config.environment.shares:
+        if is_agent(name):
+            continue
         if played := list(rehearse(config, name)):
             unread = _unreadable_note(name, played)
             # Without a warm start nobody imitates scripted play, and it may guess at the form.

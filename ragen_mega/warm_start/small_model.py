@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from ragen_mega.rollout.tasks import episode_config, episode_maker, held_out_sta
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
+from ragen_mega.warm_start.agent_play import example_play, example_texts, is_agent
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     FitStep,
@@ -109,6 +111,9 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     texts: list[str] = []
     vocabulary: list[str] = []
     for name in config.environment.shares:
+        if is_agent(name):
+            texts += example_texts(config, name)
+            continue
         make_episode = episode_maker(config.environment, name)
         texts += scripted_texts(
             make_episode,
@@ -162,6 +167,8 @@ def warm_start(
     )
     student.load_weights(open_model(base))
     for name in config.environment.shares:
+        if is_agent(name):
+            continue
         with _declared(config, name) as environment:
             note = narration_note(name, Episode(environment, episode_config(config.environment)))
         if note:
@@ -288,6 +295,11 @@ def scripted_play(
     with console.progress("scripted play", len(mine)) as progress:
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
+            if is_agent(name):
+                examples = example_play(config, name, renderer, len(indices))
+                own |= zip(indices, cycle(examples))
+                progress.advance(len(indices))
+                continue
             episodes = scripted_episodes(
                 episode_maker(config.environment, name),
                 [SCRIPTED_SEEDS + index for index in indices],

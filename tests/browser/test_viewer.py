@@ -20,12 +20,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from ragen_mega import parse
+from ragen_mega.agents.call_tree import CallTree, ChatMessage, ToolCall
 from ragen_mega.commands import view
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
 from ragen_mega.report.glossary import explain
 from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, RunLogger, read_metrics
 from ragen_mega.report.timeline import TIMELINE
+from ragen_mega.report.traces import TraceWriter
 from ragen_mega.report.viewer.page import make_server, write_page
+from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import train
 from tests.support.training import FLAGS
@@ -342,6 +346,56 @@ def test_tokens_are_colored_by_their_advantage(page) -> None:
     assert "rgba" in style
     page.get_by_label("color").select_option("")
     page.get_by_label("show").select_option("")
+
+
+def agents_episode(renderer) -> Trajectory:
+    """A planner asks a tool, asks again behind the same answer, and a worker is not trained."""
+    tree = CallTree(renderer, max_context_length=4096)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    def sample(messages: list[ChatMessage], text: str, *, role: str, is_trained: bool = True):
+        call = tree.begin(messages, tools, role=role)
+        tokens = renderer.encode_answer(text)
+        completion = Completion(tokens, [-1.0] * len(tokens), "stop")
+        answer = tree.answer(call, completion, is_trained=is_trained)
+        said = ChatMessage("assistant", answer.content, answer.tool_calls)
+        return [*messages, said]
+
+    asked = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    begun = sample([ChatMessage("user", "How much?")], asked, role="planner")
+    assert begun[-1].tool_calls == (ToolCall("add", '{"a": 1}'),)
+    for result in ("one", NEVER_SEEN):
+        sample([*begun, ChatMessage("tool", result)], f"It is {result}.", role="planner")
+    sample([ChatMessage("user", "Help.")], "No.", role="worker", is_trained=False)
+    empty = Trajectory(0, environment="bandit", outcome_seed=1)
+    return tree.trajectory(empty, reward=1.0, call_rewards={1: 0.25})
+
+
+@needs_browser
+def test_the_calls_of_an_agent_are_a_tree(run: Path, page, tmp_path: Path) -> None:
+    renderer = load_renderer(str(run / "huggingface"), think=False)
+    directory = shutil.copytree(run, tmp_path / "agent")
+    config = parse([*FLAGS, "--output", str(tmp_path)]).environment
+    writer = TraceWriter(directory / "traces", renderer.tokenizer.decode, config, print)
+    writer.write_evaluation(9, "bandit", [TrajectoryGroup(0, [agents_episode(renderer)])], [None])
+    write_page([directory], tmp_path / "page.html")
+    opened = page.context.browser.new_page()
+    opened.goto(f"{(tmp_path / 'page.html').as_uri()}#view=trajectories")
+    opened.keyboard.press("3")
+    opened.get_by_label("of").select_option("evaluation, bandit")
+    top = opened.locator("#calls > ul > li")
+    top.first.wait_for()
+    assert top.locator("> button").all_inner_texts() == ["call 1 of planner", "call 4 of worker"]
+    assert 'add({"a": 1})' in top.first.inner_text() and "not trained" in top.last.inner_text()
+    below = top.first.locator("li")
+    assert below.locator("button").all_inner_texts() == ["call 2 of planner", "call 3 of planner"]
+    assert "reward 0.25" in below.first.inner_text() and NEVER_SEEN in below.last.inner_text()
+    # The branch shows its new message, and its whole prompt once it is opened.
+    branch = opened.locator("details.message")
+    assert branch.count() == 1
+    branch.locator("summary").click()
+    assert "How much?" in branch.inner_text()
+    opened.close()
 
 
 @needs_browser

@@ -15,6 +15,7 @@ import pytest
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from tests.support.forked_ranks import join_ranks
+from tests.support.hub import MODULES
 from tests.support.processes import wait_until
 from tests.support.runs import start_ranks
 from tests.support.training import FLAGS, launch, read_metrics
@@ -82,6 +83,24 @@ def test_a_file_of_tasks_trains_and_is_evaluated_on_other_rows(
     assert all(line["rollout/success"] == 0 for line in steps), "no score is 1"
     evaluated = json.loads((tmp_path / "run" / "summary.json").read_text())["sets"][name]
     assert evaluated["num_prompts"] == 4 and evaluated["environment_errors"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_environments_of_the_verifiers_hub_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers", reason="needs the extra verifiers")
+    monkeypatch.chdir(tmp_path)
+    for module, text in MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    names = [f"verifiers:{module}" for module in MODULES]
+    options = {name: {"max_turns": 3} for name in names}
+    flags = ["--environment-options", json.dumps(options), "--num-groups", "8"]
+    steps = train(tmp_path, ",".join(names), *flags)
+    assert all(line["rollout/environment_errors"] == 0 for line in steps)
+    evaluated = json.loads((tmp_path / "run" / "summary.json").read_text())["sets"]
+    assert [evaluated[name]["environment_errors"] for name in names] == [0] * 4
 
 
 UNRELIABLE = '''

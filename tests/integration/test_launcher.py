@@ -289,6 +289,24 @@ class TestCheck:
         assert "--hidden-size, --num-layers do nothing" in note and "Qwen/Qwen3-8B" in note
         assert sizes_without_effect(parse(["--load", "Qwen/Qwen3-8B"])) is None
 
+    def test_an_interpreter_that_aborts_at_its_end_changes_no_exit_code(self, tmp_path):
+        """As gloo's threads make it abort at times, after an error that all ranks share."""
+        (tmp_path / "aborting.py").write_text(
+            "import atexit, os\n"
+            "from ragen_mega.environments.worlds.bandit.world import Bandit\n"
+            "if 'RANK' in os.environ:\n"
+            "    atexit.register(os.abort)\n"
+        )
+        flags = "--environments aborting:Bandit --prompt-style compact --max-context-length 13"
+        program = (sys.executable, "-m", "ragen_mega.commands.program", "train", *flags.split())
+        small = "--max-response-length 12 --hidden-size 16 --ffn-hidden-size 32 --num-layers 1"
+        out = ("--output", tmp_path / "runs", "--environment-options", "{}", "--no-fit-context")
+        path = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "kernels")))
+        process = execute(*program, *small.split(), *out, NPROC_PER_NODE="2", PYTHONPATH=path)
+        assert process.returncode == 2, process.stderr
+        (line,) = process.stderr.splitlines()
+        assert "max_context_length is 13" in line
+
     def test_a_number_of_ranks_that_is_none(self):
         process = execute("bash", SCRIPT, NPROC_PER_NODE="all")
         assert (process.returncode, len(process.stderr.splitlines())) == (2, 1)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_world_of_the_tutorial_is_learned(tmp_path: Path, seed: int) -> None:
     """Far above the random player, whose level the warm start has."""

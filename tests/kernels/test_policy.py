@@ -164,7 +164,9 @@ def test_extreme_logits_in_float32(backend, scale, shift, tolerance):
 
 
 def test_bf16_operands(backend):
-    """Logits are rounded once; from there to the gradient of the logits all is float32."""
+    """Logits are rounded once on CUDA, and have 16 bits on a processor; from there to the gradient
+    of the logits all is float32.
+    """
     case = make_case(60, 300, 16, dtype=torch.bfloat16, seed=6, active=1.0)
     objective = OBJECTIVES["everything"]
     _, stats, *gradients = fused(case, objective, backend.device, torch.bfloat16, chunk_tokens=16)
@@ -175,7 +177,10 @@ def test_bf16_operands(backend):
         hidden=torch.eye(60, dtype=torch.float64),
         weight=case.logits.bfloat16().double().T.contiguous(),
     )
-    assert_stats(stats, unfused_truth(rounded, objective).stats, 1e-5)
+    if backend.device == "cpu":
+        assert_stats(stats, unfused_truth(case, objective).stats, 1e-4)
+    else:
+        assert_stats(stats, unfused_truth(rounded, objective).stats, 1e-5)
 
 
 def test_the_factor_of_the_loss_is_not_rounded(backend):
@@ -183,7 +188,7 @@ def test_the_factor_of_the_loss_is_not_rounded(backend):
     case = make_case(60, 300, 16, dtype=torch.bfloat16, seed=6, active=1.0)
     arguments = (case, OBJECTIVES["clip"], backend.device, torch.bfloat16)
     for once, third in zip(fused(*arguments)[2:], fused(*arguments, upstream=1 / 3)[2:]):
-        assert abs(third.double().norm() / once.double().norm() - 1) < 5e-4
+        assert abs(third.double().norm() / once.double().norm() - 1) < 1e-3
 
 
 def test_a_retained_graph_gives_its_gradients_again(backend):
@@ -299,7 +304,8 @@ def test_products_read_no_memory_that_nobody_wrote(dtype):
     case = make_case(21, 301, 16, dtype=dtype, seed=6)
     with FinitePadding() as products:
         _, _, *gradients = fused(case, OBJECTIVES["clip"], "cpu", dtype, chunk_tokens=8)
-    assert products.num_padded > 0, "the product that reads padding is not among them"
+    is_copied = dtype == torch.bfloat16  # from padded float32 logits, without their padding
+    assert (products.num_padded > 0) != is_copied
     assert_gradients(gradients, unfused_truth(case, OBJECTIVES["clip"]), 2e-2)
 
 

@@ -172,6 +172,21 @@ def test_table_of_evaluated_sets():
         assert text in output.getvalue()
 
 
+def test_a_long_name_cuts_no_other_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    output, name = io.StringIO(), "gymnasium:my_module_with_a_long_name:CliffWalking-v1"
+    result = dict.fromkeys(("success", "ci_low", "ci_high", "random", "optimum"), 1.0)
+    Console(is_writer=True, num_steps=1, file=output).evaluations(
+        "256 boards", {name: result | {"num_prompts": 256}}
+    )
+    said = output.getvalue()
+    for heading in ("success", "95% CI", "random", "optimum", "prompts"):
+        assert heading in said
+    assert "100.0% - 100.0%" in said and max(map(len, said.splitlines())) <= 80
+    folded = "".join(line[1:].split("│")[0].strip() for line in said.splitlines())
+    assert name in folded
+
+
 def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

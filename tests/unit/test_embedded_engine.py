@@ -175,12 +175,17 @@ def test_float64_is_exact_to_float64() -> None:
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("processor_multiplies_it", [True, False])
+@pytest.mark.parametrize("lacking", ["nothing", "matrix instructions", "bfloat16"])
 def test_bfloat16_loses_no_more_than_in_transformers(
-    name: str, processor_multiplies_it: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not processor_multiplies_it:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    here = torch.cpu.get_capabilities()
+    processor = {
+        "nothing": here | {"amx_bf16": True},
+        "matrix instructions": here | {"amx_bf16": False},
+        "bfloat16": {},
+    }[lacking]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
     model = build_model(name).bfloat16()
     engine = EmbeddedEngine(model.config, max_context=200, max_sessions=8, dtype=torch.bfloat16)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragen_mega.data import jit
 from ragen_mega.data.jit import in_parts
-from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded import kernels, products
 from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK
 
 Reals = NDArray[np.float64]
@@ -39,6 +39,24 @@ def test_norm_and_gate(real: type) -> None:
     kernels.gate(0, len(out), gate_up, out)
     gate, up = gate_up.astype(np.float64).swapaxes(0, 1)
     assert close(out, gate * np.exp(-np.logaddexp(0.0, -gate)) * up)
+
+
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_bf16"),
+    reason="needs a processor that multiplies bfloat16 (AVX512-BF16)",
+)
+@pytest.mark.parametrize("num_rows", [1, 7, 24])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 48), (37, 61), (576, 100)])
+def test_bfloat16_products_have_float32_results(num_rows: int, inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight, total = (
+        torch.randn(shape, generator=generator)
+        for shape in ((num_rows, inputs), (outputs, inputs), (num_rows, outputs))
+    )
+    exact = total.double() + rows.bfloat16().double() @ weight.bfloat16().double().t()
+    panels, out = products.panels_of(weight), total.numpy().copy()
+    in_parts(products.add_products, len(panels), products.pairs_of(rows), panels, out)
+    assert close(out, exact.numpy())
 
 
 class Batch:

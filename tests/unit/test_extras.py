@@ -49,7 +49,8 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
     said = without_extras(
         "from ragen_mega.environments.registry import make\n"
         "from ragen_mega.report.plots import headless_pyplot\n"
-        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), headless_pyplot)\n"
+        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), headless_pyplot,"
+        " lambda: make('verifiers:any'))\n"
         "for use in uses:\n"
         "    try:\n"
         "        use()\n"
@@ -60,4 +61,5 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
         "ragen-mega[webshop]'",
         "ragen-mega[gymnasium]'",
         "ragen-mega[studies]'",
+        "ragen-mega[verifiers]'",
     ]

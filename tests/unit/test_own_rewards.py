@@ -21,6 +21,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.rollout import verifier
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.verifier import Verifier, Verifiers
+from ragen_mega.run.guards import inversion_note, nothing_to_learn
 
 
 def trajectory(*turns: tuple[list[int], float, dict], group_id: int = 0) -> Trajectory:
@@ -77,9 +78,17 @@ def test_a_term_that_is_gamed_shows() -> None:
     assert returns[1] > returns[0], "talking pays"
     assert logged["success_ranking"] == 0.0 and logged["response_length"] == pytest.approx(2.55)
     assert logged["inverted"] == 1.0
+    by = {"environment": logged["inverted_by/environment"], "length": 4.9}
+    assert by == {
+        "environment": -1.0,
+        "length": pytest.approx(logged["inverted_by/response_length"]),
+    }
+    note = inversion_note({f"reward/{name}": value for name, value in logged.items()})
+    assert "response_length pays failures 4.9 more" in note and "--reward" in note
     assert [one.success for one in shaped[0].trajectories] == [True, False], "success stays raw"
     _, honest = shape_rewards(groups, parse_reward("environment - 0.001*response_length"))
     assert honest["success_ranking"] == 1.0 and honest["inverted"] == 0.0
+    assert inversion_note({f"reward/{name}": value for name, value in honest.items()}) is None
     assert success_ranking([solver, solver]) is None
     rich = [trajectory(([1], 50.0 + 50.0 * good, {"success": good})) for good in (True, False)]
     for one in rich:
@@ -88,6 +97,27 @@ def test_a_term_that_is_gamed_shows() -> None:
     equal, worse = (trajectory(([1], value, {"success": False})) for value in (1.0, 0.0))
     assert success_ranking([equal, solver]) == 0.5, "a tie tells nothing"
     assert success_ranking([equal, solver, worse]) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedies"),
+    [
+        ("", {"--warm-start-steps"}),
+        ("--load my-model", {"--sft-steps 200", "--prompt-examples 4"}),
+        (
+            "--load my-model --prompt-examples 4 --sft-steps 300",
+            {"--sft-steps 600", "--prompt-examples 8"},
+        ),
+    ],
+)
+def test_answers_without_the_form_name_flags_that_teach_it(flags: str, remedies: set[str]) -> None:
+    """A loaded model has no warm start to prolong."""
+    played = [trajectory(([1], -0.1, {"is_format_valid": False})) for _ in range(2)]
+    groups = [TrajectoryGroup(0, played)]
+    why = nothing_to_learn(groups, groups, parse(flags.split()))
+    assert why.startswith("none of 2 answers has the form")
+    assert all(remedy in why for remedy in remedies)
+    assert ("--warm-start-steps" in why) == ("--load" not in flags)
 
 
 @pytest.mark.parametrize(

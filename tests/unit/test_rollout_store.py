@@ -44,7 +44,7 @@ def trajectories(draw, group_id: int) -> Trajectory:
         turn = trajectory.append_action(Completion(tokens, [draw(FLOATS) for _ in tokens], "stop"))
         turn.reward, turn.info = draw(FLOATS), draw(INFOS)
     trajectory.terminated, trajectory.truncated = draw(st.booleans()), draw(st.booleans())
-    trajectory.rank = draw(st.integers(0, 99))
+    trajectory.is_tree, trajectory.rank = draw(st.booleans()), draw(st.integers(0, 99))
     return trajectory
 
 
@@ -72,7 +72,7 @@ def bits(groups: list[TrajectoryGroup]) -> list:
 
     return [
         (group.group_id, t.group_id, t.environment, t.seed, t.outcome_seed, t.weight_version,
-         t.terminated, t.truncated, t.rank,
+         t.terminated, t.truncated, t.is_tree, t.rank,
          exact(t.tokens[:]), exact(t.loss_mask[:]), exact(t.rollout_logprobs[:]),
          [(turn.start, turn.end, exact(turn.reward), exact(turn.info)) for turn in t.turns])
         for group in groups

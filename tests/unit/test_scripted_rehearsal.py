@@ -151,6 +151,15 @@ def test_limits_that_scripted_play_does_not_fit_into_are_said(worlds: None) -> N
     assert "--max-response-length 9" in answers and "--max-turns" in budget
 
 
+def test_limits_of_a_loaded_model_are_those_of_thoughts_in_sentences(worlds: None) -> None:
+    """A small model describes every neighbour of its cell; the examples of a loaded one do not."""
+    flags = "--environments frozen_lake --prompt-style compact --max-response-length 20".split()
+    config = parse(flags)
+    renderer = renderer_of(config)
+    assert any("--max-response-length 20" in note for note in check_play(config, renderer))
+    assert not check_play(parse([*flags, "--load", "my-model"]), renderer)
+
+
 def test_a_parse_that_reads_nothing_is_refused_with_what_it_says(worlds: None) -> None:
     good = parse(["--environments", "rehearsed:Json"], recipe=DEFAULT_RECIPE)
     assert len(check_play(good, renderer_of(good))) == 1  # the budget

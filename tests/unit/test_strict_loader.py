@@ -397,6 +397,14 @@ def test_what_is_accepted_is_computed_as_transformers_does(
         engine.load_weights((name, read(name)) for name in read.names())
 
 
+def test_weights_of_experts_need_not_sum_to_one(tmp_path: Path) -> None:
+    start = write_model(tmp_path, "qwen3_moe", norm_topk_prob=False)
+    logits = transformers_logits(start)
+    assert_close(our_logits(start), logits)
+    edit_config(norm_topk_prob=True)(start)
+    assert float((transformers_logits(start) - logits).abs().max()) > 0.01
+
+
 def test_a_tensor_of_all_experts_is_read_as_those_of_single_ones(tmp_path: Path) -> None:
     separate = write_model(tmp_path / "separate", "qwen3_moe")
     model = AutoModelForCausalLM.from_pretrained(separate)

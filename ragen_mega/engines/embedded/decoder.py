@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragen_mega.data.jit import Integers, Reals, in_parts
-from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded import kernels, products
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
@@ -73,18 +73,41 @@ class _PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
 
 
+class _Panels:
+    """A bfloat16 weight for compiled products: oneDNN's take half as long again for a few rows.
+    Rows and results are float32.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._panels = products.panels_of(weight.t())
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """out [T, out] <- the products of rows [T, in], rounded to bfloat16."""
+        self.add(rows, out.zero_())
+
+    put_exactly = put
+
+    def add(self, rows: Tensor, total: Tensor) -> None:
+        """Add the products of rows [T, in] to total [T, out]."""
+        pairs, panels = products.pairs_of(rows), self._panels
+        in_parts(products.add_products, len(panels), pairs, panels, total.numpy())
+
+
+_Weight = _Matrix | _PackedMatrix | _Panels
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Reals  # [hidden]
-    qkv: _Matrix | _PackedMatrix  # hidden -> (heads + 2 * kv_heads) * d
+    qkv: _Weight  # hidden -> (heads + 2 * kv_heads) * d
     qkv_bias: Reals  # [heads + 2 * kv_heads, 2, d / 2], or [0, 2, d / 2]
     q_norm: Reals  # [1, 2, d / 2], or [0, 2, d / 2]
     k_norm: Reals
-    output: _Matrix | _PackedMatrix  # heads * d -> hidden
+    output: _Weight  # heads * d -> hidden
     mlp_norm: Reals  # [hidden]
     router: Tensor | None  # [experts, hidden]; None in a dense layer, which has one pair below
-    gate_up: list[_Matrix | _PackedMatrix]  # of each expert: hidden -> 2 * ffn
-    down: list[_Matrix | _PackedMatrix]  # of each expert: ffn -> hidden
+    gate_up: list[_Weight]  # of each expert: hidden -> 2 * ffn
+    down: list[_Weight]  # of each expert: ffn -> hidden
 
 
 class Workspace:
@@ -130,9 +153,11 @@ class Decoder:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _REALS))}, not {dtype}")
         self.shape = shape
         self._real = _REALS[dtype]
-        if dtype == torch.bfloat16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        processor = torch.cpu.get_capabilities()
+        if dtype == torch.bfloat16 and not processor.get("avx512_bf16"):
             dtype = self._real  # this processor multiplies float32 faster
-        self._matrix = _PackedMatrix if dtype == torch.bfloat16 else _Matrix
+        in_bfloat16 = _PackedMatrix if processor.get("amx_bf16") else _Panels
+        self._matrix = in_bfloat16 if dtype == torch.bfloat16 else _Matrix
         received = _receive(shape, weights, dtype)
         self._embedding = received[_EMBEDDING]
         self._head = self._matrix(received[_HEAD].t())
@@ -156,7 +181,7 @@ class Decoder:
         half = self.shape.head_dim // 2
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
 
-        def matrix(*names: str) -> _Matrix | _PackedMatrix:
+        def matrix(*names: str) -> _Weight:
             parts = [received[f"{name}_proj.weight"] for name in names]
             return self._matrix(torch.cat(parts).t().contiguous())
 

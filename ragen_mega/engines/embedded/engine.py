@@ -30,6 +30,8 @@ MAX_PATIENCE = 30.0
 """Seconds for which the engine pauses for answers from outside. A later answer is taken when it
 comes, and what is sampled alongside may then differ in the last bits.
 """
+_PASSES = 8
+"""Passes of the event loop in which a caller that was answered has asked again, or is absent."""
 
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class EmbeddedEngine(RolloutEngine):
         self._running: dict[int, _Request] = {}  # by session
         self._absences: deque[_Absence] = deque()  # in order of their start
         self._step = 0
+        self._has_news = False  # a caller was answered since the last passes
         self._last_step = math.inf  # before the next `limit`
         self._stands_still: asyncio.Future[None] | None = None
         self._scheduler: asyncio.Task[None] | None = None
@@ -154,6 +157,7 @@ class EmbeddedEngine(RolloutEngine):
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = _Request(session, np.array(tokens), sampling, future)
         self._waiting[session] = request
+        self._has_news = True  # others are about to ask as well
         self._wake_scheduler()
         try:
             return await future
@@ -251,7 +255,9 @@ class EmbeddedEngine(RolloutEngine):
         while True:
             # Callers that were just answered come back with their next turn before the next step is
             # planned.
-            await asyncio.sleep(0)
+            num_passes, self._has_news = _PASSES if self._has_news else 1, False
+            for _ in range(num_passes):
+                await asyncio.sleep(0)
             if self._step >= self._last_step:
                 self._stands_still.set_result(None)
                 return
@@ -281,6 +287,7 @@ class EmbeddedEngine(RolloutEngine):
             if not absence.answer.done():
                 continue
             self._absences.remove(absence)
+            self._has_news = True
             if not absence.is_over.done():
                 absence.is_over.set_result(None)
 
@@ -312,6 +319,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def _answer(self, finished: list[tuple[int, Completion]]) -> None:
         self.counts.completions += len(finished)
+        self._has_news = self._has_news or bool(finished)
         for slot, completion in finished:
             request = self._running.pop(self._session_in[slot])
             if not request.future.done():

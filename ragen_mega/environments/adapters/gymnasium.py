@@ -16,10 +16,12 @@ import numpy as np
 from gymnasium import spaces
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.protocol import StepResult, text_of
+from ragen_mega.environments.protocol import Budget, StepResult, text_of
 from ragen_mega.environments.registry import make, names
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
+_MAX_TURNS = 20
+"""Most turns of an environment whose own time limit is long."""
 _MAX_DRAWN = 64
 _COLORED = re.compile(r"(?:\x1b\[(?!0m)[\d;]+m)+(.*?)(?:\x1b\[0m)+")
 
@@ -121,6 +123,8 @@ class GymnasiumWorld:
             )
         if self._known:
             self.instruction, self.max_turns = self._known.instruction, self._known.max_turns
+        elif limit := self._environment.spec.max_episode_steps:
+            self.max_turns = min(_MAX_TURNS, -(-limit // Budget.max_actions_per_turn))
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
         observation, info = self._environment.reset(seed=seed)
@@ -157,9 +161,10 @@ class GymnasiumWorld:
         the mask that many environments give in their info.
         """
         space = self._environment.action_space
+        if not hasattr(self, "actions"):
+            return space.contains(move)
         obeys = self._known is None or self._known.obeys_mask
-        is_masked = obeys and self._mask is not None and hasattr(self, "actions")
-        return space.contains(move) and not (is_masked and not self._mask[move - space.start])
+        return not obeys or self._mask is None or bool(self._mask[move - space.start])
 
     def _text(self, observation: Any) -> str:
         parts = []

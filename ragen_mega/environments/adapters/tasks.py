@@ -7,7 +7,7 @@ The columns that are looked for are those of verl's and TRL's data sets.
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -88,10 +88,6 @@ class FileTasks:
         Raises ValueError for a file without usable rows, and for a score of the first row's
         reference that is no number from 0 to 1.
         """
-        if not 0 < validation_share < 1:
-            raise ValueError(
-                f"validation_share must be between 0 and 1, not {validation_share}; write e.g. 0.1"
-            )
         columns = _Columns(prompt_column, answer_column, answer_after)
         if validation is None:
             parts = _parts(_file(path), columns, validation_share)
@@ -228,18 +224,26 @@ def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ..
     their text, so that the order of rows decides nothing and no prompt is in both.
     """
     tasks = _tasks(file, columns)
-    prompts = sorted({text_of(task.prompt) for task in tasks}, key=text_seed)
-    if len(prompts) < 2:
-        raise ValueError(
-            f"{file[0]} must hold two prompts, one to train on and one to evaluate, and has one;"
-            " add rows, or name another file by the option validation"
-        )
-    num_held_out = min(max(1, round(share * len(prompts))), len(prompts) - 1)
-    held_out = set(prompts[:num_held_out])
+    held = held_out(file[0], (text_of(task.prompt) for task in tasks), share)
     return [
-        tuple(task for task in tasks if (text_of(task.prompt) in held_out) == is_held_out)
+        tuple(task for task in tasks if (text_of(task.prompt) in held) == is_held_out)
         for is_held_out in (False, True)
     ]
+
+
+def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
+    """Return this share of different prompts, drawn by their text. Raises ValueError for a single
+    prompt of `name`, or a share that is not between 0 and 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"validation_share must be between 0 and 1, not {share}; write e.g. 0.1")
+    ordered = sorted(set(prompts), key=text_seed)
+    if len(ordered) < 2:
+        raise ValueError(
+            f"{name} must hold two prompts, one to train on and one to evaluate, and has one;"
+            " add rows, or name others by the option validation"
+        )
+    return set(ordered[: min(max(1, round(share * len(ordered))), len(ordered) - 1)])
 
 
 @lru_cache(maxsize=16)

@@ -372,10 +372,16 @@ function transcript(trace, one, channelName, searched) {
   const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off"].map((fact) => make("span", { title: `outcome seed ${one.outcome_seed}; sampled under weights ${one.weight_version}: how often the engine has loaded weights, evaluations included` }, fact))),
     make("div", { id: "token", class: "facts" }, channelName && !values ? "this trajectory was not trained on: it has no such number" : "point at a token to read its numbers")];
   const detail = parts[1];
+  const tree = callTree(one, (t) => parts[first + t].scrollIntoView({ block: "start" }));
+  if (tree) parts.push(tree);
+  const first = parts.length; // where the turns begin
   const scale = values ? largest(trace, channelName) : 1;
   let sampled = 0, position = 0;
   one.turns.forEach((turn, t) => {
-    const said = make("div", { class: "message user", title: "what the environment said; 'N left' are the actions, or turns where answers are text, that the budget still allows" }, ...plain(strings.slice(position, turn.start), searched));
+    const prompt = strings.slice(position, turn.start);
+    const said = isBranch(one, t)
+      ? make("details", { class: "message user" }, make("summary", {}, `a branch: this call saw ${prompt.length} tokens, the last messages are\n${lastMessages(turn.info.call)}`), ...plain(prompt, searched))
+      : make("div", { class: "message user", title: "what the environment said; 'N left' are the actions, or turns where answers are text, that the budget still allows" }, ...plain(prompt, searched));
     const answer = make("div", { class: "message agent" });
     for (let i = turn.start; i < turn.end; i++, sampled++) {
       const mine = sampled;
@@ -390,11 +396,42 @@ function transcript(trace, one, channelName, searched) {
     position = turn.end;
     const { info } = turn;
     const terms = info.rewards ? ` (${Object.entries(info.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ")})` : "";
-    const facts = make("div", { class: "facts" }, make("b", {}, `turn ${t + 1}: `), `reward ${number(turn.reward)}${terms}`, info.actions?.length ? `, did ${[].concat(info.actions).join(", ")}` : "", info.is_format_valid === false ? make("span", { class: "bad" }, ", malformed answer") : "", info.finish_reason === "length" ? make("span", { class: "warn" }, ", cut at the length limit") : "", info.error ? make("span", { class: "bad" }, `, ${info.error}`) : "", ...(info.failed_attempts ?? []).map((failure) => make("span", { class: "warn" }, `, played again after: ${failure.error}`)));
+    const facts = make("div", { class: "facts" }, make("b", {}, info.call ? `${nameOf(info.call)}: ` : `turn ${t + 1}: `), `reward ${number(turn.reward)}${terms}`, info.actions?.length ? `, did ${[].concat(info.actions).join(", ")}` : "", info.is_format_valid === false ? make("span", { class: "bad" }, ", malformed answer") : "", info.finish_reason === "length" ? make("span", { class: "warn" }, ", cut at the length limit") : "", info.error ? make("span", { class: "bad" }, `, ${info.error}`) : "", ...(info.failed_attempts ?? []).map((failure) => make("span", { class: "warn" }, `, played again after: ${failure.error}`)));
     parts.push(make("div", { class: "turn" }, picture(one.pictures[t]), make("div", { class: "body" }, said, answer, facts)));
   });
   if (one.pictures.length) parts.push(make("div", { class: "turn" }, picture(one.pictures.at(-1)), make("div", { class: "body facts" }, "after the last turn")));
   return parts;
+}
+
+// An agent's episode: its calls below the answer that each continues, with who asked, tools and rewards.
+
+const nameOf = (call) => `call ${call.index + 1}${call.answer ? `, answer ${call.answer + 1}` : ""}${call.role ? ` of ${call.role}` : ""}`;
+const lastMessages = (call) => call.messages.slice(-2).map((message) => `${message.role}: ${message.content.slice(0, 200)}`).join("\n");
+
+// Whether the prompt of a turn does not go on from the turn before it.
+function isBranch(one, t) {
+  const before = one.turns[t - 1]?.info.call;
+  const { call } = one.turns[t].info;
+  return Boolean(before && call && !(call.parent?.[0] === before.index && call.parent[1] === before.answer));
+}
+
+function callTree(one, goTo) {
+  const places = one.turns.flatMap((turn, t) => (turn.info.call ? [{ call: turn.info.call, turn, t }] : []));
+  const all = [...places, ...(one.turns.at(-1)?.info.untrained_calls ?? []).map((call) => ({ call }))];
+  if (!all.length) return null;
+  const below = (parent) => all
+    .filter(({ call }) => String(call.parent) === String(parent))
+    .sort((a, b) => a.call.index - b.call.index || a.call.answer - b.call.answer);
+  const rows = (parent) => below(parent).map(({ call, turn, t }) => make("li", {},
+    make("button", { class: "call", disabled: !turn, onclick: () => goTo(t) }, nameOf(call)), " ",
+    call.tool_calls.length ? make("b", {}, call.tool_calls.map((tool) => `${tool.name}(${tool.arguments})`).join(", ")) : call.reply.content.slice(0, 80),
+    make("span", { class: "dim" }, turn ? (turn.reward ? `, reward ${number(turn.reward)}` : "") : ", not trained"),
+    nested(call)));
+  const nested = (call) => {
+    const children = rows([call.index, call.answer]);
+    return children.length ? make("ul", {}, ...children) : null;
+  };
+  return make("div", { id: "calls", class: "card" }, make("div", { class: "dim" }, "calls of the agent, each below the answer that it continues"), make("ul", {}, ...rows(null)));
 }
 
 // Over all trajectories of the step, so that their colors can be compared.

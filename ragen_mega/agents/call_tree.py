@@ -1,0 +1,381 @@
+"""The calls of one episode of an agent, as a tree: matched by messages, continued by tokens.
+
+A request repeats the whole conversation as messages. Where its beginning is that of an earlier call
+with one of the answers that were sampled, the tokens go on from those of this call; sampled tokens
+are never encoded again. A branch of the tree is a segment of one `Trajectory`.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.environments.protocol import Message
+from ragen_mega.environments.tool_calls import split_calls
+from ragen_mega.rollout.renderer import ChatRenderer
+
+CALL = "call"
+"""Key of a turn's info: the record of the call and of its answer."""
+UNTRAINED = "untrained_calls"
+"""Key of the last turn's info: the records of answers outside the loss mask."""
+
+
+_LONGEST_TOKEN = 128
+"""Characters of a token at most, by which a text that cannot fit is refused before it is encoded:
+9 million characters take 40 seconds.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool in a message of the assistant."""
+
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a request."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; the text is one sentence for the agent."""
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str = "messages"):
+        """`code` and `param`: the fields of these names in an error of OpenAI's interface."""
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sample of a call."""
+
+    completion: Completion
+    """Sampled tokens, the last of which may complete a stop text."""
+    text: str
+    """Sampled text without special tokens, up to a stop text."""
+    thought: str | None
+    content: str
+    """Text without the thought and without calls of tools."""
+    tool_calls: tuple[ToolCall, ...]
+    is_trained: bool
+    """Whether its tokens are under the loss mask."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Further entries of the info of the answer's turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request with all its samples: a node of the tree."""
+
+    index: int
+    """Number of earlier calls of the episode."""
+    role: str
+    """Name of the model that the request asked for."""
+    parent: tuple[Call, int] | None
+    """Call and number of its answer that this call continues; None for a root."""
+    messages: tuple[ChatMessage, ...]
+    """Messages of the request behind the parent's answer."""
+    tools: tuple[dict[str, Any], ...]
+    added: list[int]
+    """Tokens of the prompt behind the parent's answer."""
+    is_initial: bool
+    """Whether no call had been answered before its request."""
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole prompt [L]."""
+        parts, parent = [self.added], self.parent
+        while parent is not None:
+            call, number = parent
+            parts += [call.answers[number].completion.tokens, call.added]
+            parent = call.parent
+        return [token for part in reversed(parts) for token in part]
+
+
+class CallTree:
+    """The calls of one episode."""
+
+    def __init__(self, renderer: ChatRenderer, *, max_context_length: int) -> None:
+        """`max_context_length`: most tokens of a prompt with its answer."""
+        self._renderer = renderer
+        self._max_context = max_context_length
+        # A place is a history of messages. Those that continue a sampled answer are places of
+        # their own beside those in which the same answer came as a text.
+        self._places: dict[tuple[int, Hashable], int] = {}
+        self._calls_at: defaultdict[int, list[Call]] = defaultdict(list)
+        self.calls: list[Call] = []
+        """Calls in the order of their requests."""
+
+    def begin(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        role: str = "",
+    ) -> Call:
+        """Return the call of a request; the same for requests with the same history, tools and
+        role. Raises RequestError if it cannot be answered.
+        """
+        if not messages:
+            raise RequestError("messages must hold at least one message")
+        if messages[-1].role == "assistant":
+            raise RequestError(
+                "the last message must not be the assistant's, for an answer cannot be continued;"
+                " add a message of the user or a tool"
+            )
+        tools = tuple(tools or ())
+        place = self._place(0, json.dumps(tools))
+        parent, start = None, 0
+        for number, message in enumerate(messages):
+            answer = None
+            if message.role == "assistant":
+                answer = self._sampled(place, message, tools)
+            place = self._place(place, message if answer is None else answer)
+            if answer is not None:
+                parent, start = (self.calls[answer[0]], answer[1]), number + 1
+        for call in self._calls_at[place]:
+            if call.role == role:
+                return call
+        new = tuple(messages[start:])
+        shown = [Message(message.role, written(message)) for message in new]
+        if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
+            raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
+        added = self._added(parent, shown, tools)
+        is_initial = not any(call.answers for call in self.calls)
+        call = Call(len(self.calls), role, parent, new, tools, added, is_initial)
+        if (size := len(call.tokens)) >= self._max_context:
+            raise self._too_long(f"{size} tokens")
+        self.calls.append(call)
+        self._calls_at[place].append(call)
+        return call
+
+    def answer(
+        self,
+        call: Call,
+        completion: Completion,
+        *,
+        is_trained: bool = True,
+        stop_texts: Sequence[str] = (),
+    ) -> Answer:
+        """Add a sample to a call, cut at the token that completes a stop text."""
+        completion, text = self._stopped(completion, stop_texts)
+        parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
+        call.answers.append(Answer(completion, text, *parts, is_trained))
+        return call.answers[-1]
+
+    def trajectory(
+        self,
+        trajectory: Trajectory,
+        *,
+        reward: float,
+        call_rewards: Mapping[int, float] = {},
+    ) -> Trajectory:
+        """Write the tree into a trajectory without tokens, depth first, and return it.
+
+        A call continues the segment of its parent's answer if it is the first that continues it;
+        every other call begins a segment, with its whole prompt as context. Siblings are in the
+        order of their tokens, which does not depend on their arrival; initial calls come first, so
+        that a trajectory begins with its task. Every answer of a call earns the call's reward. The
+        last turn earns `reward` and what answers outside the mask earned.
+        """
+        if others := call_rewards.keys() - range(len(self.calls)):
+            raise ValueError(
+                f"rewards of calls name {', '.join(sorted(map(str, others)))}, and the episode has"
+                f" the calls 0 to {len(self.calls) - 1}"
+            )
+        trajectory.is_tree = True
+        successors = self._successors()
+        stack = [(node, False) for node in reversed(successors[None])]
+        while stack:
+            (call, number), continues = stack.pop()
+            answer = call.answers[number]
+            prompt = call.added if continues else call.tokens
+            trajectory.append_observation(prompt, afresh=not continues)
+            if answer.is_trained:
+                turn = trajectory.append_action(answer.completion)
+                turn.reward = call_rewards.get(call.index, 0.0)
+                turn.info |= {CALL: record(call, number)} | answer.info
+            else:
+                trajectory.append_observation(answer.completion.tokens)
+            following = successors[call.index, number]
+            stack += [(node, place == 0) for place, node in enumerate(following)][::-1]
+        if not trajectory.turns:  # nothing was sampled
+            trajectory.append_observation(self._renderer.start([Message("user", "")]))
+            trajectory.append_action(Completion([], [], "abort"))
+        last = trajectory.turns[-1]
+        untrained = [
+            (call, number)
+            for call in self.calls
+            for number, answer in enumerate(call.answers)
+            if not answer.is_trained
+        ]
+        if untrained:
+            last.info[UNTRAINED] = [
+                record(*node) | node[0].answers[node[1]].info for node in untrained
+            ]
+        last.reward += reward + sum(call_rewards.get(call.index, 0.0) for call, _ in untrained)
+        return trajectory
+
+    def _successors(self) -> defaultdict[tuple[int, int] | None, list[tuple[Call, int]]]:
+        """Return the answers that continue each answer (None: roots) and lead to a trained one, in
+        the order of their tokens.
+        """
+        found: defaultdict[tuple[int, int] | None, list[tuple[Call, int]]] = defaultdict(list)
+        for call in reversed(self.calls):  # behind its parent
+            parent = None if call.parent is None else (call.parent[0].index, call.parent[1])
+            for number, answer in enumerate(call.answers):
+                if answer.is_trained or found[call.index, number]:
+                    found[parent].append((call, number))
+        for siblings in found.values():
+            siblings.sort(key=_order)
+        return found
+
+    def _place(self, place: int, step: Hashable) -> int:
+        return self._places.setdefault((place, step), len(self._places) + 1)
+
+    def _sampled(
+        self, place: int, message: ChatMessage, has_tools: object
+    ) -> tuple[int, int] | None:
+        """Return the answer at a place that an assistant's message repeats; of equal ones the first
+        in the order of their tokens.
+        """
+        thought, content, in_text = _parts(message.content, has_tools, opens_thought=False)
+        said = content.strip(), _values(message.tool_calls or in_text)
+        found = [
+            (answer.completion.tokens, call.index, number)
+            for call in self._calls_at[place]
+            for number, answer in enumerate(call.answers)
+            if (answer.content.strip(), _values(answer.tool_calls)) == said
+            and thought in (None, answer.thought)
+        ]
+        return min(found)[1:] if found else None
+
+    def _added(
+        self,
+        parent: tuple[Call, int] | None,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int]:
+        try:
+            if parent is None:
+                return self._renderer.start(messages, list(tools) or None)
+            call, number = parent
+            sampled = call.answers[number].completion.tokens
+            return self._renderer.observe(messages, sampled[-1:] == [self._renderer.end_of_turn])
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
+    def _too_long(self, size: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {size} and the context of {self._max_context} tokens must also hold an"
+            " answer; shorten the conversation or raise --max-context-length",
+            code="context_length_exceeded",
+        )
+
+    def _stopped(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
+        """Return a completion up to the token that completes a stop text, and its text before."""
+        decode, tokens = self._renderer.decode_action, completion.tokens
+        text = decode(tokens)
+        if not any(stop in text for stop in stop_texts):
+            return completion, text
+        size = 1 + bisect_left(
+            range(1, len(tokens)),
+            True,
+            key=lambda size: any(stop in decode(tokens[:size]) for stop in stop_texts),
+        )
+        text = decode(tokens[:size])
+        end = min(text.find(stop) for stop in stop_texts if stop in text)
+        further = {name: row[:size] for name, row in completion.further_fields.items()}
+        cut = Completion(tokens[:size], completion.logprobs[:size], "stop", further)
+        return cut, text[:end]
+
+
+def _parts(
+    text: str, has_tools: object, *, opens_thought: bool
+) -> tuple[str | None, str, tuple[ToolCall, ...]]:
+    """Return the thought, the content and the calls of tools in the text of an answer. With
+    `opens_thought` the prompt ended with `<think>`. A malformed call leaves all in the content.
+    """
+    thought, end, content = text.partition("</think>")
+    if end or opens_thought:
+        thought = thought.strip().removeprefix("<think>").strip()
+        content = content.lstrip("\n")
+    else:
+        thought, content = None, text
+    found: list[dict[str, Any]] = []
+    if has_tools:
+        with suppress(ValueError):
+            found, around = split_calls(content)
+            content = around.strip() if found else content
+    return (
+        thought,
+        content,
+        tuple(ToolCall(each["name"], _json(each["arguments"])) for each in found),
+    )
+
+
+def _order(node: tuple[Call, int]) -> tuple[bool, list[int], list[int], str]:
+    call, number = node
+    return not call.is_initial, call.added, call.answers[number].completion.tokens, call.role
+
+
+def record(call: Call, number: int) -> dict[str, Any]:
+    """Return what the info of a turn tells about a call and one of its answers, as JSON."""
+    answer = call.answers[number]
+    reply = ChatMessage("assistant", answer.content, answer.tool_calls)
+    return {
+        "index": call.index,
+        "answer": number,
+        "role": call.role,
+        "parent": None if call.parent is None else [call.parent[0].index, call.parent[1]],
+        "messages": [_shown(message) for message in call.messages],
+        "tools": [] if call.parent else list(call.tools),
+        "reply": _shown(reply) | {"thought": answer.thought},
+    }
+
+
+def _shown(message: ChatMessage) -> dict[str, Any]:
+    calls = [asdict(each) for each in message.tool_calls]
+    return {"role": message.role, "content": message.content, "tool_calls": calls}
+
+
+def written(message: ChatMessage) -> str:
+    """Return the content and the calls of a message as Qwen's chat templates write them."""
+    blocks = [
+        f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'
+        f" {call.arguments or '{}'}}}\n</tool_call>"
+        for call in message.tool_calls
+    ]
+    return "\n".join([message.content] * bool(message.content) + blocks)
+
+
+def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
+    """Return names and arguments in one spelling of their JSON."""
+    found = []
+    for call in calls:
+        arguments = call.arguments
+        with suppress(ValueError):
+            arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
+        found.append((call.name, arguments))
+    return found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

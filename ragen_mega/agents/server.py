@@ -1,0 +1,242 @@
+"""The door: an HTTP server of this process at which agents ask for completions.
+
+It speaks OpenAI's interface at /v1/chat/completions and /v1/models. Every episode has a key of its
+own. Requests are read in the server's thread and answered in the event loop of the rollout.
+"""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from typing import Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ragen_mega.agents.call_tree import RequestError
+from ragen_mega.agents.protocol import (
+    Arrival,
+    Connection,
+    error_body,
+    models_body,
+    read_request,
+    stream_events,
+)
+from ragen_mega.data.launcher import open_many_files
+
+MOST_BYTES = 8 << 20
+"""Size of a request."""
+_REMEMBERED_KEYS = 1 << 14
+"""Keys of episodes that are over, whose requests get to know it."""
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open."""
+_BACKLOG = 2048
+
+
+class Refused(Exception):
+    """A request that is answered by an error; the text is one sentence for the agent."""
+
+    def __init__(
+        self, message: str, *, status: int, code: str, param: str = "", kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, code=code, param=param, kind=kind)
+
+
+def episode_over() -> Refused:
+    """Return the answer to a request of an episode that has ended."""
+    return Refused(
+        "this episode is over and its key is closed; ask only before the agent returns",
+        status=403,
+        code="episode_over",
+        kind="permission_error",
+    )
+
+
+class Visitor(Protocol):
+    """An episode whose agent asks at the door."""
+
+    loop: asyncio.AbstractEventLoop
+    roles: tuple[str, ...]
+    """Names of models that have been asked for."""
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Take a request, in the thread of `loop`."""
+
+
+@dataclass(slots=True)
+class Door:
+    """A listening server. The thread ends with the process."""
+
+    listen: str
+    url: str = ""
+    """Base URL for clients."""
+    _visitors: dict[str, Visitor] = field(default_factory=dict)
+    _closed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_KEYS))
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if nothing can listen there."""
+        host, _, port = self.listen.rpartition(":")
+        try:
+            listener = socket.create_server(
+                (host.strip("[]"), int(port)),
+                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=_BACKLOG,
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"agent_listen {self.listen} must be HOST:PORT of this machine that is free"
+                f" ({error}); set --agent-listen 127.0.0.1:0 for any free port"
+            ) from None
+        name = socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
+        self.url = f"http://{name}:{listener.getsockname()[1]}/v1"
+        open_many_files()
+        settings = uvicorn.Config(
+            self._application(),
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE,
+            backlog=_BACKLOG,
+        )
+        server = uvicorn.Server(settings)
+        run = threading.Thread(
+            target=server.run, kwargs={"sockets": [listener]}, name="agent door", daemon=True
+        )
+        run.start()
+
+    @contextmanager
+    def open(self, visitor: Visitor) -> Iterator[str]:
+        """Give the key under which the requests of an agent reach `visitor`, during the block."""
+        key = f"episode-{secrets.token_urlsafe(18)}"
+        self._visitors[key] = visitor
+        try:
+            yield key
+        finally:
+            del self._visitors[key]
+            self._closed.append(key)
+
+    def _application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", _answered(self._complete), methods=["POST"]),
+                Route("/v1/models", _answered(self._models)),
+                Route("/v1/models/{name:path}", _answered(self._model)),
+                Route("/{path:path}", _answered(_unknown), methods=["GET", "POST", "PUT"]),
+            ]
+        )
+
+    def _visitor(self, request: Request) -> Visitor:
+        """Return the episode whose key a request has. Raises Refused if there is none."""
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key in self._visitors:
+            return self._visitors[key]
+        if key in self._closed:
+            raise episode_over()
+        raise Refused(
+            "the API key is not that of an episode; use the api_key that the agent was given",
+            status=401,
+            code="invalid_api_key",
+            kind="authentication_error",
+        )
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse(models_body(self._visitor(request).roles))
+
+    async def _model(self, request: Request) -> Response:
+        self._visitor(request)
+        return JSONResponse(models_body([request.path_params["name"]])["data"][0])
+
+    async def _complete(self, request: Request) -> Response:
+        visitor, body = self._visitor(request), await _body(request)
+        try:
+            asked = read_request(body)
+        except RequestError as error:
+            raise _refused(error) from None
+        headers = request.headers
+        named = headers.get("idempotency-key", "")
+        connection = Connection()
+        arrival = Arrival(
+            asked,
+            identity=named or sha256(body).hexdigest(),
+            is_retry=bool(named) or headers.get("x-stainless-retry-count", "0") != "0",
+            connection=connection,
+            reply=Future(),
+        )
+        watch = asyncio.create_task(_watch(request, connection))
+        try:
+            visitor.loop.call_soon_threadsafe(visitor.arrive, arrival)
+            reply = await asyncio.wrap_future(arrival.reply)
+        except RequestError as error:
+            raise _refused(error) from None
+        except (RuntimeError, asyncio.CancelledError):  # the loop has ended
+            raise episode_over() from None
+        finally:
+            watch.cancel()
+        if not asked.is_streamed:
+            return JSONResponse(reply)
+        events = "".join(stream_events(reply, wants_usage=asked.wants_usage))
+        return Response(events, media_type="text/event-stream")
+
+
+@cache
+def door(listen: str) -> Door:
+    """Return the door of this process at an address HOST:PORT; port 0 is any free one."""
+    return Door(listen)
+
+
+def _answered(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Refused as error:
+            return JSONResponse(error.body, error.status)
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    return answer
+
+
+def _refused(error: RequestError) -> Refused:
+    return Refused(str(error), status=400, code=error.code, param=error.param)
+
+
+async def _unknown(request: Request) -> Response:
+    raise Refused(
+        f"{request.url.path} is not served here; ask /v1/chat/completions or /v1/models",
+        status=404,
+        code="unknown_url",
+    )
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise Refused(
+                f"the request is larger than {MOST_BYTES:,} bytes; shorten the conversation",
+                status=413,
+                code="request_too_large",
+            )
+    return bytes(body)
+
+
+async def _watch(request: Request, connection: Connection) -> None:
+    """Note the loss of the connection while its request is answered."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    connection.is_lost = True

@@ -1,0 +1,306 @@
+"""One episode of an agent from the side of the rollout: requests become calls of a tree, calls
+become completions of the engine.
+"""
+
+import asyncio
+import random
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
+from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, reply_body
+from ragen_mega.config.sections.agent import AgentConfig
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.environments.protocol import text_seed
+from ragen_mega.rollout.renderer import ChatRenderer
+
+ASKED = "asked_sampling"
+"""Key of a turn's info: parameters of sampling that the agent asked for, where they differ from the
+trainer's.
+"""
+UNDELIVERED = "undelivered_answers"
+"""Key of the last turn's info: number of completions that no connection was left for."""
+_LIMITS = {"context_length_exceeded": "context", "call_limit_exceeded": "budget"}
+"""Code of a refused request -> cause of the end of an episode that it ended."""
+
+
+class Sampler(Protocol):
+    """Source of the completions of an episode."""
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Sample what follows the prompt `tokens` of a call, with further entries for the info of
+        the answer's turn.
+        """
+
+
+Example = Callable[[Call, random.Random], str]
+"""Function that writes the text of the answer to a call, with its source of randomness."""
+
+
+class ExampleAnswers:
+    """Answers as an example gives them."""
+
+    def __init__(self, renderer: ChatRenderer, example: Example) -> None:
+        self._renderer, self._example = renderer, example
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Encode the example's answer; see `Sampler`."""
+        text = self._example(call, random.Random(sampling.seed))
+        if self._renderer.opens_thought and "</think>" not in text:
+            text = f"\n</think>\n\n{text}"
+        answer = self._renderer.encode_answer(text)[: sampling.max_tokens]
+        is_whole = answer[-1:] == [self._renderer.end_of_turn]
+        return Completion(answer, [0.0] * len(answer), "stop" if is_whole else "length"), {}
+
+
+class RecordedAnswers:
+    """Trained answers of an episode that was recorded, found by their prompts."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._answers: defaultdict[tuple[int, ...], deque[Completion]] = defaultdict(deque)
+        starts = [start for start, _ in trajectory.segments]
+        for turn in sorted(trajectory.turns, key=lambda turn: turn.info[CALL]["answer"]):
+            begin = starts[bisect_right(starts, turn.start) - 1]
+            span = slice(turn.start, turn.end)
+            self._answers[tuple(trajectory.tokens[begin : turn.start])].append(
+                Completion(
+                    list(trajectory.tokens[span]),
+                    list(trajectory.rollout_logprobs[span]),
+                    turn.info["finish_reason"],
+                )
+            )
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Return the next answer that was recorded for the prompt; see `Sampler`. Raises
+        RequestError if there is none.
+        """
+        if not (left := self._answers.get(tuple(tokens))):
+            raise RequestError(
+                "the record has no answer to this prompt, so that the agent does not ask what it"
+                " asked",
+                code="not_recorded",
+            )
+        return left.popleft(), {}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings under which an agent may sample."""
+
+    max_context: int
+    max_tokens: int
+    max_calls: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    agent: AgentConfig
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request, with every connection on which it was repeated."""
+
+    connections: list[Connection]
+    task: asyncio.Task[dict[str, Any]]
+    has_listener: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_undelivered(self) -> bool:
+        return all(connection.is_lost for connection in self.connections)
+
+
+class Visit:
+    """The calls of one episode, in the event loop of the rollout.
+
+    The samples depend on the seed of the episode, the prompt of a call and the number of times that
+    it was asked before, not on the order in which concurrent requests arrive.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, sampler: Sampler, limits: Limits, seed: Sequence[object]
+    ) -> None:
+        """`seed`: values that distinguish the episode from all others of the run."""
+        self.loop = asyncio.get_running_loop()
+        self.tree = CallTree(renderer, max_context_length=limits.max_context)
+        self.num_sampled = 0
+        self.num_undelivered = 0
+        """Number of answers that no connection was left for."""
+        self.limit_reached: str | None = None
+        """Cause by which the latest request was refused for a limit; None after one that was not.
+        """
+        self._renderer, self._sampler, self._limits = renderer, sampler, limits
+        self._seed = tuple(seed)
+        self._times_asked: Counter[tuple[int, ...]] = Counter()
+        self._arrivals: deque[Arrival] = deque()
+        self._has_arrival = asyncio.Event()
+        self._pending: dict[str, _Pending] = {}
+        self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._is_over = False
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of models that were asked for, or that are trained."""
+        asked = {call.role for call in tuple(self.tree.calls)}
+        return tuple(sorted(asked | self._limits.agent.trained_roles))
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Take a request; it is answered while the episode is served."""
+        if self._is_over:
+            arrival.reply.cancel()
+            return
+        self._arrivals.append(arrival)
+        self._has_arrival.set()
+
+    async def serve(
+        self,
+        program: asyncio.Future[Any],
+        meanwhile: Callable[[Awaitable[None]], Awaitable[None]],
+    ) -> None:
+        """Answer requests until the program of the agent has ended. `meanwhile` waits for the agent
+        where no call of it is answered. Raises what a call raises, other than a refusal.
+        """
+        try:
+            while not program.done():
+                event = self._event(program)
+                await (event if self._running else meanwhile(event))
+                for task in [task for task in self._running if task.done()]:
+                    self._running.discard(task)
+                    if not isinstance(error := task.exception(), RequestError) and error:
+                        raise error
+                self._has_arrival.clear()
+                while self._arrivals:
+                    self._begin(self._arrivals.popleft())
+        finally:
+            self._is_over = True
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            for arrival in self._arrivals:
+                arrival.reply.cancel()
+
+    async def _event(self, program: asyncio.Future[Any]) -> None:
+        """Wait for the end of the program, a request, or the end of an answer."""
+        arrival = asyncio.ensure_future(self._has_arrival.wait())
+        try:
+            await asyncio.wait(
+                {program, arrival, *self._running}, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            arrival.cancel()
+
+    def _begin(self, arrival: Arrival) -> None:
+        """Begin the answer to a request, or let it wait for that of an earlier one that it repeats:
+        the client says so, or the earlier one has lost its connection.
+        """
+        twin = self._pending.get(arrival.identity)
+        if twin is not None and (arrival.is_retry or twin.is_undelivered):
+            twin.connections.append(arrival.connection)
+            twin.has_listener.set()
+        else:
+            twin = self._pending[arrival.identity] = _Pending([arrival.connection], None)
+            twin.task = self.loop.create_task(self._answer(arrival.request, twin))
+            self._running.add(twin.task)
+        twin.task.add_done_callback(lambda task: _hand_over(task, arrival))
+
+    async def _answer(self, request: ChatRequest, pending: _Pending) -> dict[str, Any]:
+        """Return the body of the reply. Raises RequestError if the request is refused."""
+        try:
+            call = self._call(request)
+            self.limit_reached = None
+        except RequestError as error:
+            self.limit_reached = _LIMITS.get(error.code, self.limit_reached)
+            raise
+        asked = self._asked(request)
+        samplings = [self._sampling(request, call) for _ in range(request.num_answers)]
+        tokens = call.tokens
+        completions = await asyncio.gather(
+            *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
+        )
+        while pending.is_undelivered:  # what nobody reads has no part in the episode
+            self.num_undelivered += 1
+            pending.has_listener.clear()
+            await pending.has_listener.wait()
+            self.num_undelivered -= 1
+        first, agent = len(call.answers), self._limits.agent
+        is_trained = not agent.trained_roles or call.role in agent.trained_roles
+        is_trained = is_trained and not (asked and agent.agent_sampling == "agent")
+        for sampling, (completion, info) in zip(samplings, completions, strict=True):
+            answer = self.tree.answer(
+                call, completion, is_trained=is_trained, stop_texts=request.stop_texts
+            )
+            self.num_sampled += len(answer.completion.tokens)
+            is_read = answer.completion.finish_reason == "stop" and not (
+                call.tools and "<tool_call>" in answer.content
+            )
+            answer.info |= {
+                "finish_reason": answer.completion.finish_reason,
+                "max_tokens": sampling.max_tokens,
+                "is_format_valid": is_read,
+                "is_action_valid": is_read,
+                "thought": answer.thought or "",
+                **({ASKED: asked} if asked else {}),
+                **info,
+            }
+        numbers = range(first, len(call.answers))
+        return reply_body(request, call, numbers, self._renderer.tokenizer.decode)
+
+    def _call(self, request: ChatRequest) -> Call:
+        if len(self.tree.calls) >= self._limits.max_calls:
+            raise RequestError(
+                f"the episode may have {self._limits.max_calls} calls and has had them; let the"
+                " agent end, or raise --max-turns",
+                code="call_limit_exceeded",
+            )
+        return self.tree.begin(request.messages, request.tools, role=request.role)
+
+    def _asked(self, request: ChatRequest) -> dict[str, float]:
+        """Return the parameters of sampling that differ from the trainer's."""
+        limits = self._limits
+        asked = {"temperature": request.temperature, "top_p": request.top_p}
+        own = {"temperature": limits.temperature, "top_p": limits.top_p}
+        return {
+            name: value for name, value in asked.items() if value is not None and value != own[name]
+        }
+
+    def _sampling(self, request: ChatRequest, call: Call) -> SamplingParams:
+        """Return the parameters of one sample, with its seed."""
+        limits, tokens = self._limits, tuple(call.tokens)
+        times = self._times_asked[tokens]
+        self._times_asked[tokens] += 1
+        own = {"temperature": limits.temperature, "top_p": limits.top_p}
+        if limits.agent.agent_sampling == "agent":
+            own |= self._asked(request)
+        room = limits.max_context - len(tokens)
+        return SamplingParams(
+            max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
+            stop_token_ids=limits.stop_token_ids,
+            seed=text_seed(repr((*self._seed, tokens, times, request.seed))),
+            **own,
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the record of every answer, in the order of the calls."""
+        return [
+            record(call, number) for call in self.tree.calls for number in range(len(call.answers))
+        ]
+
+
+def _hand_over(task: asyncio.Task[dict[str, Any]], arrival: Arrival) -> None:
+    """Give the result of an answer to one of the requests that wait for it."""
+    if arrival.reply.cancelled():
+        return
+    if task.cancelled():
+        arrival.reply.cancel()
+    elif error := task.exception():
+        arrival.reply.set_exception(error)
+    else:
+        arrival.reply.set_result(task.result())

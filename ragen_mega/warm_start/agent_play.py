@@ -1,0 +1,165 @@
+"""Play of agents whose model is an example: the data of their warm start, and the score of ideal
+answers.
+"""
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
+from ragen_mega.agents.runner import PREFIX
+from ragen_mega.config import StarPOConfig
+from ragen_mega.data.registry import Registry
+from ragen_mega.data.types import Trajectory
+from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.engine import NoEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker, play_settings, tasks_for_group
+from ragen_mega.rollout.visit import Example, ExampleAnswers
+from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+EXAMPLES = Registry("agent example", "--agent-example", {})
+MOST_EPISODES = 512
+"""Most episodes that are played; the warm start repeats them."""
+_OTHERS = 64
+"""Episodes whose answers are given to the calls of others."""
+_WHOLE = 1 << 20
+"""Tokens that no episode has."""
+
+
+def is_agent(name: str) -> bool:
+    """Return whether the environment with this name is an agent."""
+    return name.startswith(PREFIX)
+
+
+def example_play(
+    config: StarPOConfig, name: str, renderer: ChatRenderer, count: int
+) -> list[Trajectory]:
+    """Return episodes of agent `name`, at most `count` and MOST_EPISODES, with the answers of
+    `agent_example` under the loss mask.
+
+    Each answer is the example's own with probability `warm_start_skill`, else one that the example
+    gave to a call of the same role and number in another episode: it has the right form alone.
+    """
+    skill = config.warm_start.warm_start_skill
+    ideal = _ideal(config.agent.agent_example)
+    if skill == 1:
+        return _play(config, name, renderer, ideal, count)
+    others: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for trajectory in _play(config, name, renderer, ideal, _OTHERS):
+        for call, text in _calls(trajectory, renderer):
+            others[call["role"], call["index"]].append(text)
+
+    def answer(call: Call, draw: random.Random) -> str:
+        known = others.get((call.role, call.index))
+        return draw.choice(known) if known and draw.random() >= skill else ideal(call, draw)
+
+    return _play(config, name, renderer, answer, count)
+
+
+def example_texts(config: StarPOConfig, name: str) -> list[str]:
+    """Return everything that is said in episodes of agent `name`: the corpus of a tokenizer."""
+    renderer = ChatRenderer(train_tokenizer([]), think=config.environment.think)
+    # The limits are those of another tokenizer; here every byte is a token.
+    whole = replace(
+        config,
+        rollout=replace(config.rollout, max_context_length=_WHOLE),
+        environment=replace(config.environment, max_response_length=_WHOLE // 2),
+    )
+    texts = []
+    for trajectory in _play(whole, name, renderer, _ideal(config.agent.agent_example), 200):
+        texts.append("system\nuser\nassistant\ntool\n")
+        for call, text in _calls(trajectory, renderer):
+            texts += [message["content"] for message in call["messages"]]
+            texts += [json.dumps(tool, ensure_ascii=False) for tool in call["tools"]]
+            texts.append(text)
+    return texts
+
+
+def _calls(
+    trajectory: Trajectory, renderer: ChatRenderer
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the record of every call with the text of its answer."""
+    for turn in trajectory.turns:
+        if CALL in turn.info:
+            tokens = list(trajectory.tokens[turn.start : turn.end])
+            yield turn.info[CALL], renderer.decode_action(tokens)
+
+
+def _play(
+    config: StarPOConfig, name: str, renderer: ChatRenderer, example: Example, count: int
+) -> list[Trajectory]:
+    """Play episodes of an agent with an example as its model. Raises ValueError if none of them
+    asks for an answer, and for an example that fails.
+    """
+    settings = play_settings(
+        config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
+    )
+    settings = replace(settings, answers=ExampleAnswers(renderer, example))
+    maker = episode_maker(config.environment, name)
+    tasks = [
+        task
+        for seed in range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + min(count, MOST_EPISODES))
+        for task in tasks_for_group(seed, name, seed, maker, group_size=1)
+    ]
+    played = collect(NoEngine(), renderer, tasks, settings)
+    return [trajectory for group in played for trajectory in group.trajectories]
+
+
+@cache
+def _ideal(path: str) -> Example:
+    function: Callable[..., Any] = EXAMPLES.get(path)
+
+    def answer(call: Call, draw: random.Random) -> str:
+        try:
+            said = guarded(lambda: function(_conversation(call), list(call.tools)))
+        except EnvironmentFailed as error:
+            raise ValueError(f"--agent-example {path} failed: {error}") from error
+        return written(_message(path, said))
+
+    return answer
+
+
+def _message(path: str, said: Any) -> ChatMessage:
+    """Read what an example returned. Raises ValueError if it is no message of the assistant."""
+    given = {"content": said} if isinstance(said, str) else said
+    try:
+        calls = []
+        for call in given.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = function.get("arguments", {})
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(ToolCall(function["name"], text))
+        return ChatMessage("assistant", given.get("content") or "", tuple(calls))
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(
+            f"--agent-example {path} must return a text, or a message with content and tool_calls,"
+            f" each with name and arguments, not {said!r:.80}"
+        ) from None
+
+
+def _conversation(call: Call) -> list[dict[str, Any]]:
+    """Return the messages of a request, as OpenAI's interface has them."""
+    messages: list[dict[str, Any]] = []
+    if call.parent is not None:
+        earlier, number = call.parent
+        answer = earlier.answers[number]
+        said = ChatMessage("assistant", answer.content, answer.tool_calls)
+        messages = [*_conversation(earlier), _as_json(said)]
+    return [*messages, *map(_as_json, call.messages)]
+
+
+def _as_json(message: ChatMessage) -> dict[str, Any]:
+    given: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        given["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return given

@@ -1,0 +1,217 @@
+"""Agents on the frameworks that users have, each with two tools; the reward is a property of the
+last answer, so that a policy that can do nothing yet still earns different rewards.
+
+Every agent is `run(task, base_url, api_key)`, as `--agent tests.support.agents:NAME` takes it.
+"""
+
+import json
+from typing import Any
+
+PRICES = {"apple": 3, "pear": 4, "plum": 9}
+QUESTION = "What do an apple and a pear cost together?"
+MAX_TURNS = 3
+
+
+def look_up(name: str) -> str:
+    """Look up the price of a fruit.
+
+    Args:
+        name: name of the fruit
+    """
+    return str(PRICES.get(name, "unknown"))
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return str(a + b)
+
+
+TOOLS = {"look_up": look_up, "add": add}
+SCHEMAS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in arguments.items()},
+                "required": list(arguments),
+            },
+        },
+    }
+    for name, description, arguments in (
+        ("look_up", "Look up the price of a fruit.", {"name": "string"}),
+        ("add", "Add two numbers.", {"a": "integer", "b": "integer"}),
+    )
+]
+
+
+def reward(text: str | None) -> float:
+    return (sum(map(ord, text or "")) % 7) / 7
+
+
+def call_tool(name: str, arguments: str) -> str:
+    try:
+        return TOOLS[name](**json.loads(arguments))
+    except (KeyError, TypeError, ValueError) as error:
+        return f"error: {type(error).__name__}"
+
+
+def plain(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The loop that people write with the `openai` package."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": f"{QUESTION} ({task['seed']})"}]
+        for _ in range(MAX_TURNS):
+            reply = (
+                client.chat.completions.create(model="policy", messages=messages, tools=SCHEMAS)
+                .choices[0]
+                .message
+            )
+            messages.append(reply)
+            if not reply.tool_calls:
+                break
+            for call in reply.tool_calls:
+                result = call_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return reward(reply.content)
+
+
+async def streaming(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An asynchronous agent that reads its answers as they are streamed."""
+    from openai import AsyncOpenAI
+
+    messages: list[Any] = [{"role": "user", "content": f"{QUESTION} ({task['seed']})"}]
+    text = ""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(2):
+            parts = await client.chat.completions.create(
+                model="policy", messages=messages, stream=True
+            )
+            text = ""
+            async for part in parts:
+                if part.choices:
+                    text += part.choices[0].delta.content or ""
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "Are you sure?"},
+            ]
+    return reward(text)
+
+
+def sub_agent(task: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A planner that hands a question to a worker, twice, and uses what it says."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+
+        def ask(role: str, messages: list[Any]) -> str:
+            chosen = client.chat.completions.create(model=role, messages=messages).choices[0]
+            return chosen.message.content or ""
+
+        plan: list[Any] = [
+            {"role": "system", "content": "Plan."},
+            {"role": "user", "content": f"{QUESTION} ({task['seed']})"},
+        ]
+        for fruit in ("apple", "pear"):
+            said = ask("planner", plan)
+            price = ask("worker", [{"role": "user", "content": f"Price of {fruit}?"}])
+            plan += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": f"The worker says: {price}"},
+            ]
+        last = ask("planner", plan)
+    return {"reward": reward(last), "success": reward(last) > 0.5}
+
+
+def compacting(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An agent that replaces its history by a summary of its own when it gets long."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        system = {"role": "system", "content": "You are thrifty."}
+        messages: list[Any] = [system, {"role": "user", "content": f"{QUESTION} ({task['seed']})"}]
+        text = ""
+        for turn in range(4):
+            if turn == 2:
+                summary = {"role": "user", "content": f"Until now: {text[:20]}"}
+                messages = [system, summary]
+            text = (
+                client.chat.completions.create(model="policy", messages=messages)
+                .choices[0]
+                .message.content
+                or ""
+            )
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "Go on."},
+            ]
+    return reward(text)
+
+
+async def openai_agents(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An agent on the OpenAI Agents SDK, which hands over to a second one."""
+    from agents import (
+        Agent,
+        MaxTurnsExceeded,
+        ModelBehaviorError,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
+        helper = Agent(name="helper", instructions="Help.", model=model)
+        agent = Agent(
+            name="buyer",
+            instructions="Use the tools.",
+            tools=[function_tool(look_up), function_tool(add)],
+            handoffs=[helper],
+            model=model,
+        )
+        try:
+            done = await Runner.run(agent, f"{QUESTION} ({task['seed']})", max_turns=MAX_TURNS)
+        except (MaxTurnsExceeded, ModelBehaviorError):
+            return 0.0
+    return reward(done.final_output)
+
+
+def langgraph(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A ReAct agent of LangGraph on LangChain's client."""
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.errors import GraphRecursionError
+    from langgraph.prebuilt import create_react_agent
+
+    model = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key)
+    agent = create_react_agent(model, [tool(look_up), tool(add)])
+    try:
+        done = agent.invoke(
+            {"messages": [("user", f"{QUESTION} ({task['seed']})")]},
+            {"recursion_limit": 2 * MAX_TURNS + 1},
+        )
+    except GraphRecursionError:
+        return 0.0
+    return reward(done["messages"][-1].content)
+
+
+def smolagents(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An agent of smolagents that calls tools; its prompts take some 2,000 tokens."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    model = OpenAIServerModel(model_id="policy", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent(
+        tools=[tool(look_up), tool(add)], model=model, max_steps=MAX_TURNS, verbosity_level=0
+    )
+    return reward(str(agent.run(f"{QUESTION} ({task['seed']})")))

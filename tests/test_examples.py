@@ -1,0 +1,120 @@
+"""Examples of README and docs are run as they stand.
+
+Elsewhere: worlds and files of tasks (test_scripted_rehearsal, test_own_environments,
+test_tasks_from_files), the tutorial's world (test_tutorial), functions of one's own
+(test_plug_ins), the API (test_api), a client of a server (test_renderer, test_exports_in_sglang).
+Commands of training are parsed by test_documentation; a whole training takes too long, and
+commands with GPUs, vLLM, a model hub or a second node need what a test has not.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.studies.definitions import find
+from tests.test_documentation import PAGES, ROOT, commands, name_of, tokens
+
+ELSEWHERE = {"docs/api.md": "trains", "docs/serving.md": "asks a server"}
+"""Pages whose Python is run by a test of its own."""
+QUICK = {
+    "ragen-mega --help": (),
+    "ragen-mega baselines": ("--environment frozen_lake --json",),
+    "ragen-mega doctor": ("--for cpu",),
+    "ragen-mega make-boards": ("--environment",),
+    "ragen-mega plan": ("--model Qwen2.5-7B", "--model Qwen2.5-14B", "--recipe"),
+    "ragen-mega study": ("--list", "--slurm"),
+}
+"""Commands that need no run and no model: their flags contain one of these.
+"""
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """Pages and blocks of a language, those that a shell writes into a file (<<'KIND') too."""
+    found = []
+    for page in PAGES:
+        for token in tokens(page):
+            if token.type != "fence":
+                continue
+            if token.info == kind:
+                found.append((name_of(page), token.content))
+            _, *written = token.content.split(f"<<'{kind.upper()}'\n")
+            found += [(name_of(page), text.partition(f"\n{kind.upper()}\n")[0]) for text in written]
+    return found
+
+
+def execute(*command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    paths = (directory, ROOT, ROOT / "kernels")
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=f"{page}-{index}")
+        for index, (page, source) in enumerate(blocks("python"))
+        if page not in ELSEWHERE
+    ],
+)
+def test_python_can_be_executed(source: str, tmp_path: Path) -> None:
+    if "import gymnasium" in source:
+        pytest.importorskip("gymnasium")
+    (tmp_path / "my_verl_reward.py").write_text("def compute_score(*row):\n    return 1.0\n")
+    done = execute("-c", source, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pages_with_python_run_elsewhere_have_some() -> None:
+    assert set(ELSEWHERE) <= {page for page, _ in blocks("python")}
+
+
+def test_studies_are_definitions_whose_flags_are_known(tmp_path: Path) -> None:
+    studies = [source for _, source in blocks("toml") if "[small]" in source]
+    assert len(studies) == 2
+    for index, source in enumerate(studies):
+        path = tmp_path / f"study_{index}.toml"
+        path.write_text(source)
+        study = find(str(path), None)
+        assert len(study.arms) == 2
+    for _, source in blocks("toml"):
+        for arm in tomllib.loads(source).get("arms", ()):
+            parse(shlex.split(arm["flags"]))
+
+
+def quick_commands() -> list[str]:
+    shown = {
+        f"{command.script.removeprefix('ragen-mega ')} {shlex.join(command.words)}"
+        for command in commands()
+        if command.place.endswith(".md") and "NAME" not in command.words
+        for flags in [shlex.join(command.words)]
+        if command.script in QUICK
+        and (not QUICK[command.script] or any(part in flags for part in QUICK[command.script]))
+    }
+    return sorted(shown)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            command, marks=[pytest.mark.slow] * ("--model" in command or "paper" in command)
+        )
+        for command in quick_commands()
+    ],
+)
+def test_commands_that_need_no_run_end_well(command: str, tmp_path: Path) -> None:
+    words = ["-m", "ragen_mega.commands.program", *shlex.split(command)]
+    done = execute(*words, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and not done.stderr.startswith("error")

@@ -1,0 +1,615 @@
+"""Agents at the door: the real OpenAI client against a policy that says what it is told."""
+
+import asyncio
+import hashlib
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from ragen_mega.agents.runner import AGENTS
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.sections.agent import AgentConfig
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection, collect
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.player import PlaySettings
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+
+RENDERER = ChatRenderer(train_tokenizer([]), think=False)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+Say = Callable[[str], str]
+
+
+class TalkingEngine(RolloutEngine):
+    """A policy that answers the text of a prompt with `say(text)`; it keeps what was asked."""
+
+    def __init__(self, say: Say, seconds: float = 0.0) -> None:
+        self.say, self.seconds = say, seconds
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.num_running = self.most_running = 0
+        self.sessions: set[int] = set()
+
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        assert session not in self.sessions
+        self.sessions.add(session)
+        self.most_running = max(self.most_running, len(self.sessions))
+        self.asked.append((tokens, sampling))
+        await asyncio.sleep(self.seconds)
+        self.sessions.discard(session)
+        answer = RENDERER.encode_answer(self.say(RENDERER.tokenizer.decode(tokens)))
+        answer = answer[: sampling.max_tokens]
+        ended = answer[-1] == RENDERER.end_of_turn
+        logprobs = [-float(len(tokens) + place) for place in range(len(answer))]
+        return Completion(answer, logprobs, "stop" if ended else "length")
+
+
+def play(
+    run: Callable[..., Any],
+    say: Say = lambda text: "yes",
+    *,
+    count: int = 1,
+    engine: TalkingEngine | None = None,
+    options: dict[str, Any] | None = None,
+    seed: int = 7,
+    **settings: Any,
+) -> list[Trajectory]:
+    """Trajectories of an agent, which is a function or the URL of one."""
+    name = "agent:door_agents:run"
+    if isinstance(run, str):
+        name = f"agent:{run}"
+    module = sys.modules["door_agents"] = ModuleType("door_agents")
+    module.run = run
+    AGENTS._known.clear()
+    config = EnvironmentConfig(
+        environments=name, environment_options=json.dumps({name: options or {}})
+    )
+    tasks = tasks_for_group(0, name, seed, episode_maker(config, name), group_size=count)
+    settings = {"max_context_length": 4000, "temperature": 1.0, "seed": 3} | settings
+    agent = AgentConfig(**{key: settings.pop(key) for key in [*settings] if key in AGENT_FIELDS})
+    engine = engine or TalkingEngine(say)
+    played = collect(engine, RENDERER, tasks, PlaySettings(agent=agent, **settings))
+    return [trajectory for group in played for trajectory in group.trajectories]
+
+
+AGENT_FIELDS = AgentConfig.__dataclass_fields__
+
+
+def ask(client: openai.OpenAI, *texts: str, **parameters: Any) -> Any:
+    """Ask with messages that alternate between the user and the assistant."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return client.chat.completions.create(**{"model": "policy", "messages": messages} | parameters)
+
+
+def refusal(ask_badly: Callable[[], Any]) -> SimpleNamespace:
+    """Status, code, parameter and message of the error that a request gets."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask_badly()
+    error = caught.value
+    return SimpleNamespace(
+        status=error.status_code, code=error.code, param=error.param, text=error.body["message"]
+    )
+
+
+def sampled(trajectory: Trajectory) -> list[str]:
+    return [
+        RENDERER.decode_action(trajectory.tokens[turn.start : turn.end])
+        for turn in trajectory.turns
+    ]
+
+
+def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
+    seen = []
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> dict[str, Any]:
+        first = ask(client, "one", logprobs=True)
+        said = first.choices[0]
+        second = ask(client, "one", said.message.content, "two")
+        seen.extend([first, second])
+        return {"reward": 2, "success": False, "calls": {second.id: 0.5}, "note": task["seed"]}
+
+    engine = TalkingEngine(lambda text: f"heard {len(text)}")
+    (trajectory,) = play(run, engine=engine)
+    first, second = seen
+    assert sampled(trajectory) == [reply.choices[0].message.content for reply in seen]
+    (prompt, _), (longer, _) = engine.asked
+    mask = trajectory.loss_mask
+    assert trajectory.tokens[: len(prompt)] == prompt
+    assert trajectory.tokens[: len(longer)] == longer and trajectory.breaks == []
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 2.5]
+    assert trajectory.terminated and not trajectory.truncated and not trajectory.success
+    assert trajectory.turns[-1].info["note"] == 7
+    logprobs = [row.logprob for row in first.choices[0].logprobs.content]
+    assert logprobs == [x for x, m in zip(trajectory.rollout_logprobs, mask) if m][: len(logprobs)]
+    assert first.choices[0].finish_reason == "stop" and first.model == "policy"
+    assert first.usage.prompt_tokens == len(prompt)
+    assert first.usage.completion_tokens == len(logprobs)
+
+
+def test_a_stream_says_what_the_whole_reply_says():
+    def say(text: str) -> str:
+        return 'sure <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    replies = []
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        whole = ask(client, "add", tools=TOOLS, n=2)
+        stream = ask(
+            client, "add", tools=TOOLS, n=2, stream=True, stream_options={"include_usage": True}
+        )
+        replies.extend([whole, list(stream)])
+        with client.chat.completions.stream(
+            model="policy", messages=[{"role": "user", "content": "add"}], tools=TOOLS
+        ) as events:
+            replies.append(events.get_final_completion())
+        return 1.0
+
+    play(run, say)
+    whole, chunks, final = replies
+    choice = whole.choices[1]
+    deltas = [c.choices[0].delta for c in chunks if c.choices and c.choices[0].index == 1]
+    assert deltas[0].content == choice.message.content == "sure"
+    call, streamed = choice.message.tool_calls[0], deltas[0].tool_calls[0]
+    assert call.function.name == streamed.function.name == "add"
+    assert json.loads(call.function.arguments) == json.loads(streamed.function.arguments)
+    assert choice.finish_reason == "tool_calls"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][1::2] == ["tool_calls"] * 2
+    assert chunks[-1].usage == whole.usage
+    assert final.choices[0].message.tool_calls[0].function.name == "add"
+
+
+def test_stop_n_and_max_tokens_are_kept():
+    replies = []
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        replies.append(ask(client, "go", stop=[" END"]))
+        replies.append(ask(client, "go", n=3, max_tokens=4))
+        replies.append(ask(client, "go", max_completion_tokens=2))
+        return 1.0
+
+    engine = TalkingEngine(lambda text: "before END after")
+    (trajectory,) = play(run, engine=engine)
+    stopped, several, short = replies
+    assert stopped.choices[0].message.content == "before"
+    assert stopped.choices[0].finish_reason == "stop"
+    assert [choice.finish_reason for choice in several.choices] == ["length"] * 3
+    assert [sampling.max_tokens for _, sampling in engine.asked] == [400, 4, 4, 4, 2]
+    assert len({sampling.seed for _, sampling in engine.asked}) == 5
+    texts = sampled(trajectory)
+    assert sorted(map(len, texts)) == [2, 4, 4, 4, len("before END")]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "code", "named"),
+    [
+        ({"temperature": 3}, "invalid_value", "temperature"),
+        ({"logit_bias": {"5": 1}}, "unsupported_value", "logit_bias"),
+        ({"frequency_penalty": 0.5}, "unsupported_value", "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_value", "response_format"),
+        ({"tool_choice": "required"}, "unsupported_value", "tool_choice"),
+        ({"logprobs": True, "top_logprobs": 2}, "unsupported_value", "top_logprobs"),
+        ({"reasoning_effort": "low"}, "unsupported_parameter", "reasoning_effort"),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "invalid_value", "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "invalid_value", "messages[0]"),
+        ({"messages": "hello"}, "invalid_value", "messages"),
+        ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0]"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "context_length_exceeded", None),
+        ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "request_too_large", None),
+    ],
+)
+def test_a_request_that_cannot_be_kept_gets_one_clear_sentence(parameters, code, named):
+    errors = []
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        client = client.with_options(max_retries=0)
+        errors.append(refusal(lambda: ask(client, "hello", **parameters)))
+        assert ask(client, "still here").choices[0].message.content == "yes"
+        return 1.0
+
+    (trajectory,) = play(run)
+    assert ERROR not in trajectory.turns[-1].info, trajectory.turns[-1].info
+    (error,) = errors
+    assert error.status == (413 if code == "request_too_large" else 400)
+    assert error.code == code and "\n" not in error.text and len(error.text) < 300
+    if named:
+        assert error.param == named and named.partition("[")[0].rstrip("s") in error.text
+    assert sampled(trajectory) == ["yes"]
+
+
+def test_keys_are_told_apart():
+    errors, left = [], []
+
+    def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        ask(client, "hello")
+        left.append(client)
+        errors.append(refusal(lambda: ask(client.with_options(api_key="wrong"), "hello")))
+        errors.append(refusal(lambda: client.get("/nothing", cast_to=object)))
+        assert [model.id for model in client.models.list()] == ["policy"]
+        return 1.0
+
+    (trajectory,) = play(run)
+    errors.append(refusal(lambda: ask(left[0], "are you there?")))
+    assert [(error.status, error.code) for error in errors] == [
+        (401, "invalid_api_key"),
+        (404, "unknown_url"),
+        (403, "episode_over"),
+    ]
+    assert sampled(trajectory) == ["yes"]
+
+
+def test_a_repeated_request_gets_the_same_completion_and_no_token_doubles():
+    bodies = []
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+    def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        url, headers = f"{base_url}/chat/completions", {"authorization": f"Bearer {api_key}"}
+
+        def post(timeout: float = 60.0, **more: str) -> None:
+            with httpx2.Client(trust_env=False) as client:
+                answer = client.post(url, json=body, headers=headers | more, timeout=timeout)
+                bodies.append(answer.json())
+
+        post()
+        post(**{"x-stainless-retry-count": "1"})  # the reply was lost on the way
+        with suppress(httpx2.TimeoutException):
+            post(timeout=0.05)  # the client gives up, and asks again without saying so
+        time.sleep(0.05)
+        post()
+        post(**{"idempotency-key": "mine"})
+        post(**{"idempotency-key": "mine"})
+        return 1.0
+
+    engine = TalkingEngine(lambda text: "yes", seconds=0.3)
+    (trajectory,) = play(run, engine=engine)
+    assert ERROR not in trajectory.turns[-1].info, trajectory.turns[-1].info
+    assert [reply["id"] for reply in bodies] == [
+        "call-0-0",
+        "call-0-0",
+        "call-0-1",
+        "call-0-2",
+        "call-0-2",
+    ]
+    assert len(engine.asked) == len(trajectory.turns) == 3
+
+
+def test_an_answer_that_nobody_waits_for_has_no_part_in_the_episode():
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        with pytest.raises(openai.APITimeoutError):
+            ask(client.with_options(max_retries=0, timeout=0.05), "lost")
+        time.sleep(0.5)
+        ask(client, "kept")
+        return 1.0
+
+    engine = TalkingEngine(lambda text: "yes", seconds=0.2)
+    (trajectory,) = play(run, engine=engine)
+    assert len(engine.asked) == 2 and len(trajectory.turns) == 1
+    assert "kept" in RENDERER.tokenizer.decode(trajectory.tokens)
+    assert trajectory.turns[-1].info["undelivered_answers"] == 1
+
+
+def raising(task: dict[str, Any], client: openai.OpenAI) -> float:
+    ask(client, "hello")
+    raise KeyError("my own fault")
+
+
+def hanging(task: dict[str, Any], client: openai.OpenAI) -> float:
+    ask(client, "hello")
+    time.sleep(30)
+    return 1.0
+
+
+async def hanging_coroutine(task: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    await asyncio.sleep(30)
+    return 1.0
+
+
+def silent(task: dict[str, Any], client: openai.OpenAI) -> float:
+    return 1.0
+
+
+def rewarding_nothing(task: dict[str, Any], client: openai.OpenAI) -> Any:
+    return ask(client, "hello").choices[0].message.content
+
+
+def rewarding_unknown_calls(task: dict[str, Any], client: openai.OpenAI) -> Any:
+    ask(client, "hello")
+    return {"reward": 1.0, "calls": {7: 1.0}}
+
+
+def leaving_the_process(task: dict[str, Any], client: openai.OpenAI) -> Any:
+    ask(client, "hello")
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "said"),
+    [
+        (raising, "error", "my own fault"),
+        (hanging, "time", "took longer than 0.5 s"),
+        (hanging_coroutine, "time", "took longer than 0.5 s|TimeoutError"),
+        (silent, "error", "asked for no completion"),
+        (rewarding_nothing, "error", "must return the reward"),
+        (rewarding_unknown_calls, "error", "calls names"),
+        (leaving_the_process, "error", "SystemExit"),
+    ],
+)
+def test_a_faulty_agent_costs_one_episode(fault, cause, said):
+    def run(task: dict[str, Any], client: openai.OpenAI) -> Any:
+        if task["outcome_seed"] % 3 == 0:
+            answer = fault(task, client)
+            return asyncio.run(answer) if asyncio.iscoroutine(answer) else answer
+        ask(client, "hello")
+        return 1.0
+
+    played = play(run, count=9, agent_timeout=0.5 if cause == "time" else 60)
+    faulty = [trajectory for trajectory in played if trajectory.outcome_seed % 3 == 0]
+    assert 0 < len(faulty) < 9
+    for trajectory in played:
+        info = trajectory.turns[-1].info
+        assert trajectory.truncated == (ERROR in info) == (trajectory in faulty)
+        if trajectory in faulty:
+            assert info[TRUNCATED_BY] == cause
+            assert any(part in info[ERROR] for part in said.split("|")), info[ERROR]
+
+
+def test_a_failed_episode_is_played_again():
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        ask(client, f"hello {task['outcome_seed']}")
+        if task["outcome_seed"] % 2:
+            raise RuntimeError("odd")
+        return 1.0
+
+    played = play(run, count=12, attempts=2)
+    assert any(FAILED_ATTEMPTS in trajectory.turns[-1].info for trajectory in played)
+    for trajectory in played:
+        assert (ERROR in trajectory.turns[-1].info) == bool(trajectory.outcome_seed % 2)
+
+
+def test_running_into_a_limit_is_the_policys_own_end():
+    def chatting(task: dict[str, Any], client: openai.OpenAI) -> float:
+        texts = ["hello"]
+        while True:
+            texts += [ask(client, *texts).choices[0].message.content, "go on"]
+
+    for settings, cause in (({}, "budget"), ({"max_context_length": 300}, "context")):
+        (trajectory,) = play(chatting, attempts=2, **settings)
+        info = trajectory.turns[-1].info
+        assert trajectory.truncated and info[TRUNCATED_BY] == cause
+        assert ERROR not in info and trajectory.total_reward == 0.0
+        assert len(trajectory.turns) == (64 if cause == "budget" else len(trajectory.turns)) > 3
+
+
+def test_a_reward_function_judges_the_whole_episode(monkeypatch):
+    def run(task: dict[str, Any], client: openai.OpenAI) -> str:
+        ask(client, "a plan", model="planner")
+        ask(client, "the work", model="worker")
+        if task["outcome_seed"] % 2:
+            raise ValueError("gave up")
+        return "result"
+
+    def reward(episode: Any) -> Any:
+        assert [call["role"] for call in episode.calls] == ["planner", "worker"]
+        assert episode.calls[0]["messages"][0]["content"] == "a plan"
+        assert episode.calls[1]["reply"]["content"] == "yes"
+        if episode.error is not None:
+            assert episode.result is None
+            return -1.0 if "gave up" in episode.error else None
+        return {"reward": 1.0, "calls": {0: 0.25}, "seed": episode.task["seed"]}
+
+    module = ModuleType("door_rewards")
+    module.reward = reward
+    monkeypatch.setitem(sys.modules, "door_rewards", module)
+    for trajectory in play(run, count=6, agent_reward="door_rewards:reward"):
+        assert ERROR not in trajectory.turns[-1].info, trajectory.turns[-1].info
+        assert trajectory.total_reward == (-1.0 if trajectory.outcome_seed % 2 else 1.25)
+
+
+def test_only_the_roles_that_are_named_are_trained():
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        plan = ask(client, "a plan", model="planner")
+        ask(client, "the work", model="worker", n=2)
+        ask(client, "a plan", plan.choices[0].message.content, "more", model="planner")
+        return 1.0
+
+    (trajectory,) = play(run, train_roles="planner")
+    assert len(trajectory.turns) == 2 and sum(trajectory.loss_mask) == 2 * len("yes ")
+    assert len(trajectory.turns[-1].info["untrained_calls"]) == 2
+
+
+@pytest.mark.parametrize("side", ["trainer", "agent"])
+def test_other_sampling_than_the_trainers_is_never_silent(side):
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        ask(client, "as the trainer", temperature=1, top_p=1.0)
+        ask(client, "greedy", temperature=0)
+        return 1.0
+
+    engine = TalkingEngine(lambda text: "yes")
+    (trajectory,) = play(run, engine=engine, agent_sampling=side)
+    temperatures = [sampling.temperature for _, sampling in engine.asked]
+    info = trajectory.turns[-1].info
+    if side == "trainer":
+        assert temperatures == [1.0, 1.0] and len(trajectory.turns) == 2
+        assert [turn.info.get("asked_sampling") for turn in trajectory.turns].count(
+            {"temperature": 0}
+        ) == 1
+    else:
+        assert temperatures == [1.0, 0.0] and len(trajectory.turns) == 1
+        assert info["untrained_calls"][0]["asked_sampling"] == {"temperature": 0}
+
+
+def test_samples_depend_on_the_calls_and_not_on_their_order():
+    texts = [f"branch {i}" for i in range(4)]
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda text: ask(client, text, seed=5), texts))
+        ask(client, "branch 0", seed=5)
+        ask(client, "branch 0", seed=6)
+        return 1.0
+
+    seen = []
+    for _ in range(2):
+        engine = TalkingEngine(lambda text: text[-20:], seconds=0.3)
+        (trajectory,) = play(run, engine=engine)
+        assert engine.most_running > 1
+        asked = sorted((tokens, sampling.seed) for tokens, sampling in engine.asked)
+        seen.append((trajectory.tokens, trajectory.breaks, asked))
+        texts.reverse()
+    assert seen[0] == seen[1]
+    assert len({seed for _, seed in seen[0][2]}) == 6
+
+
+def test_agents_may_be_coroutines_with_calls_of_their_own_at_once():
+    async def run(task: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+        replies = await asyncio.gather(*(ask(client, f"part {i}") for i in range(3)))
+        return float(len(replies))
+
+    engine = TalkingEngine(lambda text: "yes", seconds=0.05)
+    played = play(run, engine=engine, count=4)
+    assert [len(trajectory.turns) for trajectory in played] == [3] * 4
+    assert engine.most_running >= 6  # an episode is not the only one, nor a call of it
+
+
+@pytest.fixture
+def remote_agent() -> Iterator[str]:
+    """URL of an agent in a server of its own."""
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            client = openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"])
+            said = ask(client, f"remote {given['task']['seed']}").choices[0].message.content
+            status, answer = 200, {"reward": float(said == "yes")}
+            if self.path == "/broken":
+                status, answer = 500, {"detail": "out of order"}
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_an_agent_may_live_behind_a_url(remote_agent):
+    played = play(f"{remote_agent}/agent", count=3)
+    assert [trajectory.total_reward for trajectory in played] == [1.0] * 3
+    assert "remote 7" in RENDERER.tokenizer.decode(played[0].tokens)
+    (broken,) = play(f"{remote_agent}/broken")
+    assert "answered 500" in broken.turns[-1].info[ERROR]
+
+
+def test_tasks_are_rows_of_a_file(tmp_path):
+    rows = [{"question": f"q{i}", "level": {"deep": i}} for i in range(20)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    asked: dict[str, set[str]] = {"train": set(), "validation": set()}
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        assert {"question", "level", "seed", "outcome_seed"} == task.keys()
+        ask(client, task["question"])
+        asked[split].add(task["question"])
+        return 1.0
+
+    for split in asked:
+        for seed in range(20):
+            play(run, seed=seed, options={"tasks": str(file), "split": split})
+    assert len(asked["train"]) == 18 and len(asked["validation"]) == 2
+    assert asked["train"] | asked["validation"] == {row["question"] for row in rows}
+
+
+def test_an_agent_that_cannot_be_called_is_refused_at_the_start():
+    with pytest.raises(ValueError, match="--agent .* must be a function .task, client."):
+        play(lambda: 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"agent_listen {place} must be"):
+            play(silent, agent_listen=place)
+
+
+def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
+    """Every call is answered by a text of its own, which must come back to its agent and be in its
+    trajectory once.
+    """
+    heard: dict[int, list[str]] = {}
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        texts = [f"episode {task['outcome_seed']}"]
+        for number in range(20):
+            said = ask(client, *texts).choices[0].message.content
+            texts += [said, str(number)]
+        heard[task["outcome_seed"]] = texts[1::2]
+        return 1.0
+
+    engine = TalkingEngine(lambda text: hashlib.sha256(text.encode()).hexdigest()[:8])
+    memory, began = psutil.Process().memory_info().rss, time.monotonic()
+    played = play(run, engine=engine, count=256)
+    print(
+        f"{time.monotonic() - began:.1f} s,"
+        f" {(psutil.Process().memory_info().rss - memory) >> 20} MiB more"
+    )
+    assert len(engine.asked) == 256 * 20
+    for trajectory in played:
+        assert sampled(trajectory) == heard[trajectory.outcome_seed]
+        assert len(trajectory.turns) == 20 and trajectory.breaks == []
+    assert len({text for texts in heard.values() for text in texts}) == 256 * 20
+
+
+def test_agents_are_held_between_calls_and_go_on():
+    """As before a weight sync in the middle of a rollout: what has begun ends, nothing begins."""
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        texts = ["hello"]
+        for _ in range(6):
+            texts += [ask(client, *texts).choices[0].message.content, "go on"]
+            time.sleep(0.05)
+        return 1.0
+
+    name = "agent:door_agents:run"
+    module = sys.modules["door_agents"] = ModuleType("door_agents")
+    module.run = run
+    AGENTS._known.clear()
+    maker = episode_maker(EnvironmentConfig(environments=name), name)
+    tasks = tasks_for_group(0, name, 7, maker, group_size=4)
+    engine = TalkingEngine(lambda text: "yes", seconds=0.02)
+    with Collection(engine, RENDERER, tasks, PlaySettings(4000, 1.0, 3)) as collection:
+        for version in range(1, 4):
+            engine.weight_version = version
+            assert collection.play(steps=20)
+            assert collection.hold()
+            assert not engine.sessions
+            num_asked = len(engine.asked)
+            time.sleep(0.2)  # requests come and wait
+            assert len(engine.asked) == num_asked
+        assert collection.unfinished
+        assert collection.play()
+        played = collection.trajectories()
+    assert [len(trajectory.turns) for trajectory in played] == [6] * 4
+    assert any(len({*trajectory.versions}) > 1 for trajectory in played)
