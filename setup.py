@@ -18,6 +18,7 @@ OPTIONAL = {
     "gymnasium": ["gymnasium>=1.0,<2"],
     # clients of an agent; the server that they ask
     "agents": ["openai>=2.6,<4", "starlette>=0.45,<2", "uvicorn>=0.34,<1"],
+    "mcp": ["mcp>=2,<3", "jsonschema>=4.20,<5"],  # verifiers 0.4 takes mcp 2.0.0 alone
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""
@@ -76,6 +77,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "mcp-server-time>=2026.10",  # a server of the protocol's authors
             "markdown-it-py>=3",  # to follow the links of the documentation
             "mkdocs-material==9.8.1",  # as the extra docs: the site is built by a test
             "mkdocs==1.6.1",

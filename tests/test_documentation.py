@@ -70,7 +70,7 @@ TRAINING_FLAGS = {
     for section in fields(StarPOConfig)
     for item in fields(section.default_factory)
     for flag in (flag_of(item.name), flag_of(item.name).replace("--", "--no-", 1))
-} | {"--recipe", "--agent", "--tasks", "--score", "--help"}
+} | {"--recipe", "--agent", "--tasks", "--score", "--mcp", "--help"}
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,9 @@ def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         if len(re.sub(r"[(\[]default.*", "", entry.partition("\n")[2], flags=re.DOTALL).split()) > 2
     }
     missing = {f for f in TRAINING_FLAGS if not f.startswith("--no-")} - explained
-    assert missing <= {"--recipe", "--help", "--score"}, f"--help does not explain {missing}"
+    assert missing <= {"--recipe", "--help", "--score", "--mcp"}, (
+        f"--help does not explain {missing}"
+    )
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=name_of)

@@ -36,7 +36,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "tool_choice": ("auto", "none"),
+    # A call cannot be forced on a policy; an answer without one reaches the agent as text.
+    "tool_choice": ("auto", "required", "none"),
 }
 """Parameters of which only these values can be kept."""
 

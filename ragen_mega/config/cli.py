@@ -44,37 +44,39 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 
 
 def _as_environment(argv: Sequence[str]) -> list[str]:
-    """Replace `--tasks FILE [--score my_module:score]`, or `--agent my_module:run [--tasks FILE]`,
-    in `argv` by the environment that it stands for. Raises ValueError for another environment
-    beside it, and for a flag that would do nothing.
+    """Replace `--tasks FILE [--score my_module:score] [--mcp SERVER]`, or `--agent my_module:run
+    [--tasks FILE]`, in `argv` by the environment that it stands for. Raises ValueError for another
+    environment beside it, and for a flag that would do nothing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--agent", "--tasks", "--score"):
+    for flag in ("--agent", "--tasks", "--score", "--mcp"):
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
-    flag, text, what = "--tasks", found.tasks, "tasks:FILE"
-    if found.agent is not None:
-        flag, text, what = "--agent", found.agent, "agent:my_module:run"
-    if text is None:
-        if found.score is not None:
-            raise ValueError("--score does nothing without --tasks FILE; add it, or drop --score")
+    options = {name: value for name, value in vars(found).items() if value is not None}
+    kind, what = ("agent", "my_module:run") if "agent" in options else ("tasks", "FILE")
+    if kind not in options:
+        for name in options:
+            raise ValueError(
+                f"--{name} does nothing without --tasks FILE; add it, or drop --{name}"
+            )
         return [*argv]
+    text = options.pop(kind)
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
-    if others or "" in (found.agent, found.tasks):
+    if others or "" in (text, found.tasks):
         raise ValueError(
-            f"{flag} takes a name and stands for --environments {what}, not {text!r}"
+            f"--{kind} takes a name and stands for --environments {kind}:{what}, not {text!r}"
             f"{''.join(f' beside {other}' for other in others)}; drop one of them"
         )
-    if found.agent is not None and found.score is not None:
-        raise ValueError(
-            "--score is for answers to --tasks, and an agent returns its reward; drop --score, or"
-            " give --agent-reward"
-        )
-    name = f"{flag[2:]}:{text}"
-    options = {"tasks": found.tasks if found.agent is not None else None, "score": found.score}
-    options = {option: value for option, value in options.items() if value is not None}
-    words = [*rest, "--environments", name]
-    return [*words, "--environment-options", json.dumps({name: options})] if options else words
+    for name, own in (("score", "returns its reward"), ("mcp", "brings its tools")):
+        if kind == "agent" and name in options:
+            raise ValueError(
+                f"--{name} is for answers to --tasks, and an agent {own}; drop --{name}"
+                f"{', or give --agent-reward' if name == 'score' else ''}"
+            )
+    words = [*rest, "--environments", f"{kind}:{text}"]
+    if not options:
+        return words
+    return [*words, "--environment-options", json.dumps({f"{kind}:{text}": options})]
 
 
 def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:

@@ -205,9 +205,11 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
             f" my.flags; here: {recipe}",
             width,
         ),
-        "  --tasks FILE [--score my_module:score]",
+        "  --tasks FILE [--score my_module:score] [--mcp 'COMMAND' or URL]",
         *_indented(
-            "prompts and reference answers, JSON lines or parquet: environment tasks:FILE", width
+            "prompts and reference answers, JSON lines or parquet: environment tasks:FILE; with the"
+            " tools of an MCP server, such as 'python my_server.py' or http://127.0.0.1:8000/mcp",
+            width,
         ),
         "  --agent my_module:run [--tasks FILE]",
         *_indented(

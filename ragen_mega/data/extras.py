@@ -7,6 +7,7 @@ EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
     "agents": ("openai", "starlette", "uvicorn"),
+    "mcp": ("mcp", "jsonschema"),
     "studies": ("matplotlib", "scipy"),
     "verifiers": ("verifiers",),
 }

@@ -60,7 +60,7 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
         return _read(lambda rest: tool_calls(rest, tools), text, think, max_actions)
     if (legal := getattr(environment, "actions", None)) is not None:
         return parse_response(text, legal_actions=legal, think=think, max_actions=max_actions)
-    if (spans := _split(text, think)) is None:
+    if (spans := split_response(text, think)) is None:
         return ParsedResponse()
     thought, answer = spans
     return ParsedResponse((answer,) if answer else (), thought, is_format_valid=True)
@@ -96,7 +96,7 @@ def parse_response(
     first `max_actions` pieces of the answer count; unknown ones among them are dropped, the rest
     are kept.
     """
-    if (spans := _split(text, think)) is None:
+    if (spans := split_response(text, think)) is None:
         return ParsedResponse()
     thought, answer = spans
     spelling = _spellings(tuple(legal_actions))
@@ -133,7 +133,7 @@ def _spellings(names: tuple[str, ...]) -> dict[str, str]:
     )
 
 
-def _split(text: str, think: bool) -> tuple[str, str] | None:
+def split_response(text: str, think: bool) -> tuple[str, str] | None:
     """Return the thought and answer without tags; None unless the tags are there in the required
     order.
     """

@@ -22,6 +22,8 @@ MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
 """Roles of messages that an environment may give."""
+_LOOP = "environments"
+"""Name of the thread of the event loop."""
 _starting = threading.Lock()
 
 
@@ -44,7 +46,7 @@ def reset(
     keywords = {"outcome_seed": outcome_seed, "board": board}
     return _observation(
         "reset",
-        _settled(environment.reset(seed, **{name: keywords[name] for name in taken})),
+        settled(environment.reset(seed, **{name: keywords[name] for name in taken})),
     )
 
 
@@ -53,7 +55,7 @@ def step(environment: Environment, action: Any) -> StepResult:
     the wrong kind, FloatingPointError for a reward that is not finite or above `MAX_REWARD` in
     size, and ValueError for an observation that is too long or not valid Unicode.
     """
-    result = _settled(environment.step(action))
+    result = settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
         result = StepResult(*result)
     if not isinstance(result, StepResult):
@@ -83,7 +85,7 @@ def parse(environment: Any, text: str) -> list[Any]:
     """Return the steps that the environment's own parser reads from an answer. Raises ValueError if
     the parser does, TypeError for steps that are neither text nor JSON objects.
     """
-    answer = _settled(environment.parse(text))
+    answer = settled(environment.parse(text))
     steps = [answer] if isinstance(answer, (str, Mapping)) else answer
     are_steps = isinstance(steps, (list, tuple)) and all(
         isinstance(action, str) or (isinstance(action, dict) and _is_json(action))
@@ -100,7 +102,7 @@ def parse(environment: Any, text: str) -> list[Any]:
 def close(environment: Any) -> None:
     """Call the environment's `close`, if it has one."""
     if callable(method := getattr(environment, "close", None)):
-        _settled(method())
+        settled(method())
 
 
 @cache
@@ -162,9 +164,9 @@ def _text(method: str, observation: Any) -> str:
     return observation
 
 
-def _settled(value: Any) -> Any:
+def settled(value: Any) -> Any:
     """Return the value itself, or its result if awaited, on the event loop of all `async`
-    environments.
+    environments. Raises RuntimeError in an `async` method of one of them.
     """
     if not inspect.isawaitable(value):
         return value
@@ -177,6 +179,9 @@ def _settled(value: Any) -> Any:
 
     with _starting:  # `cache` alone would let two threads start a loop each
         loop = _loop()
+    if threading.current_thread().name == _LOOP:  # it would wait for itself
+        value.close()
+        raise RuntimeError("a method that waits must not be called in one that is async")
     return asyncio.run_coroutine_threadsafe(settle(), loop).result()
 
 
@@ -184,5 +189,5 @@ def _settled(value: Any) -> Any:
 def _loop() -> asyncio.AbstractEventLoop:
     """Start a loop in its own thread, so that connections persist across calls from any thread."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
     return loop

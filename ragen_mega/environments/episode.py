@@ -27,6 +27,7 @@ from ragen_mega.environments.protocol import (
     Observation,
     StepResult,
 )
+from ragen_mega.environments.tool_calls import CALL_FORMAT
 
 PromptStyle = Literal["full", "system", "brief", "compact"]
 
@@ -176,6 +177,7 @@ class Episode:
         self.action: Action | None = None
         """The action that the environment is doing; after a failure, the one that failed."""
         self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
+        self._first: list[Message] = []  # the first prompt, if it is a text
         self.task = ""
         """The task in words, with which the first message of a prompt begins."""
 
@@ -215,7 +217,8 @@ class Episode:
             self.task += self._format_rule()
         if isinstance(self.observation, str):
             self._opening = None
-            return self.beginning([Message("user", self._turn_prompt(self.observation))])
+            self._first = self.beginning([Message("user", self._turn_prompt(self.observation))])
+            return list(self._first)
         own = [*map(quoted, self.observation)]
         first = 1 if own[:1] and own[0].role == "system" else 0
         opening = [*own[:first], *self._examples, *own[first:]]
@@ -225,10 +228,12 @@ class Episode:
     def beginning(self, messages: Sequence[Message]) -> list[Message]:
         """Return the context of a policy that begins with the `messages` of a turn: the task comes
         before them, as in the first turn, and the examples. The task of an environment that speaks
-        in messages is its first messages.
+        in messages is its first prompt.
         """
         if self._opening is not None:
             return [*self._opening, *messages]
+        if not isinstance(self.observation, str):  # a text first, such as a question
+            return [*self._first, *messages]
         messages = [*self._examples, *messages]
         if self.config.prompt_style == "compact":
             return self._under_system_prompt(messages)
@@ -358,7 +363,7 @@ class Episode:
 
     def _answer_format(self) -> str:
         if self.tools:
-            default = '<tool_call> {"name": [name], "arguments": [arguments]} </tool_call>'
+            default = CALL_FORMAT
         elif hasattr(self.environment, "parse"):
             default = "[your answer]"
         else:

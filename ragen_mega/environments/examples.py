@@ -44,7 +44,9 @@ def worked_example(
     read = read_response(
         environment, answer, think=think, max_actions=episode.budget.max_actions_per_turn
     )
-    if not (is_drawn(episode) and read.is_action_valid):
+    if not is_drawn(episode):
+        raise ValueError("its answers cannot be scripted without random_answer(draw)")
+    if not read.is_action_valid:
         raise ValueError("its answers cannot be scripted")
     turn = [
         Message(message.role, message.content.removeprefix(episode.task))

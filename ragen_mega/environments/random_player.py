@@ -11,7 +11,7 @@ import numpy as np
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Action, text_of
+from ragen_mega.environments.protocol import Action, Observation, text_of
 
 _WORD = re.compile(r"\w+")
 _RANGE = (0, 9)  # bounds of a number whose schema has none
@@ -37,8 +37,8 @@ def random_steps(episode: Episode, generator: np.random.Generator, *, count: int
     draw = random.Random(int(generator.integers(2**62)))
     if hasattr(environment, "random_answer"):
         return [environment.random_answer(draw)]
-    words = _WORD.findall(text_of(episode.observation)) or [""]
-    return [_random_call(episode.tools, words, draw) if episode.tools else draw.choice(words)]
+    words = words_of(episode.observation)
+    return [random_call(episode.tools, words, draw) if episode.tools else draw.choice(words)]
 
 
 def write_answer(episode: Episode, steps: Sequence[Action]) -> str:
@@ -51,9 +51,15 @@ def write_answer(episode: Episode, steps: Sequence[Action]) -> str:
     return str(steps[0]) if is_bare else f"<answer> {steps[0]}</answer>"
 
 
-def _random_call(
+def words_of(observation: Observation) -> list[str]:
+    """Return the words of an observation, at least an empty one."""
+    return _WORD.findall(text_of(observation)) or [""]
+
+
+def random_call(
     tools: Sequence[Mapping[str, Any]], words: Sequence[str], draw: random.Random
 ) -> dict[str, Any]:
+    """Return a call of any of the tools, with arguments drawn from its schema or the words."""
     tool = draw.choice(list(tools))
     function = tool.get("function", tool)  # the schema itself, or as OpenAI wraps it
     parameters = function.get("parameters", {}) | {"type": "object"}
@@ -70,7 +76,7 @@ def _random_value(
     leaves it open, a word.
     """
     if "$ref" in schema:
-        schema = parts[schema["$ref"].rpartition("/")[2]]
+        schema = parts.get(schema["$ref"].rpartition("/")[2], {})
     for choice in ("anyOf", "oneOf"):
         if choice in schema:
             return _random_value(draw.choice(schema[choice]), parts, words, draw)

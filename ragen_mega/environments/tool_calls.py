@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+CALL_FORMAT = f'{OPEN} {{"name": [name], "arguments": [arguments]}} {_CLOSE}'
+"""Format of a call, for a prompt."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -40,7 +42,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
     """
     found = [call for call, _ in _located(text, tools)]
     if not found:
-        raise ValueError(f"no {_OPEN} ... {_CLOSE}")
+        raise ValueError(f"no {OPEN} ... {_CLOSE}")
     return found
 
 
@@ -58,9 +60,9 @@ def _located(
     text: str, tools: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
     """Yield every call with the start and end of its block."""
-    at = text.find(_OPEN)
+    at = text.find(OPEN)
     while at >= 0:
-        start = at + len(_OPEN)
+        start = at + len(OPEN)
         start += len(text[start:]) - len(text[start:].lstrip())
         try:  # the object itself may hold the tags in a string
             call, end = _DECODER.raw_decode(text, start)
@@ -71,7 +73,7 @@ def _located(
             raise UnreadableCall(f"a tool call must end with {_CLOSE}")
         end += len(_CLOSE)
         yield _checked(call, tools), (at, end)
-        at = text.find(_OPEN, end)
+        at = text.find(OPEN, end)
 
 
 def _checked(call: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

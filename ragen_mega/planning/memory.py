@@ -176,10 +176,12 @@ def _state(
     """
     (tp, pp, ep), is_tied = cut, shape.is_tied and not is_critic
     is_last, layers = stage == pp - 1, shape.num_layers // pp
-    of_all = [weight for weight in shape.family.layer if shape.experts(weight) == (None,)]
-    layer = [shape.num_elements(weight, tp) for weight in of_all]
-    of_one = [shape.num_elements(w) for w in shape.family.layer if w not in of_all]
-    experts = of_one * (shape.num_experts // ep)
+    # as many ranks hold the same experts as there are, divided by EP, in a stage
+    layer, experts = list[int](), list[int]()
+    for weight in shape.family.layer:
+        is_apart = shape.experts(weight) != (None,) and sharers[0] != sharers[1]
+        held = max(1, len(shape.experts(weight)) // ep)
+        (experts if is_apart else layer).extend([shape.num_elements(weight, tp)] * held)
     vocab = shape.num_elements(shape.family.outer[0], tp)
     embedding = [vocab] if stage == 0 else []
     body = layer * layers + [shape.hidden_size] * is_last
@@ -262,7 +264,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; where megatron-core rotates, cosines and sines of both
-        "rotary": (queries + keys + (not setting.on_host) * 4 * shape.head_dim) * item,
+        "rotary": (queries + keys + 4 * shape.head_dim * (not setting.on_host)) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "mlp": mlp // tp,
     }

@@ -170,15 +170,18 @@ class Visit:
         """
         try:
             while not program.done():
-                event = self._event(program)
-                await (event if self._running else meanwhile(event))
+                event, is_absent = self._event(program), not self._running
+                await (meanwhile(event) if is_absent else event)
                 for task in [task for task in self._running if task.done()]:
                     self._running.discard(task)
                     if not isinstance(error := task.exception(), RequestError) and error:
                         raise error
-                self._has_arrival.clear()
-                while self._arrivals:
-                    self._begin(self._arrivals.popleft())
+                # A request that was faster than the end of the last answer waits for `meanwhile`
+                # as slower ones do, so that its speed does not decide what it is sampled beside.
+                if is_absent or self._running:
+                    self._has_arrival.clear()
+                    while self._arrivals:
+                        self._begin(self._arrivals.popleft())
         finally:
             self._is_over = True
             for task in self._running:

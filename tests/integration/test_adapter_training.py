@@ -14,6 +14,7 @@ import pytest
 
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from tests.support import plain_mcp_server
 from tests.support.forked_ranks import join_ranks
 from tests.support.hub import MODULES
 from tests.support.processes import wait_until
@@ -83,6 +84,33 @@ def test_a_file_of_tasks_trains_and_is_evaluated_on_other_rows(
     assert all(line["rollout/success"] == 0 for line in steps), "no score is 1"
     evaluated = json.loads((tmp_path / "run" / "summary.json").read_text())["sets"][name]
     assert evaluated["num_prompts"] == 4 and evaluated["environment_errors"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tasks_train_with_the_tools_of_an_mcp_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"Add {n} and {m}.", "answer": n + m} for n in range(5) for m in range(4)]
+    Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    server = f"{sys.executable} -S {plain_mcp_server.__file__}"
+    options = json.dumps({"tasks:sums.jsonl": {"mcp": server}})
+    flags = """--no-think --max-response-length 80 --hidden-size 64 --ffn-hidden-size 128
+        --warm-start-first-turn-steps 150 --warm-start-steps 150""".split()
+    steps = train(tmp_path, "tasks:sums.jsonl", "--environment-options", options, *flags)
+    assert all(line["rollout/environment_errors"] == 0 for line in steps)
+    rollouts = RolloutStore(tmp_path / "run" / ROLLOUTS)
+    done = [
+        action
+        for step in rollouts.steps()
+        for group in rollouts.read(step).groups
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
+        for action in turn.info["actions"]
+    ]
+    assert any(isinstance(action, dict) and action["name"] == "add" for action in done)
+    assert any(isinstance(action, str) for action in done)
 
 
 @pytest.mark.slow

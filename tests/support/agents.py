@@ -215,3 +215,13 @@ def smolagents(task: dict[str, Any], base_url: str, api_key: str) -> float:
         tools=[tool(look_up), tool(add)], model=model, max_steps=MAX_TURNS, verbosity_level=0
     )
     return reward(str(agent.run(f"{QUESTION} ({task['seed']})")))
+
+
+def example(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str | dict[str, Any]:
+    """Answer as a model might that looks one price up, in any of the frameworks."""
+    names = [tool["function"]["name"] for tool in tools]
+    if "look_up" in names and messages[-1]["role"] == "user" and len(messages) < 3:
+        return {"tool_calls": [{"name": "look_up", "arguments": {"name": "apple"}}]}
+    if "final_answer" in names:
+        return {"tool_calls": [{"name": "final_answer", "arguments": {"answer": "seven"}}]}
+    return "It costs seven."

@@ -204,7 +204,7 @@ def test_stop_n_and_max_tokens_are_kept():
         ({"logit_bias": {"5": 1}}, "unsupported_value", "logit_bias"),
         ({"frequency_penalty": 0.5}, "unsupported_value", "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, "unsupported_value", "response_format"),
-        ({"tool_choice": "required"}, "unsupported_value", "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "unsupported_value", "tool_choice"),
         ({"logprobs": True, "top_logprobs": 2}, "unsupported_value", "top_logprobs"),
         ({"reasoning_effort": "low"}, "unsupported_parameter", "reasoning_effort"),
         ({"n": 0}, "invalid_value", "n"),

@@ -183,7 +183,7 @@ def test_a_long_name_cuts_no_other_column(monkeypatch):
     for heading in ("success", "95% CI", "random", "optimum", "prompts"):
         assert heading in said
     assert "100.0% - 100.0%" in said and max(map(len, said.splitlines())) <= 80
-    folded = "".join(line[1:].split("│")[0].strip() for line in said.splitlines())
+    folded = "".join(line[1:].split("\u2502")[0].strip() for line in said.splitlines())
     assert name in folded
 
 

@@ -49,8 +49,9 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
     said = without_extras(
         "from ragen_mega.environments.registry import make\n"
         "from ragen_mega.report.plots import headless_pyplot\n"
-        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), headless_pyplot,"
-        " lambda: make('verifiers:any'))\n"
+        "from ragen_mega.environments.adapters.mcp import McpTools\n"
+        "uses = (lambda: make('webshop'), lambda: make('gymnasium:Taxi-v3'), McpTools,"
+        " headless_pyplot, lambda: make('verifiers:any'))\n"
         "for use in uses:\n"
         "    try:\n"
         "        use()\n"
@@ -60,6 +61,7 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
     assert [line[line.rindex("ragen-mega[") :] for line in said] == [
         "ragen-mega[webshop]'",
         "ragen-mega[gymnasium]'",
+        "ragen-mega[mcp]'",
         "ragen-mega[studies]'",
         "ragen-mega[verifiers]'",
     ]

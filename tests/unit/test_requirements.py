@@ -134,7 +134,8 @@ def test_the_h100_set_resolves_to_its_constraints(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     subprocess.run([environment / "bin" / "pip", "install", "-q", "uv"], check=True)
     extension = ("einops", "onnx", "onnxscript")
-    optional = [r for name in ("webshop", "gymnasium", "studies") for r in bare(EXTRAS[name])]
+    names = ("webshop", "gymnasium", "mcp", "studies")
+    optional = [r for name in names for r in bare(EXTRAS[name])]
     asked.write_text(
         "\n".join(map(str, [*BASE.values(), *bare(H100.values()), *optional, *extension]))
     )

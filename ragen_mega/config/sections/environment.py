@@ -44,7 +44,8 @@ class EnvironmentConfig(Section):
     environments: str = "frozen_lake"
     """Environments and their shares of the groups of a step, e.g. `frozen_lake`,
     `sokoban:4,frozen_lake:4` or, of a file my_module.py, `my_module:MyEnvironment`. For questions
-    with reference answers `--tasks FILE [--score my_module:score]` stands for `tasks:FILE`.
+    with reference answers `--tasks FILE [--score my_module:score] [--mcp SERVER]` stands for
+    `tasks:FILE`.
     """
     eval_environments: str = ""
     """Further environments, separated by commas, that are evaluated beside those that are trained,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragen_mega.data.registry import Registry
-from ragen_mega.environments.actions import same_word
+from ragen_mega.environments.actions import same_word, split_response
+from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import ROLES
 from ragen_mega.environments.protocol import (
@@ -27,6 +28,8 @@ from ragen_mega.environments.protocol import (
     text_of,
     text_seed,
 )
+from ragen_mega.environments.random_player import random_call, words_of
+from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
@@ -60,7 +63,7 @@ class FileTasks:
     """One row of a file, chosen by the seed: a prompt, one answer, a score from 0 to 1 as reward.
 
     A score of 1 is success. The answer is the text between the answer tags, or what follows the
-    last `answer_after` on its line.
+    last `answer_after` on its line. With the tools of MCP servers, turns with calls come before it.
     """
 
     splits = ("train", "validation")
@@ -79,11 +82,17 @@ class FileTasks:
         answer_after: str | None = None,
         score: str = "exact",
         instruction: str | None = None,
+        mcp: str | list[str] | None = None,
+        mcp_tools: Sequence[str] = (),
+        mcp_timeout: float = 20.0,
+        mcp_shared: bool = False,
+        mcp_max_result: int = MAX_RESULT,
     ) -> None:
         """`validation`: another file, for the evaluation; without one, `validation_share` of the
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
-        import path of a function `score(answer, reference, row)`.
+        import path of a function `score(answer, reference, row)`. `mcp`: commands or URLs of
+        servers; the other options about them are those of `McpTools`.
 
         Raises ValueError for a file without usable rows, and for a score of the first row's
         reference that is no number from 0 to 1.
@@ -96,11 +105,25 @@ class FileTasks:
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
         self._score = _checked_score(score, _file(path), columns)
         self.instruction = instruction
-        self.max_turns = self.max_actions_per_turn = 1
         self._after = answer_after
+        self._server = None
         if answer_after is not None:
             self.parse = self._parse
             self.answer_format = f"{answer_after} [your answer]".strip()
+        if mcp is None:
+            self.max_turns = self.max_actions_per_turn = 1
+        else:
+            self._server = McpTools(
+                *([mcp] if isinstance(mcp, str) else mcp),
+                only=mcp_tools,
+                timeout=mcp_timeout,
+                is_shared=mcp_shared,
+                max_result=mcp_max_result,
+            )
+            self.tools = self._server.tools
+            self.parse = self._parse
+            answer = getattr(self, "answer_format", "<answer> [your answer] </answer>")
+            self.answer_format = f"{CALL_FORMAT} or {answer}"
         if _is_short(_file(path), columns):
             self.random_answer = self._random_answer
 
@@ -110,21 +133,42 @@ class FileTasks:
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
+        self.close()
         return self._task.prompt
 
-    def step(self, text: str) -> StepResult:
-        score = _number(self._score(text, self._task.reference, self._task.row))
+    def step(self, action: str | dict[str, Any]) -> StepResult:
+        if isinstance(action, dict):
+            return self._server.step(action)
+        score = _number(self._score(action, self._task.reference, self._task.row))
         verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
         return StepResult(verdict, score, terminated=True, info={"success": score == 1})
 
-    def _parse(self, text: str) -> str:
-        if not (answer := _cut(text, self._after)):
-            raise ValueError(f"an answer must follow {self._after!r}")
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _parse(self, text: str) -> str | list[dict[str, Any]]:
+        if self._server is not None and OPEN in text:
+            return tool_calls(text, self.tools)
+        if self._after is None:
+            _, answer = split_response(text, think=False) or ("", "")
+        else:
+            answer = _cut(text, self._after)
+        if not answer:
+            asked = f"follow {self._after!r}" if self._after else "stand in its tags"
+            call = "" if self._server is None else "call a tool, or answer: "
+            raise ValueError(f"{call}an answer must {asked}")
         return answer
 
-    def _random_answer(self, draw: random.Random) -> str:
-        """Draw the reference of any row to train on: an answer made without the question."""
+    def _random_answer(self, draw: random.Random) -> str | dict[str, Any]:
+        """Draw the reference of any row to train on: an answer made without the question. With
+        tools, half of the answers are calls.
+        """
+        if self._server is not None and draw.random() < 0.5:
+            return random_call(self.tools, words_of(self._task.prompt), draw)
         answer = str(_listed(draw.choice(self._trained).reference)[0])
+        if self._after is None and self._server is not None:
+            return f"<answer> {answer} </answer>"
         return f"{self._after} {answer}" if self._after else answer
 
 

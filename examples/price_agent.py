@@ -1,0 +1,54 @@
+"""An agent on the OpenAI SDK: it looks two prices up and adds them with its tools.
+
+Train it: `torchrun --nproc-per-node 2 ...` is in docs/agents.md. `run` is the agent, `ideal` plays
+the model that knows how, from which the warm start of a small model is made.
+"""
+
+import json
+import random
+
+FRUITS = ("apple", "pear", "plum", "fig", "kiwi", "lemon", "mango", "cherry")
+
+
+def tool(name: str, **parameters: str) -> dict:
+    """Return the schema of a tool whose parameters have these types."""
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("search", fruit="string"), tool("add", a="integer", b="integer")]
+
+
+def run(task: dict, client) -> float:
+    """Play one episode; the reward is 1 for the right sum."""
+    draw = random.Random(task["seed"])
+    prices = {fruit: draw.randint(1, 9) for fruit in FRUITS}
+    first, second = draw.sample(FRUITS, 2)
+    tools = {"search": lambda fruit: prices[fruit], "add": lambda a, b: int(a) + int(b)}
+    messages = [{"role": "user", "content": f"{first} and {second}?"}]
+    for _ in range(6):
+        reply = client.chat.completions.create(model="buyer", messages=messages, tools=TOOLS)
+        message = reply.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            try:
+                result = tools[call.function.name](**json.loads(call.function.arguments))
+            except (KeyError, TypeError, ValueError):
+                result = "error"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+        if not message.tool_calls:
+            return float(message.content.strip() == str(prices[first] + prices[second]))
+    return 0.0
+
+
+def ideal(messages: list[dict], tools: list[dict]) -> str | dict:
+    """Return the next message of a model that can do the task."""
+    fruits = messages[0]["content"].rstrip("?").split(" and ")
+    results = [message["content"] for message in messages if message["role"] == "tool"]
+    if len(results) < 2:
+        return {"tool_calls": [{"name": "search", "arguments": {"fruit": fruits[len(results)]}}]}
+    if len(results) == 2:
+        a, b = map(int, results)
+        return {"tool_calls": [{"name": "add", "arguments": {"a": a, "b": b}}]}
+    return results[2]

@@ -1,0 +1,318 @@
+"""Tools of MCP servers: programs that speak over their standard input and output, or addresses of
+streamable HTTP.
+
+Interface: the official SDK, mcp 2.0 to 2.3 (Model Context Protocol, modelcontextprotocol.io).
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+from ragen_mega.data.extras import require
+from ragen_mega.environments.calls import settled
+from ragen_mega.environments.protocol import Message, StepResult
+
+MAX_RESULT = 20_000
+"""Most characters of a result that the policy sees, unless said otherwise."""
+_SECONDS_TO_START = 50.0  # less than the default of --environment-timeout
+_SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does not end by itself
+_SECONDS_TO_LIST = 5.0
+_PAUSES = (0.5, 2.0, 8.0)
+"""Seconds between attempts to begin a session."""
+_LAUNCH = """import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # SIGKILL to the server when this process's parent dies
+os.execvp(sys.argv[1], sys.argv[1:])"""
+
+T = TypeVar("T")
+
+
+class McpTools:
+    """The tools of one or more servers. A `close` ends an episode, or the environment. Methods
+    wait, so that none may be called in an `async` one.
+    """
+
+    def __init__(
+        self,
+        *servers: str,
+        only: Sequence[str] = (),
+        timeout: float = 20.0,
+        is_shared: bool = False,
+        max_result: int = MAX_RESULT,
+    ) -> None:
+        """`servers`: commands or URLs; `only`: names of the tools that the policy may call, all if
+        empty; `timeout`: seconds for a call; `is_shared`: all environments of this process use one
+        session of each server, which outlives episodes; `max_result`: characters of a result.
+
+        Raises ValueError, in one line, if a server does not start, names no tool or one of another
+        server, or gives a schema that is none, and if the SDK is not installed.
+        """
+        require("mcp", "tools of MCP servers")
+        for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._timeout, self._max_result = timeout, max_result
+        self._sessions: dict[str, _Session] = _shared if is_shared else {}
+        self._server_of: dict[str, str] = {}
+        self.tools: list[dict[str, Any]] = []
+        """Schemas for the chat template; parameters are the server's, unchanged."""
+        for server in servers:
+            for tool in _listed(server):
+                name = tool["function"]["name"]
+                if name in self._server_of:
+                    raise ValueError(
+                        f"tools must have distinct names, and {name} is one of"
+                        f" {self._server_of[name]!r} and of {server!r}; rename it in one"
+                    )
+                self._server_of[name] = server
+                if not only or name in only:
+                    self.tools.append(tool)
+        if unknown := sorted(set(only) - set(self._server_of)):
+            raise ValueError(
+                f"the chosen tools must be of {', '.join(servers)}, not {', '.join(unknown)}; it"
+                f" has {', '.join(self._server_of)}"
+            )
+
+    def step(self, call: Mapping[str, Any]) -> StepResult:
+        """Return the text with which the server answers a call, `{"name": ..., "arguments": ...}`,
+        as a message of the tool; it may be a tool's own error. Calls are not repeated, because the
+        server may have acted.
+
+        Raises TimeoutError for a call that takes too long, ConnectionError if the server does not
+        start, is gone or breaks the protocol.
+        """
+        text, is_error = settled(self._call(call["name"], call["arguments"]))
+        if len(text) > self._max_result:
+            text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
+        return StepResult(
+            [Message("tool", text)], 0.0, False, info={"is_action_effective": not is_error}
+        )
+
+    def close(self) -> None:
+        """End the sessions that are not shared, and wait for their programs to end. The next call
+        of a tool begins a new one, so an episode without calls costs nothing.
+        """
+        if self._sessions is not _shared:
+            settled(_close(self._sessions.values()))
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Call a tool in the session of its server, which begins with the first call. Pauses
+        between attempts to begin outlast the restart of a server.
+        """
+        server, is_shared = self._server_of[name], self._sessions is _shared
+        for pause in (*_PAUSES, None):
+            if server not in self._sessions or self._sessions[server].is_over:
+                self._sessions[server] = _Session(server, is_shared)
+            session = self._sessions[server]
+            try:
+                await session.opened()
+                break
+            except ConnectionError:
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+        return await session.call(name, arguments, self._timeout)
+
+
+_shared: dict[str, "_Session"] = {}
+
+
+class _Session:
+    """A connection to a server, opened, held and closed by a task of its own, to which the SDK
+    binds it. A program ends with its session, and with this process.
+    """
+
+    def __init__(self, server: str, is_shared: bool) -> None:
+        self._server = server
+        # Only the older handshake gives a client of HTTP a session; later protocols have none.
+        self._mode = "legacy" if _is_url(server) and not is_shared else "auto"
+        self._end = asyncio.Event()
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._log = tempfile.TemporaryFile()  # what a program writes besides messages
+        self._holder = asyncio.create_task(self._hold())
+        # An error is read here, so that asyncio logs none, and reported by who waits.
+        self._holder.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.is_set() or self._holder.done()
+
+    async def opened(self) -> Any:
+        """Return the SDK's client. Raises ConnectionError if the server has not started."""
+        await asyncio.wait((self._client, self._holder), return_when=asyncio.FIRST_COMPLETED)
+        if self._client.done():
+            return self._client.result()
+        error = self._holder.exception() or TimeoutError(f"not within {_SECONDS_TO_START:g} s")
+        raise ConnectionError(self._describe("does not start", error)) from error
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], seconds: float
+    ) -> tuple[str, bool]:
+        """Return the text of a result, and whether it is an error. Raises as `ask`; the session is
+        over if the server answers no other request either.
+        """
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS
+
+        async def request(client: Any) -> tuple[str, bool]:
+            try:
+                result = await client.call_tool(name, dict(arguments))
+            except MCPError as error:
+                if error.code != INVALID_PARAMS:
+                    raise
+                return f"Error: {error}", True
+            return _text(result), bool(result.is_error)
+
+        try:
+            return await self.ask(f"tool {name}", request, seconds)
+        except TimeoutError:
+            try:
+                await self.ask("its list", lambda client: client.list_tools(), _SECONDS_TO_LIST)
+            except OSError:  # of both kinds
+                self._end.set()
+            raise
+
+    async def ask(self, what: str, request: Callable[[Any], Awaitable[T]], seconds: float) -> T:
+        """Return the answer to a request. Raises TimeoutError, or ConnectionError if the server is
+        gone or breaks the protocol, which ends the session.
+        """
+        from anyio import BrokenResourceError, ClosedResourceError
+        from mcp import MCPError
+
+        broken = (MCPError, RuntimeError, ValueError, BrokenResourceError, ClosedResourceError)
+        client = await self.opened()
+        try:
+            async with asyncio.timeout(seconds):
+                return await request(client)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{what} of {self._server!r} took longer than {seconds:g} s; raise its timeout, or"
+                " let the tool itself say that it takes too long"
+            ) from None
+        except broken as error:
+            self._end.set()
+            raise ConnectionError(self._describe(f"failed in {what}", error)) from error
+
+    async def close(self) -> None:
+        self._end.set()
+        await asyncio.wait((self._holder,))
+
+    async def _hold(self) -> None:
+        from anyio import CancelScope, current_time
+        from mcp import Client
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        if _is_url(self._server):
+            transport = streamable_http_client(self._server)
+        else:
+            launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
+            program = StdioServerParameters(
+                command=sys.executable, args=launch, env=dict(os.environ)
+            )
+            transport = stdio_client(program, errlog=self._log)
+        with CancelScope(deadline=current_time() + _SECONDS_TO_START) as scope:
+            async with Client(transport, mode=self._mode, cache=None) as client:
+                scope.deadline = math.inf
+                self._client.set_result(client)
+                await self._end.wait()
+                scope.deadline = current_time() + _SECONDS_TO_CLOSE
+
+    def _describe(self, what: str, error: BaseException) -> str:
+        """Return one line about an error of the server, with the last line that it wrote."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
+
+
+def _is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))
+
+
+async def _close(sessions: Iterable[_Session]) -> None:
+    await asyncio.gather(*(session.close() for session in sessions))
+
+
+@cache
+def _listed(server: str) -> list[dict[str, Any]]:
+    """Return the tools of a server as the chat template takes them. They are asked for once, so
+    that environments can be built while the server is down.
+
+    Raises ValueError, in one line, if it cannot be asked, has none, or a schema is invalid.
+    """
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    try:
+        tools = settled(_ask_for_tools(server))
+    except OSError as error:
+        raise ValueError(f"{error}; try the command by hand, or start the server") from error
+    for tool in tools:
+        try:
+            validator_for(tool.input_schema).check_schema(tool.input_schema)
+        except SchemaError as error:
+            raise ValueError(
+                f"tool {tool.name} of {server!r} must have a valid JSON schema, and"
+                f" {error.json_path} of it is none ({error.message:.200}); mend it in the server"
+            ) from None
+    if not tools:
+        raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in tools
+    ]
+
+
+async def _ask_for_tools(server: str) -> list[Any]:
+    """Return all that a server says of its tools, page by page. Raises as `_Session.ask`."""
+    session = _Session(server, is_shared=True)
+
+    async def request(client: Any) -> list[Any]:
+        page = await client.list_tools()
+        tools = page.tools
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+        return tools
+
+    try:
+        return await session.ask("the list of tools", request, _SECONDS_TO_START)
+    finally:
+        await session.close()
+
+
+def _text(result: Any) -> str:
+    """Return a result in words: its parts, else its structured content."""
+    parts = [_words(part) for part in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n".join(parts) or "[the tool says nothing]"
+
+
+def _words(part: Any) -> str:
+    """Return a part of a result in words; what is no text is refused in words."""
+    resource = getattr(part, "resource", part)  # embedded, or the part itself
+    if hasattr(resource, "text"):
+        return resource.text
+    if part.type == "resource_link":
+        return f"[a link to {part.uri}]"
+    kind = getattr(resource, "mime_type", None) or part.type
+    return f"[{kind} is left out: only text can be read]"
