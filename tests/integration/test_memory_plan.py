@@ -141,7 +141,10 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(**model_inputs(batch))
+        inputs = model_inputs(batch)
+        model(**inputs)
+    for tensor in inputs["packed_seq_params"].rotation:  # recomputed layers hold it elsewhere
+        keep(tensor)
     return (
         sum(size for address, size in storages.items() if address not in parameters),
         batch.forest.num_nodes,
