@@ -263,7 +263,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         # twice: the input, the output, the inverse root mean square
         "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
         "qkv": (queries + 2 * keys) * item,
-        "rotary": (queries + keys) * item,  # rotated queries and keys
+        # rotated queries and keys; where megatron-core rotates, cosines and sines of both
+        "rotary": (queries + keys + 4 * shape.head_dim * (not setting.on_host)) * item,
         "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
         "mlp": mlp // tp,
     }
@@ -296,7 +297,9 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
     per_position = kept * (shape.num_layers // pp)
-    per_position += shape.head_dim * FP32  # cosines and sines of the rotary embedding
+    if recompute == "full" or setting.on_host:
+        # angles of the rotary embedding, or their cosines and sines, for all layers
+        per_position += shape.head_dim * FP32
     if stage == 0:
         per_position += 8  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
