@@ -176,12 +176,13 @@ def _state(
     """
     (tp, pp, ep), is_tied = cut, shape.is_tied and not is_critic
     is_last, layers = stage == pp - 1, shape.num_layers // pp
-    # as many ranks hold the same experts as there are, divided by EP, in a stage
-    layer, experts = list[int](), list[int]()
-    for weight in shape.family.layer:
-        is_apart = shape.experts(weight) != (None,) and sharers[0] != sharers[1]
-        held = max(1, len(shape.experts(weight)) // ep)
-        (experts if is_apart else layer).extend([shape.num_elements(weight, tp)] * held)
+    # an expert's weights stand together, in buffers apart from those of the other weights
+    weights = [
+        (shape.num_elements(weight, tp), shape.experts(weight)) for weight in shape.family.layer
+    ]
+    layer = [size for size, experts in weights if experts == (None,)]
+    expert = [size for size, experts in weights if experts != (None,)]
+    experts = expert * (shape.num_experts // ep)
     vocab = shape.num_elements(shape.family.outer[0], tp)
     embedding = [vocab] if stage == 0 else []
     body = layer * layers + [shape.hidden_size] * is_last
