@@ -265,12 +265,14 @@ def _check_agents(config: Sections) -> None:
             f"{given[0]} does nothing without an agent; drop {flag_of(given[0])} or set --agent"
             " my_module:run"
         )
+    if not agents:
+        return
     for name, value in (
         ("context_window", config.rollout.context_window),
         ("environment_processes", config.environment.environment_processes),
         ("prompt_examples", config.environment.prompt_examples),
     ):
-        if agents and value:
+        if value:
             raise ValueError(
                 f"{name} {value} is for environments, and {agents[0]} writes its own prompts; drop"
                 f" {flag_of(name)}"
@@ -279,15 +281,20 @@ def _check_agents(config: Sections) -> None:
     is_imitated = warm.sft_steps > 0 and warm.sft_file is None
     if config.model.load is None:
         is_imitated = warm.warm_start_from is None
-    if agents and is_imitated and config.agent.agent_example is None:
+    if is_imitated and config.agent.agent_example is None:
         raise ValueError(
             f"the warm start imitates play, and {agents[0]} has no example of it; set"
             " --agent-example my_module:example, or --load a model that can talk"
         )
-    if agents and (config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence"):
+    if config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence":
         raise ValueError(
             f"policy_loss gspo and importance_level sequence need a trajectory whole, and"
             f" {agents[0]} may branch; drop them"
+        )
+    if config.loss.loss_mask == "legacy":
+        raise ValueError(
+            f"loss_mask legacy trains on all behind the first prompt, and {agents[0]} may have"
+            " answers there that are not trained; drop --loss-mask"
         )
 
 

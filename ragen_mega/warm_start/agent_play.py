@@ -25,7 +25,7 @@ from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 EXAMPLES = Registry("agent example", "--agent-example", {})
-MOST_EPISODES = 512
+MOST_EPISODES = 2048
 """Most episodes that are played; the warm start repeats them."""
 _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""

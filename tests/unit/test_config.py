@@ -29,6 +29,7 @@ class Patient:
         return "", 0.0, True, False, {}
 
 
+AGENT = "--agent my:run --agent-example my:example"
 GSPO = "--policy-loss gspo --loss-aggregation seq-mean-token-mean --advantage-estimator grpo"
 
 
@@ -156,6 +157,14 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--policy-loss gspo", "set --loss-aggregation seq-mean-token-mean"),
         (f"{GSPO} --advantage-estimator gae", "gae gives each token its own; set --advantage-est"),
         (f"{GSPO} --context-window 2", "need it whole; drop --context-window"),
+        (f"{AGENT} --loss-mask legacy", "agent:my:run may have answers there.* drop --loss-mask"),
+        (
+            f"{AGENT} --importance-cap 2 --importance-level sequence",
+            "agent:my:run may branch; drop them",
+        ),
+        (f"{AGENT} --context-window 2", "agent:my:run writes its own prompts; drop --context-w"),
+        ("--agent my:run", "agent:my:run has no example of it; set --agent-example"),
+        ("--agent-timeout 9", "does nothing without an agent; drop --agent-timeout"),
         ("--policy-loss cispo --dual-clip 3", "policy_loss is cispo; drop --dual-clip"),
         ("--clip-ratio-low 1", "which only policy_loss cispo does"),
         ("--importance-mode mask", "importance_mode does nothing without importance_cap"),
