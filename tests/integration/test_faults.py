@@ -387,7 +387,8 @@ def test_steps_that_train_nothing_say_why_and_end_the_run(
     name = f"empty{flags[0]}"
     common = ("--max-turns", "1", "--filter-strategy", "top_fraction", "--max-empty-steps", "2")
     run = open_run(output, name, *common, *flags, "--save-interval", "0")
-    with pytest.raises(ValueError, match=f"2 steps .*--max-empty-steps.*{why}.*; (?:raise|start|show)"):
+    said = f"2 steps .*--max-empty-steps.*{why}.*; (?:raise|start|show)"
+    with pytest.raises(ValueError, match=said):
         finish(run)
     said = capfd.readouterr().out
     assert said.count("trained on nothing: ") == 2

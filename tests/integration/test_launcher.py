@@ -126,7 +126,7 @@ MISTAKES = [
     ("--boards none.jsonl", "none.jsonl & check the path"),
     ("--load ./none", "./none does not exist; give the directory of a model"),
     ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
-    ("--load mixtral", "mixtral & one of qwen2, qwen3, llama, mistral, not 'mixtral'"),
+    ("--load mixtral", "mixtral & one of qwen2, qwen3, qwen3_moe, llama, mistral, not 'mixtral'"),
     ("--warm-start-from runs/none", "runs/none lacks base, warm_start"),
     ("--warm-start-from runs/none --load Qwen/Qwen3-8B", "warm_start_from and load & drop one"),
     (

@@ -424,7 +424,7 @@ function callTree(one, goTo) {
     .sort((a, b) => a.call.index - b.call.index || a.call.answer - b.call.answer);
   const rows = (parent) => below(parent).map(({ call, turn, t }) => make("li", {},
     make("button", { class: "call", disabled: !turn, onclick: () => goTo(t) }, nameOf(call)), " ",
-    call.tool_calls.length ? make("b", {}, call.tool_calls.map((tool) => `${tool.name}(${tool.arguments})`).join(", ")) : call.reply.content.slice(0, 80),
+    call.reply.tool_calls.length ? make("b", {}, call.reply.tool_calls.map((tool) => `${tool.name}(${tool.arguments})`).join(", ")) : call.reply.content.slice(0, 80),
     make("span", { class: "dim" }, turn ? (turn.reward ? `, reward ${number(turn.reward)}` : "") : ", not trained"),
     nested(call)));
   const nested = (call) => {
