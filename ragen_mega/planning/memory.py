@@ -282,7 +282,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
 
 def _stream_itemsize(setting: Setting) -> int:
     """Return the bytes of a number of the residual stream, which local layers add up in float32."""
-    return FP32 if setting.on_host else setting.itemsize
+    is_local = setting.on_host or setting.parallel.transformer_impl == "local"
+    return FP32 if is_local else setting.itemsize
 
 
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
