@@ -554,6 +554,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start():
             play(silent, agent_listen=place)
 
 
+@pytest.mark.slow
 def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
     """Every call is answered by a text of its own, which must come back to its agent and be in its
     trajectory once.
