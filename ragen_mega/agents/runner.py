@@ -24,8 +24,6 @@ from ragen_mega.environments.protocol import check_seed, text_seed
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
-PREFIX = "agent:"
-"""Start of the names of environments that are agents."""
 _MOST_BYTES = 1 << 20
 _FIELDS = ("reward", "success", "calls")
 

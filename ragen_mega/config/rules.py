@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 
 from ragen_mega.algorithm.tables import find_filter
 from ragen_mega.config.sections.advantage import AdvantageConfig
-from ragen_mega.config.sections.agent import AgentConfig
+from ragen_mega.config.sections.agent import AgentConfig, is_agent
 from ragen_mega.config.sections.checkpoint import CheckpointConfig
 from ragen_mega.config.sections.environment import EnvironmentConfig
 from ragen_mega.config.sections.evaluation import EvaluationConfig
@@ -254,7 +254,7 @@ def _check_critic(config: Sections) -> None:
 
 def _check_agents(config: Sections) -> None:
     """Check that settings of agents have one, and that agents have no settings of environments."""
-    agents = [name for name in config.environment.evaluated if name.startswith("agent:")]
+    agents = [name for name in config.environment.evaluated if is_agent(name)]
     given = [
         item.name
         for item in fields(AgentConfig)

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ragen_mega.agents.runner import PREFIX
 from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
-from ragen_mega.config.sections.agent import AgentConfig
+from ragen_mega.config.sections.agent import AgentConfig, is_agent
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -324,7 +323,7 @@ def check_first_prompts(
         (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.shares
     ]
     for name, make_episode, seed, board in first + trained:
-        if name.startswith(PREFIX):  # an agent writes its prompts while it plays
+        if is_agent(name):  # an agent writes its prompts while it plays
             continue
         worker = Worker(world.environment_timeout)
         episode = worker.build(name, make_episode)

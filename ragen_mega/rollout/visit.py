@@ -222,9 +222,9 @@ class Visit:
         except RequestError as error:
             self.limit_reached = _LIMITS.get(error.code, self.limit_reached)
             raise
-        asked = self._asked(request)
-        samplings = [self._sampling(request, call) for _ in range(request.num_answers)]
-        tokens = call.tokens
+        tokens, asked = call.tokens, self._asked(request)
+        prompt = tuple(tokens)
+        samplings = [self._sampling(request, prompt, asked) for _ in range(request.num_answers)]
         completions = await asyncio.gather(
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
@@ -274,14 +274,16 @@ class Visit:
             name: value for name, value in asked.items() if value is not None and value != own[name]
         }
 
-    def _sampling(self, request: ChatRequest, call: Call) -> SamplingParams:
-        """Return the parameters of one sample, with its seed."""
-        limits, tokens = self._limits, tuple(call.tokens)
+    def _sampling(
+        self, request: ChatRequest, tokens: tuple[int, ...], asked: dict[str, float]
+    ) -> SamplingParams:
+        """Return the parameters of one sample of what follows a prompt, with its seed."""
+        limits = self._limits
         times = self._times_asked[tokens]
         self._times_asked[tokens] += 1
         own = {"temperature": limits.temperature, "top_p": limits.top_p}
         if limits.agent.agent_sampling == "agent":
-            own |= self._asked(request)
+            own |= asked
         room = limits.max_context - len(tokens)
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
-from ragen_mega.agents.runner import PREFIX
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.registry import Registry
 from ragen_mega.data.types import Trajectory
@@ -31,11 +30,6 @@ _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""
 _WHOLE = 1 << 20
 """Tokens that no episode has."""
-
-
-def is_agent(name: str) -> bool:
-    """Return whether the environment with this name is an agent."""
-    return name.startswith(PREFIX)
 
 
 def example_play(

@@ -12,6 +12,7 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups, has_return
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
@@ -20,7 +21,7 @@ from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.warm_start.agent_play import example_play, example_texts, is_agent
+from ragen_mega.warm_start.agent_play import example_play, example_texts
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     ScriptedEpisode,

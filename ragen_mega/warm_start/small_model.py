@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, Qwen2Config
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
@@ -36,7 +37,7 @@ from ragen_mega.rollout.tasks import episode_config, episode_maker, held_out_sta
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
-from ragen_mega.warm_start.agent_play import example_play, example_texts, is_agent
+from ragen_mega.warm_start.agent_play import example_play, example_texts
 from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     FitStep,

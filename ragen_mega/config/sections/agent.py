@@ -5,6 +5,14 @@ from typing import Literal
 
 from ragen_mega.config.sections.section import NonNegative, Section
 
+PREFIX = "agent:"
+"""Start of the names of environments that are agents."""
+
+
+def is_agent(name: str) -> bool:
+    """Return whether the environment with this name is an agent."""
+    return name.startswith(PREFIX)
+
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
