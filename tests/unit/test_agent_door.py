@@ -590,7 +590,7 @@ def test_agents_are_held_between_calls_and_go_on():
         texts = ["hello"]
         for _ in range(6):
             texts += [ask(client, *texts).choices[0].message.content, "go on"]
-            time.sleep(0.05)
+            time.sleep(0.2)  # longer than a part of the play, so that three parts do not end it
         return 1.0
 
     name = "agent:door_agents:run"
