@@ -5,6 +5,7 @@ own. Requests are read in the server's thread and answered in the event loop of 
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import threading
@@ -194,6 +195,10 @@ class Door:
 def door(listen: str) -> Door:
     """Return the door of this process at an address HOST:PORT; port 0 is any free one."""
     return Door(listen)
+
+
+# A forked process has no thread of the server, so that it opens a door of its own.
+os.register_at_fork(after_in_child=door.cache_clear)
 
 
 def _answered(
