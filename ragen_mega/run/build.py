@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
@@ -61,6 +62,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.warm_start.agent_play import example_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -100,7 +102,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
-        name: reference_players(config.environment, name, prompts[name]) for name in names
+        name: _references(config, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
@@ -308,6 +310,13 @@ def base_directory(config: StarPOConfig) -> Path:
 
     on_main(write)
     return base
+
+
+def _references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
+    """Return reference players of an environment or of an agent with an example. Collective."""
+    if is_agent(name) and config.agent.agent_example is not None:
+        return on_main(lambda: example_references(config, name, prompts))
+    return reference_players(config.environment, name, prompts)
 
 
 def known_references(
