@@ -149,7 +149,9 @@ def build_run(
                 f" take {len(renderer.start(shown))} tokens"
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
-    for note in on_main(lambda: check_play(config, renderer)):
+    notes = [known.errors_say for known in references.values() if known.errors_say]
+    notes += on_main(lambda: check_play(config, renderer))
+    for note in notes:
         console.say(note)
     start = Start(base, None)
     if config.has_warm_start:
@@ -186,6 +188,8 @@ def build_run(
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     run.log.repeat_from(run.step)
     if checkpoint is None:
+        for note in notes:
+            logger.note(0, note)
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version
     return run
