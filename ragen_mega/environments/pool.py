@@ -148,7 +148,8 @@ class Worker:
             self.end(lambda: None)
             if isinstance(error.__cause__, ValueError):
                 raise error.__cause__ from None
-            raise ValueError(f"environment {name} cannot be built: {error}") from error
+            remedy = "; raise --environment-timeout" if error.is_late else ""
+            raise ValueError(f"environment {name} cannot be built: {error}{remedy}") from error
 
     def end(self, last: Callable[[], Any]) -> None:
         """Call `last` after all earlier calls have returned, then let the thread end."""

@@ -46,7 +46,7 @@ from ragen_mega.rollout.tasks import (
     evaluation_prompts,
     prompt_examples,
 )
-from ragen_mega.run.check import check, recipe_note, sizes_without_effect
+from ragen_mega.run.check import check, import_agents, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -82,6 +82,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    import_agents(config.environment)
     config = locate(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))

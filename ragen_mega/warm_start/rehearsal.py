@@ -72,6 +72,7 @@ def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
         skill=config.warm_start.warm_start_skill,
+        name=name,
         timeout=config.environment.environment_timeout,
         in_sentences=config.model.load is not None,
     )
