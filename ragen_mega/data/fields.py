@@ -29,8 +29,8 @@ class TokenField:
     """Type in a trajectory, where a value belongs to `tokens[t]`; None: trajectories have none."""
     shape: tuple[int, ...] = ()
     """Shape of one value."""
-    default: float = 0
-    """Value of a token for which nothing was recorded."""
+    default: float | tuple[int, ...] = 0
+    """Value of a token for which nothing was recorded; a tuple is its last dimension."""
     is_sampled_only: bool = False
     """Whether tokens that the policy did not sample always have the default."""
 
@@ -67,6 +67,8 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     "weights": TokenField(torch.float32, "aggregation"),
 }
 """Name -> row. The loss mask follows from the turns, which every rank has; so packing fills it."""
+ROUTES = "routes"
+"""Row of the experts that a mixture's routers chose, in runs that replay them (`add_routes`)."""
 
 
 def recorded_fields() -> dict[str, TokenField]:
@@ -79,3 +81,19 @@ def filled_by_trajectories() -> list[str]:
     hold.
     """
     return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
+
+
+def add_routes(num_layers: int, topk: int, num_experts: int) -> None:
+    """Let trajectories record the experts that the router of each mixture layer chose for a token.
+    A row [layers, k] holds the experts of a layer in any order. Every rank calls this before it
+    makes its first trajectory.
+    """
+    if num_experts > 256:
+        raise ValueError(
+            f"routes are recorded in bytes, for at most 256 experts, not {num_experts};"
+            " set --routing-replay none"
+        )
+    spread = tuple(i * num_experts // topk for i in range(topk))
+    TOKEN_FIELDS[ROUTES] = TokenField(
+        torch.uint8, "trajectory", np.uint8, (num_layers, topk), spread
+    )
