@@ -83,17 +83,22 @@ def filled_by_trajectories() -> list[str]:
     return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
 
 
-def add_routes(num_layers: int, topk: int, num_experts: int) -> None:
-    """Let trajectories record the experts that the router of each mixture layer chose for a token.
-    A row [layers, k] holds the experts of a layer in any order. Every rank calls this before it
+def add_routes(
+    num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True
+) -> None:
+    """Add the field of the experts that the router of each mixture layer chose for a token: a row
+    [layers, k] holds the distinct experts of a layer in any order. Every rank calls this before it
     makes its first trajectory.
+
+    `by_engine`: trajectories record them; else the policy adds them to a batch.
     """
     if num_experts > 256:
         raise ValueError(
-            f"routes are recorded in bytes, for at most 256 experts, not {num_experts};"
-            " set --routing-replay none"
+            f"routing_replay keeps an expert in a byte and the model has {num_experts} experts, not"
+            " at most 256; drop --routing-replay"
         )
     spread = tuple(i * num_experts // topk for i in range(topk))
+    filled_by, recorded = ("trajectory", np.uint8) if by_engine else ("policy", None)
     TOKEN_FIELDS[ROUTES] = TokenField(
-        torch.uint8, "trajectory", np.uint8, (num_layers, topk), spread
+        torch.uint8, filled_by, recorded, (num_layers, topk), spread
     )

@@ -18,6 +18,7 @@ from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
@@ -139,6 +140,7 @@ def build_run(
             console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
+    set_fields(config, hf)
     renderer = load_renderer(str(base), think=config.environment.think)
     for name in config.environment.evaluated:
         if shown := prompt_examples(config.environment, name):
@@ -197,6 +199,7 @@ def build_sampling(
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
+    set_fields(config, hf)
     renderer = load_renderer(str(base), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
 
@@ -322,6 +325,21 @@ def known_references(
     return {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
 
 
+def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Have tokens keep the routes of this model if the run replays them, and not those of another
+    run of this process.
+    """
+    TOKEN_FIELDS.pop(ROUTES, None)
+    if config.train.routing_replay != "none":
+        shape = ModelShape.of(hf)
+        add_routes(
+            shape.num_layers,
+            shape.experts_per_token,
+            shape.num_experts,
+            by_engine=config.train.routing_replay == "engine",
+        )
+
+
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     """Return the engine that samples for this rank. An SGLang server is started when it is first
     needed. Collective.
@@ -336,6 +354,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_context=rollout.max_context_length,
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
+            records_routes=config.train.routing_replay == "engine",
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -436,6 +455,11 @@ def check_loaded(
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
     tp, shape = config.rollout.rollout_tensor_parallel_size, ModelShape.of(hf)
+    if config.train.routing_replay != "none" and not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {config.train.routing_replay} repeats choices of experts, and a"
+            f" {hf.model_type} model has none; drop --routing-replay"
+        )
     head_rows(shape, 0, tp)
     if config.rollout.rollout_engine == "sglang" and shape.num_experts:
         raise ValueError(
