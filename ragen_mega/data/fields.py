@@ -87,9 +87,7 @@ def filled_by_trajectories() -> list[str]:
     return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
 
 
-def add_routes(
-    num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True
-) -> None:
+def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True) -> None:
     """Add the field of the experts that the router of each mixture layer chose for a token: a row
     [layers, k] holds the distinct experts of a layer in any order. Every rank calls this before it
     makes its first trajectory.
