@@ -141,7 +141,7 @@ class MegatronPolicy:
         shape = self.module.shape
         size = batch.num_positions, shape.num_layers, shape.experts_per_token
         routes = torch.zeros(size, dtype=torch.uint8)
-        logprobs, entropies = self.logprobs_and_entropies(batch.without(ROUTES), routes)
+        logprobs, entropies = self.logprobs_and_entropies(batch, routes)
         routes = distributed.sum_over_ranks(routes)
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies, routes=routes)
 
