@@ -311,10 +311,7 @@ class Trainer:
             sizes = [_num_nodes(batch, [part]) for part in parts + idle]
             multiple = -(-max(sizes) // multiple) * multiple
         cut = partial(microbatch, multiple=multiple, device=distributed.device())
-        weightless = batch
-        if idle:
-            weights = torch.zeros(batch.num_positions)
-            weightless = batch.without(ROUTES).with_fields(weights=weights)
+        weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
         if (routes := batch.further_fields.get(ROUTES)) is not None and parts:
             positions = torch.cat([batch.positions(part.ids) for part in parts])
             check_routes(routes[positions], self.module.shape)
