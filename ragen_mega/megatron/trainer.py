@@ -228,7 +228,7 @@ class Trainer:
             "computed_share": computed,
         }
         if replays:
-            metrics["split_share"] = computed - unrouted[0]
+            metrics["routing_unshared"] = computed - unrouted[0]
         if counted.numel():
             metrics |= routing_metrics(counted, self.module.shape, replays=replays)
         return totals, values, metrics

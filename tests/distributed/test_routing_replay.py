@@ -148,7 +148,7 @@ def computed(policy: MegatronPolicy, batch: TokenBatch) -> dict[str, Tensor]:
     gradients = policy.trainer.gradients()
     for name, gradient in export_weights(policy.module, policy.groups, gradients):
         found[f"gradient {name}"] = gradient.clone()
-    names = (*BOTH, *REPLAYED, "computed_share", "split_share")
+    names = (*BOTH, *REPLAYED, "computed_share", "routing_unshared")
     return found | {name: torch.tensor(metrics[name]) for name in names if name in metrics}
 
 
@@ -210,7 +210,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_routes(
     found = computed(policy, batch)
     assert_true(found, truth)
     if shared_prefixes == "off":
-        assert found["computed_share"] == 1 and found["split_share"] == 0
+        assert found["computed_share"] == 1 and found["routing_unshared"] == 0
 
 
 def test_positions_are_one_where_tokens_and_routes_agree() -> None:
@@ -222,19 +222,19 @@ def test_positions_are_one_where_tokens_and_routes_agree() -> None:
     nodes, fewest = len(distinct(batch)), len(distinct(batch, by_routes=False))
     assert fewest < nodes < batch.num_positions
     assert metrics["computed_share"] * batch.num_positions == pytest.approx(nodes)
-    assert metrics["split_share"] * batch.num_positions == pytest.approx(nodes - fewest)
+    assert metrics["routing_unshared"] * batch.num_positions == pytest.approx(nodes - fewest)
     metrics = policy.update(batch.without(ROUTES))
     assert metrics["computed_share"] * batch.num_positions == pytest.approx(fewest)
-    assert metrics.keys() >= {*BOTH} and metrics.keys().isdisjoint({*REPLAYED, "split_share"})
+    assert metrics.keys() >= {*BOTH} and metrics.keys().isdisjoint({*REPLAYED, "routing_unshared"})
 
 
-def test_metrics_count_every_computed_token_once() -> None:
-    model = small_model()
+@pytest.mark.parametrize(("normalises", "recompute"), [(True, "none"), (False, "full")])
+def test_metrics_count_every_computed_token_once(normalises: bool, recompute: str) -> None:
+    model = small_model(normalises=normalises)
     batch = make_batch(model)
-    for recompute in ("none", "full"):
-        policy = build(model, ParallelConfig(recompute=recompute))
-        policy.trainer.max_tokens = 10_000
-        assert_counted(computed(policy, batch), truth_of(model, batch), batch)
+    policy = build(model, ParallelConfig(recompute=recompute))
+    policy.trainer.max_tokens = 10_000
+    assert_counted(computed(policy, batch), truth_of(model, batch), batch)
 
 
 def test_a_pass_records_what_later_passes_replay() -> None:
