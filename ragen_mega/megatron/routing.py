@@ -65,9 +65,9 @@ class Routing:
         """
         places = torch.from_numpy(nodes) - self.start
         is_here = (places >= 0) & (places < self.num_real)
-        for layer, experts in self.chosen.items():
-            found = experts.to(routes.dtype).cpu()
-            routes[positions[is_here], layer] = found[places[is_here]]
+        found = torch.stack([*self.chosen.values()], 1).to(routes.dtype).cpu()
+        layers = torch.tensor([*self.chosen])
+        routes[positions[is_here][:, None], layers] = found[places[is_here]]
 
 
 class Choice:
@@ -174,13 +174,13 @@ def check_routes(routes: Tensor, shape: ModelShape) -> None:
         )
 
 
-def sums_of(routings: Sequence[Routing], shape: ModelShape, device: torch.device) -> Tensor:
+def sums_of(routings: Sequence[Routing | None], shape: ModelShape, device: torch.device) -> Tensor:
     """Return [layers, experts + 3] float64: the sum of what `_count` returned for the microbatches,
     0 for layers of other ranks.
     """
     width = shape.num_experts + 3 if shape.num_experts else 0
     sums = torch.zeros(shape.num_layers, width, dtype=torch.float64, device=device)
-    for routing in routings:
+    for routing in filter(None, routings):
         for layer, row in routing.sums.items():
             sums[layer] += row
     return sums

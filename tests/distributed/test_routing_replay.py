@@ -122,7 +122,7 @@ def make_batch(model: PreTrainedModel) -> TokenBatch:
     routes = native_routes(moved(model), batch).to(torch.uint8)
     for trajectory, position in ((3, 0), (5, 2)):
         place = int(batch.cu_seqlens[trajectory]) + position
-        routes[place, 1] = (routes[place, 1] + 1) % EXPERTS
+        routes[place, 0] = (routes[place, 0] + 1) % EXPERTS
     assert (native_routes(model, batch) != routes).any(-1).float().mean() > 0.3
     return batch.with_fields(routes=routes)
 
@@ -238,12 +238,14 @@ def test_metrics_count_every_computed_token_once(normalises: bool, recompute: st
 
 
 def test_a_pass_records_what_later_passes_replay() -> None:
-    """The pass of old log-probabilities records; weights that move do not change the routes, and
-    the reference policy, which has the same weights, has the same log-probabilities to the bit.
+    """The pass of old log-probabilities records, and weights that move do not change the routes.
+    The reference policy, while its weights are the same, has the same log-probabilities to the bit.
     """
     model = small_model()
-    batch = make_batch(model).without(ROUTES)
+    batch = make_batch(model)
     policy = build(model, ParallelConfig(recompute="selective"), routing_replay="policy")
+    assert torch.equal(policy.reference_logprobs(batch), policy.logprobs(batch))
+    batch = batch.without(ROUTES)
     scored = policy.with_old_logprobs(batch)
     routes = scored.further_fields[ROUTES]
     assert torch.equal(routes.sort(-1).values.long(), native_routes(model, batch))
