@@ -395,6 +395,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         tensor_parallel_size=rollout.rollout_tensor_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
+        returns_routes=config.train.routing_replay == "engine",
         random_seed=config.train.seed + rank,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
@@ -477,8 +478,10 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if config.rollout.sglang_arguments:
-        on_main(lambda: server_settings(config).check_command_line())
+    if config.rollout.rollout_engine == "sglang":
+        settings = server_settings(config)  # raises for what no server here can do
+        if config.rollout.sglang_arguments:
+            on_main(settings.check_command_line)
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS
+from ragen_mega.data.fields import routes_of_completion
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
@@ -236,28 +236,18 @@ class SlotTable:
             slot = int(slots[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
+            fields = ()
+            if self._cache.routes is not None:
+                routes = self._cache.routes_of(slot, rows.num_recorded[slot], rows.length[slot])
+                fields = routes_of_completion(routes, span.stop - span.start)
             completion = Completion(
                 rows.ids[slot, span].tolist(),
                 rows.logprobs[slot, span].tolist(),
                 "stop" if stopped[place] else "length",
-                *self._routes(slot),
+                *fields,
             )
             finished.append((slot, completion))
         return finished
-
-    def _routes(self, slot: int) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
-        """Return the routes of the sampled tokens, the last of which has none yet, and of the
-        prompt's tokens that the caller lacks, as fields of a completion.
-        """
-        if self._cache.routes is None:
-            return {}, {}
-        rows = self._rows
-        start, end = rows.prompt_length[slot], rows.length[slot]
-        sampled = self._cache.routes_of(slot, start, end)
-        return (
-            {ROUTES: np.concatenate([sampled, TOKEN_FIELDS[ROUTES].defaults(1)])},
-            {ROUTES: self._cache.routes_of(slot, rows.num_recorded[slot], start)},
-        )
 
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
