@@ -83,9 +83,7 @@ def filled_by_trajectories() -> list[str]:
     return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
 
 
-def add_routes(
-    num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True
-) -> None:
+def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True) -> None:
     """Add the field of the experts that the router of each mixture layer chose for a token: a row
     [layers, k] holds the distinct experts of a layer in any order. Every rank calls this before it
     makes its first trajectory.
@@ -99,9 +97,7 @@ def add_routes(
         )
     spread = tuple(i * num_experts // topk for i in range(topk))
     filled_by, recorded = ("trajectory", np.uint8) if by_engine else ("policy", None)
-    TOKEN_FIELDS[ROUTES] = TokenField(
-        torch.uint8, filled_by, recorded, (num_layers, topk), spread
-    )
+    TOKEN_FIELDS[ROUTES] = TokenField(torch.uint8, filled_by, recorded, (num_layers, topk), spread)
 
 
 def routes_of_completion(

@@ -256,8 +256,7 @@ class Trajectory:
         return self.turns[-1]
 
     def append_context(self, completion: Completion) -> None:
-        """Append a completion outside the loss mask: an earlier answer, or one that is not trained.
-        """
+        """Append a completion outside the loss mask: an answer that is context, or not trained."""
         self._append_completion(completion)
 
     def _append_completion(self, completion: Completion, **recorded: Sequence[Any]) -> None:

@@ -24,7 +24,6 @@ from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import SamplingParams, Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.models.shape import ModelShape
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.collector import collect
