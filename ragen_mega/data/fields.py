@@ -20,7 +20,7 @@ class TokenField:
     """A row of the table."""
 
     dtype: torch.dtype
-    """Type in a batch, where a value belongs to `labels[t]`."""
+    """Type in a batch, where a value belongs to `labels[t]`, or to `tokens[t]`: `is_of_inputs`."""
     filled_by: str
     """Part of the program that knows the value: `trajectory` (recorded while it is played), or the
     stage of a step that adds it to the batch.
@@ -31,6 +31,10 @@ class TokenField:
     """Shape of one value."""
     default: float | tuple[int, ...] = 0
     """Value of a token for which nothing was recorded; a tuple is its last dimension."""
+    is_of_inputs: bool = False
+    """Whether a value in a batch belongs to `tokens[t]`, whose hidden state position t computes.
+    Microbatches have such values by node.
+    """
     is_sampled_only: bool = False
     """Whether tokens that the policy did not sample always have the default."""
 
@@ -51,7 +55,7 @@ class TokenField:
 
 
 TOKEN_FIELDS: dict[str, TokenField] = {
-    "tokens": TokenField(torch.int64, "trajectory", np.int32),
+    "tokens": TokenField(torch.int64, "trajectory", np.int32, is_of_inputs=True),
     "labels": TokenField(torch.int64, "trajectory"),
     "position_ids": TokenField(torch.int64, "packing"),
     "loss_mask": TokenField(torch.bool, "packing", np.bool_, is_sampled_only=True),
@@ -97,7 +101,9 @@ def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool 
         )
     spread = tuple(i * num_experts // topk for i in range(topk))
     filled_by, recorded = ("trajectory", np.uint8) if by_engine else ("policy", None)
-    TOKEN_FIELDS[ROUTES] = TokenField(torch.uint8, filled_by, recorded, (num_layers, topk), spread)
+    TOKEN_FIELDS[ROUTES] = TokenField(
+        torch.uint8, filled_by, recorded, (num_layers, topk), spread, is_of_inputs=True
+    )
 
 
 def routes_of_completion(

@@ -425,6 +425,13 @@ class TokenBatch:
         changed._check(dict(changed.tensors()) if "loss_mask" in given else given)
         return changed
 
+    def without(self, name: str) -> TokenBatch:
+        """Return a copy that lacks a further field."""
+        changed = copy(self)
+        left = {key: value for key, value in self.further_fields.items() if key != name}
+        object.__setattr__(changed, "further_fields", left)
+        return changed
+
     def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
         """Return the positions of the given trajectories, in the given order, as an index."""
         ids = torch.tensor(list(trajectory_ids), dtype=torch.int64)
@@ -493,6 +500,7 @@ class Microbatch(TokenBatch):
     it, so that the host never has to ask the device.
 
     The model goes through the N nodes of `forest`: the distinct among the T positions, and padding.
+    Further fields of inputs have values [N, ...] of nodes, 0 of padding.
     """
 
     forest: Forest
