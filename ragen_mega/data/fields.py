@@ -104,3 +104,15 @@ def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool 
     TOKEN_FIELDS[ROUTES] = TokenField(
         torch.uint8, filled_by, recorded, (num_layers, topk), spread, is_of_inputs=True
     )
+
+
+def routes_of_completion(
+    routes: NDArray, num_sampled: int
+) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
+    """Return the further fields and the prompt's fields of a completion for the routes [n, ...] of
+    all its tokens but the last, and of prompt tokens before them. The last has gone through no
+    expert yet: its routes come with the next completion.
+    """
+    start = len(routes) - (num_sampled - 1)
+    sampled = np.concatenate([routes[start:], TOKEN_FIELDS[ROUTES].defaults(1)])
+    return {ROUTES: sampled}, {ROUTES: routes[:start]}

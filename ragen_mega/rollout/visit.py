@@ -224,7 +224,11 @@ class Visit:
             raise
         tokens, asked = call.tokens, self._asked(request)
         prompt = tuple(tokens)
-        samplings = [self._sampling(request, prompt, asked) for _ in range(request.num_answers)]
+        # The last token before the call was sampled, and nothing has been recorded with it yet.
+        num_recorded = max(0, len(tokens) - len(call.added) - 1)
+        samplings = [
+            self._sampling(request, prompt, asked, num_recorded) for _ in range(request.num_answers)
+        ]
         completions = await asyncio.gather(
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
@@ -275,7 +279,11 @@ class Visit:
         }
 
     def _sampling(
-        self, request: ChatRequest, tokens: tuple[int, ...], asked: dict[str, float]
+        self,
+        request: ChatRequest,
+        tokens: tuple[int, ...],
+        asked: dict[str, float],
+        num_recorded: int,
     ) -> SamplingParams:
         """Return the parameters of one sample of what follows a prompt, with its seed."""
         limits = self._limits
@@ -289,6 +297,7 @@ class Visit:
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
             stop_token_ids=limits.stop_token_ids,
             seed=text_seed(repr((*self._seed, tokens, times, request.seed))),
+            num_recorded=num_recorded,
             **own,
         )
 

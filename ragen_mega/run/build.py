@@ -395,6 +395,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         tensor_parallel_size=rollout.rollout_tensor_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
+        returns_routes=config.train.routing_replay == "engine",
         random_seed=config.train.seed + rank,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
@@ -411,11 +412,17 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    shape = ModelShape.of(hf)
+    if config.train.routing_replay != "none" and not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {config.train.routing_replay} repeats choices of experts, and a"
+            f" {hf.model_type} model has none; drop --routing-replay"
+        )
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
         check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
-    return fit_memory(config, ModelShape.of(hf))
+    return fit_memory(config, shape)
 
 
 def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
@@ -455,11 +462,6 @@ def check_loaded(
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
     tp, shape = config.rollout.rollout_tensor_parallel_size, ModelShape.of(hf)
-    if config.train.routing_replay != "none" and not shape.num_experts:
-        raise ValueError(
-            f"routing_replay {config.train.routing_replay} repeats choices of experts, and a"
-            f" {hf.model_type} model has none; drop --routing-replay"
-        )
     head_rows(shape, 0, tp)
     if config.rollout.rollout_engine == "sglang" and shape.num_experts:
         raise ValueError(
@@ -477,8 +479,10 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if config.rollout.sglang_arguments:
-        on_main(lambda: server_settings(config).check_command_line())
+    if config.rollout.rollout_engine == "sglang":
+        settings = server_settings(config)  # raises for what no server here can do
+        if config.rollout.sglang_arguments:
+            on_main(settings.check_command_line)
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -20,15 +20,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from ragen_mega.data import distributed
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import server, supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.engines.sglang.weights import FileTransfer
+from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.layout import split_experts
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
 from tests.support.forked_ranks import on_ranks
 
@@ -42,7 +46,7 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=True,
 )
 SERVER = """#!{python} -I
-import base64, json, os, pathlib, re, sys, time
+import array, base64, json, os, pathlib, re, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -80,6 +84,11 @@ class Handler(BaseHTTPRequestHandler):
                 "finish_reason": {{"type": "abort" if is_aborted else "length"}},
                 "weight_version": Handler.version,
                 "output_token_logprobs": [[-0.5, 5, None]], "cached_tokens": 0}}}}
+            if body.get("return_routed_experts"):
+                start, end = body["routed_experts_start_len"], len(body["input_ids"])
+                experts = [i % 4 for t in range(start, end) for i in (t, t + 1)]
+                data = base64.b64encode(array.array("i", experts).tobytes()).decode()
+                answer["meta_info"]["routed_experts"] = data
             if is_aborted and body["input_ids"] == [9]:  # as of one that is not queued yet
                 answer, status = {{"error": {{"message": "Request 9 was aborted"}}}}, 400
         content = json.dumps(answer).encode()
@@ -114,7 +123,12 @@ GENERATE = [("/generate", None)]
 def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     engines: list[SGLangEngine] = []
 
-    def start(device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> SGLangEngine:
+    def start(
+        device: Literal["cpu", "cuda"] = "cpu",
+        config: PretrainedConfig = CONFIG,
+        returns_routes: bool = False,
+        **options: Any,
+    ) -> SGLangEngine:
         program = tmp_path / "python"
         program.write_text(SERVER.format(python=sys.executable))
         program.chmod(0o700)
@@ -126,8 +140,9 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             kv_cache_tokens=64,
             hang_timeout=60.0,
             device=device,
+            returns_routes=returns_routes,
         )
-        engines.append(SGLangEngine(CONFIG, settings, **options))
+        engines.append(SGLangEngine(config, settings, **options))
         return engines[-1]
 
     yield start
@@ -209,6 +224,29 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
         generate(engine)
         assert asked(engine) == START + GENERATE
     assert engine.weight_version == 2 and engine.counts.restarts == 0
+
+
+def test_a_server_is_asked_for_routes_from_the_first_that_is_lacking(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(TOKEN_FIELDS, ROUTES, raising=False)
+    add_routes(1, 2, 4)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="routing_replay engine"):
+        build(config=config, returns_routes=True)
+    engine = build("cuda", config=config, returns_routes=True)
+    weights = split_experts(random_weights(config, 0), ModelShape.of(config))
+    with engine.awake():
+        engine.load_weights(cut_stream(weights.items(), config, *EngineShard()))
+        engine.start()
+        sampling = SamplingParams(3, num_recorded=2)
+        completion = asyncio.run(engine.generate([1, 2, 3, 4], sampling, session=0))
+    assert completion.prompt_fields[ROUTES].tolist() == [[[2, 3]], [[3, 0]]]
+    assert completion.further_fields[ROUTES].tolist() == [[[0, 2]]]  # not known yet
+    assert "--enable-return-routed-experts" in engine.server.settings.arguments(Path("model"), 1)
 
 
 @pytest.mark.parametrize("frees", [True, False])

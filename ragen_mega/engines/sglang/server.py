@@ -124,6 +124,8 @@ class ServerSettings:
     """Linear layers compute in FP8 with block scales, for which SGLang needs a GPU."""
     deterministic: bool = False
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
+    returns_routes: bool = False
+    """Answers say which experts the tokens of a mixture went through, on GPUs only."""
     random_seed: int = 0
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
@@ -156,10 +158,11 @@ class ServerSettings:
         for name, is_on in (
             ("rollout_deterministic", self.deterministic),
             ("rollout_fp8", self.fp8),
+            ("routing_replay engine", self.returns_routes),
         ):
             if is_on and self.device == "cpu":
                 raise ValueError(
-                    f"{name} needs kernels that SGLang has for GPUs only; leave it off on a CPU"
+                    f"{name} needs what SGLang has for GPUs only; leave it off on a CPU"
                 )
 
     def arguments(self, model: Path, port: int) -> list[str]:
@@ -187,6 +190,7 @@ class ServerSettings:
             "enable-memory-saver": not on_cpu,
             "disable-cuda-graph": on_cpu,
             "enable-deterministic-inference": self.deterministic,
+            "enable-return-routed-experts": self.returns_routes,
             **({"attention-backend": "torch_native"} if on_cpu else {}),
             **self.options,
         }
