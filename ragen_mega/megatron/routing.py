@@ -93,14 +93,16 @@ class Choice:
         [n, experts]: logits, or probabilities where the softmax comes first.
         """
         routing = self.routing
-        if routing is None or routing.routes is None:
+        if routing is None:
+            return choose(scores, topk, num_groups, group_topk)
+        if routing.routes is None:
             found, experts = choose(scores, topk, num_groups, group_topk)
         else:
             experts = routing.routes[:, self.layer].long()
             found = scores.gather(1, experts)
-        if routing is not None and routing.chosen is not None:
+        if routing.chosen is not None:
             routing.chosen[self.layer] = experts
-        if routing is not None and routing.sums is not None:
+        if routing.sums is not None:
             real = scores.detach()[: routing.num_real].float()
             probs = real if self.is_of_probabilities else real.softmax(1)
             routing.sums[self.layer] = _count(probs, experts[: routing.num_real])

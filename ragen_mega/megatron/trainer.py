@@ -221,14 +221,14 @@ class Trainer:
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
-        computed, *unrouted = (nodes / batch.num_positions).tolist()
+        computed = (nodes / batch.num_positions).tolist()
         metrics = {
             "grad_norm": float(norm),
             "skipped": float(not math.isfinite(norm)),
-            "computed_share": computed,
+            "computed_share": computed[0],
         }
         if replays:
-            metrics["routing_unshared"] = computed - unrouted[0]
+            metrics["routing_unshared"] = computed[0] - computed[1]
         if counted.numel():
             metrics |= routing_metrics(counted, self.module.shape, replays=replays)
         return totals, values, metrics

@@ -95,8 +95,8 @@ GLOSSARY = {
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/skipped": "Share of updates that were skipped as not finite.",
     "critic/computed_share": "Share of the tokens that updates computed; the others were shared.",
-    "critic/routing_load": "As actor/routing_load, of the critic's routers.",
-    "critic/routing_entropy": "As actor/routing_entropy, of the critic's routers.",
+    "critic/routing_load": "Load of the critic's experts, see actor/routing_load.",
+    "critic/routing_entropy": "Entropy of the critic's routers, see actor/routing_entropy.",
     "critic/lr": "Learning rate of the critic.",
     "actor/loss": "Clipped surrogate with its entropy and KL terms.",
     "actor/entropy": "Entropy of the policy, nats a token. A collapse or a jump is a sign of the"

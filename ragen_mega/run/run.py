@@ -259,7 +259,7 @@ class Run:
         with log.stage("diagnose"):
             found = diagnose(
                 on_main(lambda: probes(groups)),
-                # no engine has routed a thought behind the prompt of another
+                # the engine has not routed a thought behind the prompt of another
                 lambda batch: self.policy.logprobs(batch.without(ROUTES)),
                 reasoning_length=self.renderer.thought_length,
             )
