@@ -5,6 +5,7 @@ routers are told what to choose.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -25,6 +26,10 @@ from ragen_mega.megatron.routing import Routing, check_routes
 from ragen_mega.megatron.weights import export_weights
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.rollout.collector import in_groups
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.run import Run
+from ragen_mega.run.timers import Timers
 from tests.support.forked_ranks import on_ranks
 from tools import parity
 
@@ -282,6 +287,25 @@ def test_the_critic_and_cloning_choose_for_themselves() -> None:
     assert torch.equal(results[0][2], results[1][2])
     losses = [build(model, ParallelConfig()).clone(x) for x in (batch.without(ROUTES), wrong)]
     assert losses[0] == losses[1]
+
+
+def test_the_diagnosis_chooses_for_itself() -> None:
+    """A thought behind the prompt of another has no routes, and defaults are nobody's choice."""
+    policy = build(small_model(), ParallelConfig())
+    run = SimpleNamespace(
+        policy=policy,
+        config=SimpleNamespace(logging=SimpleNamespace(diagnose_interval=1)),
+        renderer=SimpleNamespace(thought_length=len),
+        score_average=None,
+    )
+    results = []
+    for by_engine in (False, True):
+        add_routes(LAYERS, TOPK, EXPERTS, by_engine=by_engine)
+        log = StepLog(0, Timers())
+        Run.diagnose_if_due(run, in_groups(parity.random_trajectories(97, 8)), log)
+        results.append(log.result())
+    own, recorded = ({k: v for k, v in row.items() if "time" not in k} for row in results)
+    assert own == recorded and "collapse/mutual_information" in own
 
 
 def test_nothing_is_left_of_a_pass_that_failed() -> None:
