@@ -248,11 +248,11 @@ class Trajectory:
         ValueError if a token lacks its log-probability, or the value of a further field that is
         given.
         """
-        size = len(completion.tokens)
-        self.turns.append(Turn(len(self), len(self) + size))
+        start, size = len(self), len(completion.tokens)
         self._append_completion(
             completion, loss_mask=[True] * size, rollout_logprobs=completion.logprobs
         )
+        self.turns.append(Turn(start, start + size))
         return self.turns[-1]
 
     def append_context(self, completion: Completion) -> None:
@@ -260,13 +260,14 @@ class Trajectory:
         self._append_completion(completion)
 
     def _append_completion(self, completion: Completion, **recorded: Sequence[Any]) -> None:
-        size = len(completion.tokens)
         recorded |= completion.further_fields
         for name, values in recorded.items():
-            if len(values) != size:
+            found, shape = np.shape(values), (len(completion.tokens), *TOKEN_FIELDS[name].shape)
+            if found != shape:
                 raise ValueError(
-                    f"every sampled token needs its log-probability and further fields: {size}"
-                    f" tokens, {len(values)} values of {name}; check the rollout engine"
+                    "every sampled token needs its log-probability and further fields:"
+                    f" {name} must have the shape {list(shape)}, not {list(found)}; check the"
+                    " rollout engine"
                 )
         for name, values in completion.prompt_fields.items():
             self.further_fields[name].put_last(values)

@@ -126,7 +126,7 @@ def test_turns_and_what_was_said_between_them(
     """Groups share their prompts; the stored and the sent trajectories have the same routes."""
     tasks = [
         task
-        for group in range(3)
+        for group in range(2)
         for task in tasks_for_group(group, "clock", group, episode, group_size=3)
     ]
     groups = collect(engine, RENDERER, tasks, PlaySettings(1000, 1.0, 0, context_window=window))

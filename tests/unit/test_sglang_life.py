@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -16,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.data import distributed
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
@@ -29,10 +31,7 @@ from ragen_mega.engines.sglang import server, supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.engines.sglang.weights import FileTransfer
-from ragen_mega.models.huggingface import random_weights
-from ragen_mega.models.layout import split_experts
 from ragen_mega.models.server_cut import cut_stream
-from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
 from tests.support.forked_ranks import on_ranks
 
@@ -125,7 +124,6 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
 
     def start(
         device: Literal["cpu", "cuda"] = "cpu",
-        config: PretrainedConfig = CONFIG,
         returns_routes: bool = False,
         **options: Any,
     ) -> SGLangEngine:
@@ -142,7 +140,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             device=device,
             returns_routes=returns_routes,
         )
-        engines.append(SGLangEngine(config, settings, **options))
+        engines.append(SGLangEngine(CONFIG, settings, **options))
         return engines[-1]
 
     yield start
@@ -231,16 +229,16 @@ def test_a_server_is_asked_for_routes_from_the_first_that_is_lacking(
 ) -> None:
     monkeypatch.delitem(TOKEN_FIELDS, ROUTES, raising=False)
     add_routes(1, 2, 4)
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_experts=4,
-        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="routing_replay engine"):
-        build(config=config, returns_routes=True)
-    engine = build("cuda", config=config, returns_routes=True)
-    weights = split_experts(random_weights(config, 0), ModelShape.of(config))
+        build(returns_routes=True)
+    engine = build("cuda", returns_routes=True)
+    free = itertools.count(10**9, 10**8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 2 * 10**9))
+    engine._shape = SimpleNamespace(
+        vocab_size=64, num_layers=1, num_experts=4, experts_per_token=2
+    )  # of a mixture, with the weights of a dense model
     with engine.awake():
-        engine.load_weights(cut_stream(weights.items(), config, *EngineShard()))
+        engine.load_weights(shards())
         engine.start()
         sampling = SamplingParams(3, num_recorded=2)
         completion = asyncio.run(engine.generate([1, 2, 3, 4], sampling, session=0))

@@ -47,7 +47,7 @@ def _read(text: str | None, shape: ModelShape, num_tokens: int) -> NDArray[np.ui
         token, layer, _ = np.argwhere(wrong)[0]
         raise RuntimeError(
             f"the SGLang server returned the experts {values[token, layer].tolist()} for a token in"
-            f" layer {layer}, not {size[2]} distinct ones of {shape.num_experts}; pipeline"
-            " parallelism and speculative decoding in the server lose some"
+            f" layer {layer}, not {size[2]} distinct ones of {shape.num_experts}; drop pipeline"
+            " parallelism and speculative decoding, which lose some, from --sglang-arguments"
         )
     return values.astype(np.uint8)
