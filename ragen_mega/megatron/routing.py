@@ -140,16 +140,19 @@ class MixtureLayer(TransformerLayer):
         self._choice.routing = packed_seq_params.routing
         return super().forward(*arguments, packed_seq_params=packed_seq_params, **named)
 
-    def _forward_mlp(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    def _forward_mlp(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         routing = self._choice.routing
 
-        def compute(hidden: Tensor) -> Tensor:
+        def compute(hidden: Tensor) -> tuple[Tensor, None]:
             self._choice.routing = routing
-            return super(MixtureLayer, self)._forward_mlp(hidden, *arguments, **named)
+            return self.mlp(hidden)
 
+        normal = self._forward_pre_mlp_layernorm(hidden_states)
         if self._is_recomputed:
-            return tensor_parallel.checkpoint(compute, False, hidden_states)
-        return compute(hidden_states)
+            output = tensor_parallel.checkpoint(compute, False, normal)
+        else:
+            output = compute(normal)
+        return self._forward_post_mlp(output, hidden_states)
 
 
 def check_routes(routes: Tensor, shape: ModelShape) -> None:
