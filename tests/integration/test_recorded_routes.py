@@ -34,7 +34,8 @@ FLAGS = """
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(TOKEN_FIELDS, ROUTES, raising=False)
+    monkeypatch.setitem(TOKEN_FIELDS, ROUTES, None)  # there is none afterwards
+    del TOKEN_FIELDS[ROUTES]
 
 
 def write_model(directory: Path) -> None:
@@ -65,7 +66,7 @@ def test_routes_are_recorded_stored_and_replayed(
     straight = train(tmp_path, "straight", num_ranks)
     first, second = metrics(straight)
     # the first minibatch of two is trained at the weights that sampled, in the same precision
-    assert first["actor/routing_overlap"] > 0.95 > second["actor/routing_overlap"] > 0.5
+    assert first["actor/routing_overlap"] > 0.98
     stopped = shutil.copytree(straight, tmp_path / "stopped")
     (stopped / "summary.json").unlink()
     shutil.rmtree(stopped / "checkpoints" / "step_00000002")

@@ -70,7 +70,7 @@ def episode() -> Episode:
 
 @pytest.fixture(autouse=True)
 def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(TOKEN_FIELDS, ROUTES, raising=False)  # and so afterwards
+    monkeypatch.setitem(TOKEN_FIELDS, ROUTES, None)  # there is none afterwards
     add_routes(LAYERS, CHOSEN, EXPERTS)
 
 

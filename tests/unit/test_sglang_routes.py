@@ -23,7 +23,7 @@ SHAPE: Any = SimpleNamespace(num_layers=LAYERS, experts_per_token=CHOSEN, num_ex
 
 @pytest.fixture(autouse=True)
 def _routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(TOKEN_FIELDS, ROUTES, raising=False)
+    monkeypatch.setitem(TOKEN_FIELDS, ROUTES, None)  # there is none afterwards
     add_routes(LAYERS, CHOSEN, EXPERTS)
 
 
