@@ -140,7 +140,6 @@ def build_run(
             console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
-    set_fields(config, hf)
     renderer = load_renderer(str(base), think=config.environment.think)
     for name in config.environment.evaluated:
         if shown := prompt_examples(config.environment, name):
@@ -327,17 +326,23 @@ def known_references(
 
 def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Have tokens keep the routes of this model if the run replays them, and not those of another
-    run of this process.
+    run of this process. Raises ValueError for a model that has none.
     """
     TOKEN_FIELDS.pop(ROUTES, None)
-    if config.train.routing_replay != "none":
-        shape = ModelShape.of(hf)
-        add_routes(
-            shape.num_layers,
-            shape.experts_per_token,
-            shape.num_experts,
-            by_engine=config.train.routing_replay == "engine",
+    shape, source = ModelShape.of(hf), config.train.routing_replay
+    if source == "none":
+        return
+    if not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {source} repeats choices of experts, and a {hf.model_type} model has"
+            " none; drop --routing-replay"
         )
+    add_routes(
+        shape.num_layers,
+        shape.experts_per_token,
+        shape.num_experts,
+        by_engine=source == "engine",
+    )
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
@@ -412,17 +417,12 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
-    shape = ModelShape.of(hf)
-    if config.train.routing_replay != "none" and not shape.num_experts:
-        raise ValueError(
-            f"routing_replay {config.train.routing_replay} repeats choices of experts, and a"
-            f" {hf.model_type} model has none; drop --routing-replay"
-        )
+    set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
         check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
-    return fit_memory(config, shape)
+    return fit_memory(config, ModelShape.of(hf))
 
 
 def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:

@@ -225,6 +225,13 @@ def test_new_weights_do_not_change_what_was_recorded(
         assert (before[:known] != after[:known]).any() and (before[known:] != after[known:]).any()
 
 
+def test_a_byte_holds_256_experts() -> None:
+    add_routes(1, 8, 256)
+    assert TOKEN_FIELDS[ROUTES].defaults(1).tolist() == [[[*range(0, 256, 32)]]]
+    with pytest.raises(ValueError, match="routing_replay .* 257 experts"):
+        add_routes(1, 8, 257)
+
+
 def test_nothing_is_recorded_unless_asked_for(model: Qwen3MoeForCausalLM) -> None:
     engine = EmbeddedEngine(CONFIG, max_context=100, max_sessions=1, dtype=torch.float64)
     with engine.awake():
