@@ -432,7 +432,8 @@ def _experts(
         sizes = [sum(cut.numel() for _, cut in found) for found in expected]
         flat = pieces[0].new_empty(sum(sizes))
         counts = [sum(map(torch.numel, cuts)) for cuts in sent]
-        dist.all_to_all_single(flat, _flat([*chain(*sent)]), sizes, counts, group=group)
+        packed = _flat([pieces[0][:0], *chain(*sent)])  # there may be nothing to send
+        dist.all_to_all_single(flat, packed, sizes, counts, group=group)
     traffic.ep_bytes += (sum(sizes) - sizes[group.rank()]) * bucket.dtype.itemsize
     found = [*chain(*expected)]
     received = flat.split([cut.numel() for _, cut in found])

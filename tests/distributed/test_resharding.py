@@ -179,7 +179,7 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
     model = build_policy_model(hf, transformer_config(hf, parallel), groups)
     load_weights(model, weights.get)
     plan = reshard_plan(model, groups)
-    assert plan.names == [name for entry in plan.entries for name in entry.slot.names]
+    assert plan.names == [name for entry in plan.entries for name in entry.slots[0].names]
 
     traffic = Traffic()
     with counted() as counts:
