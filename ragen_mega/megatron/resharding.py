@@ -414,31 +414,41 @@ def _experts(
 ) -> Iterator[tuple[Slot, Tensor]]:
     """Yield the experts of a bucket that a part of a server holds, cut as it holds them."""
     pieces, group = _of_stage(plan, bucket, tensors, traffic), plan.groups.ep
+    own = [entry.slots[group.rank()] for entry in bucket.entries]
 
-    def cuts(holder: int, part: EngineShard, pieces: list[Tensor]) -> list[tuple[Slot, Tensor]]:
-        """Of the experts of a rank of the trainer, what a rank of a server holds."""
-        held = ((entry.slots[holder], t) for entry, t in zip(bucket.entries, pieces, strict=True))
-        return [(slot, slot.shard_to_server(t, *part)) for slot, t in held if slot.is_served(*part)]
+    def cuts(part: EngineShard) -> list[tuple[Slot, Tensor]]:
+        """Cut what a rank of a server holds out of this rank's experts."""
+        held = [(slot, t) for slot, t in zip(own, pieces, strict=True) if slot.is_served(*part)]
+        return [(slot, slot.shard_to_server(piece, *part)) for slot, piece in held]
 
     if group.size() in (1, part.ep):  # both are consecutive ranks, so this rank holds its own
-        yield from cuts(group.rank(), part, pieces)
+        yield from cuts(part)
         return
-    ranks = range(group.size())
     with traffic.timed():
-        parts = [part._replace(rank=dist.get_global_rank(group, r) % part.size) for r in ranks]
-        sent = [[cut for _, cut in cuts(group.rank(), other, pieces)] for other in parts]
-        empty = [entry.piece for entry in bucket.entries]
-        expected = [cuts(holder, part, empty) for holder in ranks]
-        sizes = [sum(cut.numel() for _, cut in found) for found in expected]
-        flat = pieces[0].new_empty(sum(sizes))
-        counts = [sum(map(torch.numel, cuts)) for cuts in sent]
+        parts = [[cut for _, cut in cuts(part._replace(rank=r))] for r in range(part.size)]
+        sent = [parts[rank % part.size] for rank in dist.get_process_group_ranks(group)]
+        shapes = [
+            slot.shard_to_server(entry.piece, *part).shape
+            for slot, entry in zip(own, bucket.entries, strict=True)
+        ]
+        expected = [
+            [
+                (slot, shape)
+                for slot, shape in zip(slots, shapes, strict=True)
+                if slot.is_served(*part)
+            ]
+            for slots in zip(*(entry.slots for entry in bucket.entries), strict=True)
+        ]
+        sizes = [sum(shape.numel() for _, shape in found) for found in expected]
+        counts = [sum(map(torch.numel, part)) for part in sent]
         packed = _flat([pieces[0][:0], *chain(*sent)])  # there may be nothing to send
+        flat = packed.new_empty(sum(sizes))
         dist.all_to_all_single(flat, packed, sizes, counts, group=group)
     traffic.ep_bytes += (sum(sizes) - sizes[group.rank()]) * bucket.dtype.itemsize
     found = [*chain(*expected)]
-    received = flat.split([cut.numel() for _, cut in found])
-    for (slot, cut), elements in zip(found, received, strict=True):
-        yield slot, elements.view_as(cut)
+    received = flat.split([shape.numel() for _, shape in found])
+    for (slot, shape), elements in zip(found, received, strict=True):
+        yield slot, elements.view(shape)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
