@@ -103,9 +103,7 @@ LAYOUTS = (
     Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
     Layout("tp2", ("--tensor-model-parallel-size", "2")),
     Layout("pp2", ("--pipeline-model-parallel-size", "2")),
-    Layout(
-        "ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True
-    ),
+    Layout("ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True),
     Layout(
         "separate",
         tuple(

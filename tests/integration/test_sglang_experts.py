@@ -41,12 +41,12 @@ def test_a_server_holds_what_its_own_loader_would_give_it(
     torch.manual_seed(0)
     model, directory = AutoModelForCausalLM.from_config(CONFIG), tmp_path / "model"
     model.save_pretrained(directory)
-    server = settings(
-        tmp_path, tensor_parallel_size=size, expert_parallel_size=ep, options={"load-format": "auto"}
-    )
+    own = {"load-format": "auto"}  # the loader of its own
+    server = settings(tmp_path, tensor_parallel_size=size, expert_parallel_size=ep, options=own)
+    command = server.arguments(directory, 1)
     ranks = [
         subprocess.Popen(
-            [server.python, SCRIPT, str(rank), tmp_path / str(rank), *server.arguments(directory, 1)],
+            [server.python, SCRIPT, str(rank), tmp_path / str(rank), *command],
             env=server.environment(tmp_path / "rendezvous"),
             cwd=tmp_path,
         )

@@ -48,9 +48,9 @@ from ragen_mega.megatron.resharding import (
     BUCKET_BYTES,
     ReshardPlan,
     Traffic,
-    aligned,
     all_gather,
     gather,
+    serve,
 )
 from ragen_mega.megatron.weights import slots
 from ragen_mega.models.cuts import head_rows
@@ -156,7 +156,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     def stream(path: str) -> Iterator[tuple[str, Tensor]]:
         traffic[path] = Traffic()
         if path == "aligned":
-            return aligned(plan, tensors, traffic[path])
+            return serve(plan, tensors, EngineShard(engine_rank, rollout_tp), traffic[path])
         return cut_stream(gather(plan, tensors, traffic[path]), hf, engine_rank, rollout_tp)
 
     paths = ["gather", "aligned"] if rollout_tp == groups.tp.size() else ["gather"]
@@ -166,7 +166,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, tensor in stream(path):
             sums |= checksums([(name, tensor)])
             sizes.append(tensor.nbytes)
-        check_names(list(sums), {entry.slot.server for entry in plan.entries})
+        check_names(list(sums), {entry.slots[0].server for entry in plan.entries})
         check_checksums(found or sums, sums)
         found = sums
     engine_bytes = sum(sizes)

@@ -33,9 +33,9 @@ SWITCHES = """
     disable-prefill-cuda-graph enable-deterministic-inference
 """.split()
 VALUES = """
-    model-path load-format host port device dtype tp-size ep-size moe-runner-backend context-length max-total-tokens
+    model-path load-format host port device dtype tp-size ep-size context-length max-total-tokens
     max-running-requests grammar-backend random-seed log-level custom-weight-loader sampling-backend
-    attention-backend base-gpu-id config
+    attention-backend moe-runner-backend base-gpu-id config
 """.split()
 BLOCK = 128
 """Rows and columns that share a scale of FP8."""
