@@ -39,6 +39,7 @@ MIXTURE = Qwen3MoeConfig(
     moe_intermediate_size=64,
 )  # fmt: skip
 SHARED = "--rollout-expert-parallel-size"
+TWO = f"--rollout-tensor-parallel-size 2 {SHARED} 2"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,8 @@ SHARED = "--rollout-expert-parallel-size"
         ("", None, None),
         ("", (9, 0), None),
         ("--rollout-tensor-parallel-size 2", None, None),
-        (
-            f"--rollout-tensor-parallel-size 2 {SHARED} 2",
-            None,
-            rf"\(2\) needs a GPU.*drop {SHARED}",
-        ),
-        (f"--rollout-tensor-parallel-size 2 {SHARED} 2", (9, 0), None),
+        (TWO, None, rf"\(2\) needs a GPU.*drop {SHARED}"),
+        (TWO, (9, 0), None),
         (f"--rollout-tensor-parallel-size 4 {SHARED} 4", (9, 0), r"\(4\) must divide .*\(6\)"),
         ("--rollout-fp8", (9, 0), "--rollout-fp8 .* qwen3_moe .*; drop --rollout-fp8"),
     ],
@@ -75,7 +72,7 @@ def test_mixtures_that_a_server_cannot_serve(
 
 
 def test_a_dense_model_has_no_experts_to_share() -> None:
-    config = parse(f"--rollout-engine sglang --rollout-tensor-parallel-size 2 {SHARED} 2".split())
+    config = parse(f"--rollout-engine sglang {TWO}".split())
     dense = Qwen2Config(num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ValueError, match=r"\(2\) must divide the model's experts \(none\); drop"):
         check_engine(config, dense)

@@ -57,6 +57,7 @@ from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.metrics import write_json
+from ragen_mega.rollout.engine import EngineShard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MODELS = [name for name in SHAPES if name.startswith("Qwen2.5-")]
