@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def kind(self) -> tuple[int, bool, str]:
-        """What those of a bucket have in common: stage, experts or not, and type."""
+        """Stage, whether it is an expert, and type, which all entries of a bucket share."""
         return self.stage, self.is_expert, str(self.piece.dtype)
 
     def order(self) -> tuple[tuple[int, bool, str], list[str | int]]:

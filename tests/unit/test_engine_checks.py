@@ -54,7 +54,7 @@ TWO = f"--rollout-tensor-parallel-size 2 {SHARED} 2"
         ("--rollout-fp8", (9, 0), "--rollout-fp8 .* qwen3_moe .*; drop --rollout-fp8"),
     ],
 )
-def test_mixtures_that_a_server_cannot_serve(
+def test_mixtures_on_a_server(
     flags: str,
     capability: tuple[int, int] | None,
     message: str | None,
