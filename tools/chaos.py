@@ -51,6 +51,7 @@ from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from ragen_mega.storage.run_directory import SUMMARY_FILE
 from ragen_mega.warm_start.small_model import write_small_model
 
 DELAYS = {"setup": 4.0, "rollout": 0.005, "update": 0.05, "checkpoint": 0.005, "finish": 0.05}
@@ -404,7 +405,9 @@ def play_round(
     if "Traceback" in run.said():
         problems.append("a traceback was printed")
     damaged = None
-    if damages and hit != "end" and (intact_checkpoints := run.intact_checkpoints(tainted)):
+    # Nothing reads the checkpoints of a finished run again.
+    damages &= hit != "end" and not (run.directory / SUMMARY_FILE).exists()
+    if damages and (intact_checkpoints := run.intact_checkpoints(tainted)):
         damaged = damage(intact_checkpoints[0], generator)
         tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)
