@@ -3,7 +3,7 @@
 The contents of a sync are decided once: one sorted list of all stages' parameters in buckets, the
 same on every rank. A bucket holds equal parts of all ranks that divide its parameters: the
 tensor-parallel ranks, of experts the expert-parallel ones, each of which holds whole experts.
-First it is broadcast over pipeline stages.
+A bucket is broadcast over pipeline stages first.
 
 `gather` rebuilds full Hugging Face tensors by an all-gather over those ranks; any engine takes
 them. `serve` gives each rank its part of a server. Where the server is divided as the trainer is,
