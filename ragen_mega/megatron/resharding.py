@@ -130,9 +130,9 @@ class ReshardPlan:
     ) -> ReshardPlan:
         """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
 
-        A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
-        single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
-        of the model is missing.
+        A gathered bucket, all ranks together, has at most `bucket_bytes`, or holds a single entry.
+        Raises ValueError, the same on all ranks, if their plans differ or if a name of the model is
+        missing.
         """
         _check_allocator()
         held = [(slot, tensor.shape, tensor.dtype) for slot, tensor in local]
@@ -318,9 +318,10 @@ def measure_bound(plan: ReshardPlan) -> float:
         largest[plan.group(bucket)] = bucket
     buffers = []
     for group, bucket in largest.items():
-        flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
+        size = min(bucket.num_bytes, BUCKET_BYTES // group.size())
+        flat = torch.zeros(size, dtype=torch.uint8, device=distributed.device())
         buffers.append((group, flat, flat.new_empty(group.size() * len(flat))))
-        num_bytes += ((pp.size() > 1) + group.size() - 1) * bucket.num_bytes
+        num_bytes += ((pp.size() > 1) + group.size() - 1) * size
     for _ in range(4):  # the first time opens the connections
         _wait()
         start = time.perf_counter()
@@ -440,7 +441,7 @@ def _experts(
             for slots in zip(*(entry.slots for entry in bucket.entries), strict=True)
         ]
         sizes = [sum(shape.numel() for _, shape in found) for found in expected]
-        counts = [sum(map(torch.numel, part)) for part in sent]
+        counts = [sum(map(torch.numel, tensors)) for tensors in sent]
         packed = _flat([pieces[0][:0], *chain(*sent)])  # there may be nothing to send
         flat = packed.new_empty(sum(sizes))
         dist.all_to_all_single(flat, packed, sizes, counts, group=group)
