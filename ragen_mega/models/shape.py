@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
 
@@ -216,5 +217,26 @@ def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1) -> str | None:
         return (
             f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
             f" ({shape.num_layers}); lower --pipeline-model-parallel-size to a divisor"
+        )
+    return None
+
+
+def server_error(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
+    """Return why a server of `tp` ranks, `ep` of which share the experts, cannot cut a model this
+    way; None if it can.
+    """
+    try:
+        head_rows(shape, 0, tp)
+    except ValueError as error:
+        return str(error)
+    if ep > 1 and (not shape.num_experts or shape.num_experts % ep):
+        return (
+            f"rollout_expert_parallel_size ({ep}) must divide the model's experts"
+            f" ({shape.num_experts or 'none'}); drop --rollout-expert-parallel-size"
+        )
+    if shape.ffn_size * ep % tp:
+        return (
+            f"rollout_tensor_parallel_size ({tp}) must divide the model's intermediate size"
+            f" ({shape.ffn_size}); lower --rollout-tensor-parallel-size to a divisor"
         )
     return None

@@ -28,11 +28,10 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.server_cut import check_cpu_cut
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
@@ -372,7 +371,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         else "file"
     )
     if group is not None and distributed.rank() % tp:
-        part = EngineShard(distributed.rank() % tp, tp)
+        part = EngineShard(distributed.rank() % tp, tp, settings.expert_parallel_size)
         return SGLangFollower(
             hf,
             part,
@@ -398,6 +397,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         device="cuda" if is_on_gpu else "cpu",
         dtype="bfloat16" if config.parallel.bf16 else "float32",
         tensor_parallel_size=rollout.rollout_tensor_parallel_size,
+        expert_parallel_size=rollout.rollout_expert_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         returns_routes=config.train.routing_replay == "engine",
@@ -461,16 +461,15 @@ def check_loaded(
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
-    tp, shape = config.rollout.rollout_tensor_parallel_size, ModelShape.of(hf)
-    head_rows(shape, 0, tp)
-    if config.rollout.rollout_engine == "sglang" and shape.num_experts:
-        raise ValueError(
-            f"rollout_engine sglang was never tried with a mixture of experts ({hf.model_type}),"
-            " whose layout in the server depends on its kernels; use --rollout-engine embedded"
-        )
-    capability = precision.Machine.here().capability
+    tp, ep = (
+        config.rollout.rollout_tensor_parallel_size,
+        config.rollout.rollout_expert_parallel_size,
+    )
+    shape, capability = ModelShape.of(hf), precision.Machine.here().capability
+    if error := server_error(shape, tp, ep):
+        raise ValueError(error)
     if config.rollout.rollout_engine == "sglang" and capability is None:
-        check_cpu_cut(hf, tp)
+        check_cpu_cut(shape, tp, ep)
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)

@@ -48,15 +48,16 @@ from ragen_mega.megatron.resharding import (
     BUCKET_BYTES,
     ReshardPlan,
     Traffic,
-    aligned,
     all_gather,
     gather,
+    serve,
 )
 from ragen_mega.megatron.weights import slots
 from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.metrics import write_json
+from ragen_mega.rollout.engine import EngineShard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MODELS = [name for name in SHAPES if name.startswith("Qwen2.5-")]
@@ -156,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     def stream(path: str) -> Iterator[tuple[str, Tensor]]:
         traffic[path] = Traffic()
         if path == "aligned":
-            return aligned(plan, tensors, traffic[path])
+            return serve(plan, tensors, EngineShard(engine_rank, rollout_tp), traffic[path])
         return cut_stream(gather(plan, tensors, traffic[path]), hf, engine_rank, rollout_tp)
 
     paths = ["gather", "aligned"] if rollout_tp == groups.tp.size() else ["gather"]
@@ -166,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, tensor in stream(path):
             sums |= checksums([(name, tensor)])
             sizes.append(tensor.nbytes)
-        check_names(list(sums), {entry.slot.server for entry in plan.entries})
+        check_names(list(sums), {entry.slots[0].server for entry in plan.entries})
         check_checksums(found or sums, sums)
         found = sums
     engine_bytes = sum(sizes)

@@ -70,7 +70,8 @@ class SGLangEngine(RolloutEngine):
         transfer: Literal["file", "ipc"] = "file",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.shard = EngineShard(0, settings.tensor_parallel_size)
+        sizes = settings.tensor_parallel_size, settings.expert_parallel_size
+        self.shard = EngineShard(0, *sizes)
         self.counts = EngineCounts()
         self.num_slots = min(
             settings.max_running_requests, settings.kv_cache_tokens // settings.max_context

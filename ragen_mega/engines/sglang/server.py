@@ -70,6 +70,13 @@ _RELIED_ON = (
     "dtype",
     "quantization",
     "tp_size",
+    "ep_size",
+    "moe_dp_size",
+    "moe_runner_backend",
+    "moe_a2a_backend",
+    "enable_eplb",
+    "ep_num_redundant_experts",
+    "init_expert_location",
     "dp_size",
     "pp_size",
     "base_gpu_id",
@@ -120,6 +127,8 @@ class ServerSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a layer, 1 or all."""
     fp8: bool = False
     """Linear layers compute in FP8 with block scales, for which SGLang needs a GPU."""
     deterministic: bool = False
@@ -178,6 +187,8 @@ class ServerSettings:
             "device": self.device,
             "dtype": self.dtype,
             "tp-size": self.tensor_parallel_size,
+            "ep-size": self.expert_parallel_size,
+            "moe-runner-backend": "triton",  # others transpose or permute the experts they load
             "context-length": self.max_context + _SPARE_CONTEXT,
             "max-total-tokens": self.kv_cache_tokens,
             "max-running-requests": self.max_running_requests,
