@@ -16,7 +16,9 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401 else every run does
 
+import ragen_mega.engines.embedded.engine  # noqa: F401 likewise: 1 s of each
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
@@ -43,11 +45,10 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # for good, or the next collection would go through every import again
     processes = [_FORK.Process(target=rank, args=(index,)) for index in range(num_ranks)]
     for process in processes:
         process.start()
-    gc.unfreeze()
     weakref.finalize(processes[0], shutil.rmtree, folder, ignore_errors=True)
     return processes
 
