@@ -102,15 +102,20 @@ def config(num_layers: int, hidden: int = 64, vocab: int = 128) -> Qwen2Config:
 
 
 def mixture(num_layers: int) -> Qwen3MoeConfig:
-    """A mixture of eight experts, two for each token."""
-    common = config(num_layers).to_dict()
-    keys = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads".split()
-    )
+    """A mixture of four experts, two for each token."""
     return Qwen3MoeConfig(
-        **{key: common[key] for key in keys}, head_dim=16, moe_intermediate_size=32, num_experts=8,
-        num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+    )
 
 
 def run(implementation: Implementation, num_layers: int, max_tokens: int) -> Run:
