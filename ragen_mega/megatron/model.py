@@ -157,6 +157,9 @@ class QwenModel(GPTModel):
             pg_collection=groups,
         )
         self.hf, self.shape = hf, shape
+        for parameter in self.parameters():
+            if parameter.device.type == "cpu":  # as megatron-core makes routers on every machine
+                parameter.data = parameter.data.to(distributed.device())
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():

@@ -415,15 +415,14 @@ class SGLangServer:
         """Return whether it is the server that listens on its port. The port was free when it was
         chosen, and whoever has taken it since must not be sent the key.
         """
-        tree = {self.pid}
         with suppress(psutil.NoSuchProcess):  # it has just ended
-            tree.update(child.pid for child in psutil.Process(self.pid).children(recursive=True))
-        listening = (
-            each.pid
-            for each in psutil.net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN and each.laddr.port == port
-        )
-        return any(pid in tree for pid in listening)
+            server = psutil.Process(self.pid)
+            return any(
+                each.status == psutil.CONN_LISTEN and each.laddr.port == port
+                for process in (server, *server.children(recursive=True))
+                for each in process.net_connections("tcp")
+            )
+        return False
 
 
 def _write_model_config(
