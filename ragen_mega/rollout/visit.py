@@ -7,11 +7,11 @@ import random
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
-from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, reply_body
+from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.environments.protocol import text_seed
@@ -110,7 +110,7 @@ class _Pending:
     """A request, with every connection on which it was repeated."""
 
     connections: list[Connection]
-    task: asyncio.Task[dict[str, Any]]
+    task: asyncio.Task[Reply]
     has_listener: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -143,7 +143,7 @@ class Visit:
         self._arrivals: deque[Arrival] = deque()
         self._has_arrival = asyncio.Event()
         self._pending: dict[str, _Pending] = {}
-        self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._running: set[asyncio.Task[Reply]] = set()
         self._is_over = False
 
     @property
@@ -214,8 +214,8 @@ class Visit:
             self._running.add(twin.task)
         twin.task.add_done_callback(lambda task: _hand_over(task, arrival))
 
-    async def _answer(self, request: ChatRequest, pending: _Pending) -> dict[str, Any]:
-        """Return the body of the reply. Raises RequestError if the request is refused."""
+    async def _answer(self, request: ChatRequest, pending: _Pending) -> Reply:
+        """Return the answers to a request. Raises RequestError if the request is refused."""
         try:
             call = self._call(request)
             self.limit_reached = None
@@ -253,8 +253,12 @@ class Visit:
                 **({ASKED: asked} if asked else {}),
                 **info,
             }
-        numbers = range(first, len(call.answers))
-        return reply_body(request, call, numbers, self._renderer.tokenizer.decode)
+        reply = Reply(request, call, range(first, len(call.answers)), num_prompt=len(tokens))
+        if not request.wants_logprobs:
+            return reply
+        decode = self._renderer.tokenizer.decode
+        texts = [[decode([token]) for token in a.completion.tokens] for a in reply.answers]
+        return replace(reply, token_texts=texts)
 
     def _call(self, request: ChatRequest) -> Call:
         if len(self.tree.calls) >= self._limits.max_calls:
@@ -299,7 +303,7 @@ class Visit:
         ]
 
 
-def _hand_over(task: asyncio.Task[dict[str, Any]], arrival: Arrival) -> None:
+def _hand_over(task: asyncio.Task[Reply], arrival: Arrival) -> None:
     """Give the result of an answer to one of the requests that wait for it."""
     if arrival.reply.cancelled():
         return
