@@ -139,7 +139,7 @@ class Visit:
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
         self._seed = tuple(seed)
-        self._times_asked: Counter[tuple[int, ...]] = Counter()
+        self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
         self._arrivals: deque[Arrival] = deque()
         self._has_arrival = asyncio.Event()
         self._pending: dict[str, _Pending] = {}
@@ -223,8 +223,7 @@ class Visit:
             self.limit_reached = _LIMITS.get(error.code, self.limit_reached)
             raise
         tokens, asked = call.tokens, self._asked(request)
-        prompt = tuple(tokens)
-        samplings = [self._sampling(request, prompt, asked) for _ in range(request.num_answers)]
+        samplings = [self._sampling(request, tokens, asked) for _ in range(request.num_answers)]
         completions = await asyncio.gather(
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
@@ -253,6 +252,8 @@ class Visit:
                 **({ASKED: asked} if asked else {}),
                 **info,
             }
+        # Replies are kept for repetitions of their requests, and need no conversations.
+        request = replace(request, messages=())
         reply = Reply(request, call, range(first, len(call.answers)), num_prompt=len(tokens))
         if not request.wants_logprobs:
             return reply
@@ -279,12 +280,14 @@ class Visit:
         }
 
     def _sampling(
-        self, request: ChatRequest, tokens: tuple[int, ...], asked: dict[str, float]
+        self, request: ChatRequest, tokens: list[int], asked: dict[str, float]
     ) -> SamplingParams:
         """Return the parameters of one sample of what follows a prompt, with its seed."""
         limits = self._limits
-        times = self._times_asked[tokens]
-        self._times_asked[tokens] += 1
+        prompt = tuple(tokens)
+        digest = text_seed(repr(prompt))
+        times = self._times_asked[digest]
+        self._times_asked[digest] += 1
         own = {"temperature": limits.temperature, "top_p": limits.top_p}
         if limits.agent.agent_sampling == "agent":
             own |= asked
@@ -292,7 +295,7 @@ class Visit:
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
             stop_token_ids=limits.stop_token_ids,
-            seed=text_seed(repr((*self._seed, tokens, times, request.seed))),
+            seed=text_seed(repr((*self._seed, prompt, times, request.seed))),
             **own,
         )
 
