@@ -101,7 +101,7 @@ def _messages(name: str, value: Any) -> tuple[ChatMessage, ...]:
 
 
 def _message(place: str, message: Any) -> ChatMessage:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+    if not isinstance(message, dict) or message.get("role") not in [*_ROLES]:
         raise RequestError(
             f"{place} must be a message with one of the roles {', '.join(_ROLES)}, not"
             f" {message!r:.80}",

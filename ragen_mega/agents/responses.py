@@ -111,7 +111,7 @@ def _input(name: str, value: Any) -> tuple[ChatMessage, ...]:
 def _item(place: str, item: Any) -> ChatMessage:
     given = item if isinstance(item, dict) else {}
     match given.get("type", "message"):
-        case "message" if given.get("role") in _ROLES:
+        case "message" if given.get("role") in [*_ROLES]:
             content = read_text(f"{place}.content", given.get("content"))
             return ChatMessage(_ROLES[given["role"]], content)
         case "reasoning":

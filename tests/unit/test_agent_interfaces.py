@@ -3,13 +3,19 @@ has the same tokens in each of them.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from ragen_mega.agents.anthropic_messages import MESSAGES
+from ragen_mega.agents.call_tree import RequestError
+from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS
+from ragen_mega.agents.protocol import Interface
+from ragen_mega.agents.responses import RESPONSES
 from ragen_mega.data.types import Trajectory
 from ragen_mega.environments.episode import ERROR
 from tests.support.door import TOOLS, TalkingEngine, ask, play, sampled
@@ -301,3 +307,95 @@ def test_a_message_that_cannot_be_kept_is_refused(parameters, kind, named):
     (error,) = errors
     assert error.body["type"] == "error" and error.type == error.body["error"]["type"] == kind
     assert named in error.body["error"]["message"] and "\n" not in error.body["error"]["message"]
+
+
+COMMON = {"model": "policy", "stream": True, "temperature": 1.0, "tool_choice": "auto"}
+FULL: list[tuple[Interface, dict[str, Any]]] = [
+    (
+        CHAT_COMPLETIONS,
+        COMMON
+        | {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "2"},
+            ],
+            "tools": TOOLS,
+            "stop": ["x"],
+            "n": 2,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    (
+        RESPONSES,
+        COMMON
+        | {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "2"},
+            ],
+            "tools": FLAT_TOOLS,
+            "instructions": "Be brief.",
+            "max_output_tokens": 9,
+        },
+    ),
+    (
+        MESSAGES,
+        COMMON
+        | {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": ""},
+                        {"type": "tool_use", "id": "1", "name": "add", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}],
+                },
+            ],
+            "system": [{"type": "text", "text": "Be brief."}],
+            "tools": ANTHROPIC_TOOLS,
+            "tool_choice": {"type": "auto"},
+            "stop_sequences": ["x"],
+            "max_tokens": 9,
+        },
+    ),
+]
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Yield a JSON value with one of its parts replaced by one of another kind, or left out."""
+    yield from (None, True, 1, -1.5, "\ud800", [], [1], ["x"], {}, {"type": ["x"]}, {"role": {}})
+    if not isinstance(value, (dict, list)):
+        return
+    for key in value if isinstance(value, dict) else range(len(value)):
+        rest = value.copy()
+        for part in variants(value[key]):
+            rest[key] = part
+            yield rest
+        del rest[key]
+        yield rest
+
+
+@pytest.mark.parametrize(("interface", "full"), FULL, ids=[one.path for one, _ in FULL])
+def test_no_body_is_too_odd_to_be_read_or_refused(interface, full):
+    request = interface.read(full)
+    roles = [message.role for message in request.messages if message.role != "system"]
+    assert roles == ["user", "assistant", "tool"] and request.tools and request.is_streamed
+    count = 0
+    for body in variants(full):
+        count += 1
+        if isinstance(body, dict):
+            with suppress(RequestError):
+                interface.read({name: value for name, value in body.items() if value is not None})
+    assert count > 300
