@@ -5,7 +5,7 @@ Reference: https://docs.anthropic.com/en/api/messages
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,14 +51,10 @@ _ERRORS = {
 """Status -> type of an error, where it is no invalid request."""
 
 
-def _read(given: Mapping[str, Any], *, required: str = "max_tokens") -> ChatRequest:
-    read = read_parameters(
-        given,
-        _READERS,
-        required=("model", "messages", required),
-        neutral=_NEUTRAL,
-        harmless=_HARMLESS,
-    )
+def _read(
+    given: Mapping[str, Any], required: Sequence[str] = ("model", "messages", "max_tokens")
+) -> ChatRequest:
+    read = read_parameters(given, _READERS, required=required, neutral=_NEUTRAL, harmless=_HARMLESS)
     system = [ChatMessage("system", read["system"])] if "system" in read else []
     has_tools = given.get("tool_choice", {}).get("type") != "none"
     return ChatRequest(
@@ -74,7 +70,7 @@ def _read(given: Mapping[str, Any], *, required: str = "max_tokens") -> ChatRequ
 
 
 def _read_count(given: Mapping[str, Any]) -> ChatRequest:
-    return replace(_read(given, required="model"), num_answers=0)
+    return replace(_read(given, ("model", "messages")), num_answers=0, is_streamed=False)
 
 
 def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:

@@ -3,13 +3,13 @@ and repeated.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from ragen_mega.agents.call_tree import CALL
+from ragen_mega.agents.runner import AGENTS
 from ragen_mega.commands.replay import main as replay
 from ragen_mega.config import parse
 from ragen_mega.data.types import Trajectory
@@ -83,7 +83,9 @@ def played(run: Path, step: int) -> list[Trajectory]:
     return [member for group in groups for member in group.trajectories]
 
 
-def test_an_agent_is_trained_resumed_and_recorded_to_the_token(tmp_path, flags):
+def test_an_agent_is_trained_resumed_and_recorded_to_the_token(
+    tmp_path, flags, monkeypatch, capsys
+):
     whole = launch(tmp_path, "whole", 1, *flags, "--num-steps", "2")
     parts = tmp_path / "parts"
     shutil.copytree(whole, parts)
@@ -116,13 +118,9 @@ def test_an_agent_is_trained_resumed_and_recorded_to_the_token(tmp_path, flags):
     assert not replay(said)  # the exit code 0
     other = AGENT.replace('f"check {question}"', '"check that"')
     (tmp_path / "my_agent_of_test.py").write_text(other)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragen_mega.commands.program", "replay", *said],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "the record has no answer" in done.stdout
+    monkeypatch.delitem(sys.modules, "my_agent_of_test")
+    AGENTS._known.clear()
+    assert replay(said) == 1 and "the record has no answer" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import pytest
 
 from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection
 from ragen_mega.rollout.player import PlaySettings
@@ -474,11 +475,18 @@ def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
     heard: dict[int, list[str]] = {}
     memory: list[int] = []
 
-    def say(text: str) -> str:
-        if len(engine.asked) % (256 * 5) == 0:
-            memory.append(psutil.Process().memory_info().rss)
-        engine.asked[-1] = None  # what the door keeps is measured
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+    class ForgetfulEngine(TalkingEngine):
+        num_answered = 0
+
+        async def generate(
+            self, tokens: list[int], sampling: SamplingParams, *, session: int
+        ) -> Completion:
+            completion = await super().generate(tokens, sampling, session=session)
+            self.asked.clear()  # for what the door keeps is measured
+            self.num_answered += 1
+            if self.num_answered % (256 * 5) == 0:
+                memory.append(psutil.Process().memory_info().rss)
+            return completion
 
     def run(task: dict[str, Any], client: openai.OpenAI) -> float:
         texts = [f"episode {task['outcome_seed']}"]
@@ -488,10 +496,11 @@ def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
         heard[task["outcome_seed"]] = texts[1::2]
         return 1.0
 
-    engine, began = TalkingEngine(say), time.process_time()
+    engine = ForgetfulEngine(lambda text: hashlib.sha256(text.encode()).hexdigest()[:8])
+    began = time.process_time()
     played = play(run, engine=engine, count=256)
     print(f"{time.process_time() - began:.1f} CPU s, {[size >> 20 for size in memory]} MiB")
-    assert len(engine.asked) == 256 * 20
+    assert engine.num_answered == 256 * 20
     for trajectory in played:
         assert sampled(trajectory) == heard[trajectory.outcome_seed]
         assert len(trajectory.turns) == 20 and trajectory.breaks == []
