@@ -75,6 +75,8 @@ class Answer:
     tool_calls: tuple[ToolCall, ...]
     is_trained: bool
     """Whether its tokens are under the loss mask."""
+    stopped_by: str | None = None
+    """Stop text that ended it."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further entries of the info of the answer's turn."""
 
@@ -186,9 +188,9 @@ class CallTree:
         stop_texts: Sequence[str] = (),
     ) -> Answer:
         """Add a sample to a call, cut at the token that completes a stop text."""
-        completion, text = self._stopped(completion, stop_texts)
+        completion, text, stopped_by = self._stopped(completion, stop_texts)
         parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
-        call.answers.append(Answer(completion, text, *parts, is_trained))
+        call.answers.append(Answer(completion, text, *parts, is_trained, stopped_by))
         return call.answers[-1]
 
     def trajectory(
@@ -302,19 +304,23 @@ class CallTree:
             code="context_length_exceeded",
         )
 
-    def _stopped(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
-        """Return a completion up to the token that completes a stop text, and its text before."""
+    def _stopped(
+        self, completion: Completion, stop_texts: Sequence[str]
+    ) -> tuple[Completion, str, str | None]:
+        """Return a completion up to the token that completes a stop text, its text before and the
+        stop text.
+        """
         decode, tokens = self._renderer.decode_action, completion.tokens
         text = decode(tokens)
         if not any(stop in text for stop in stop_texts):
-            return completion, text
+            return completion, text, None
         size = 1 + bisect_left(
             range(1, len(tokens)),
             True,
             key=lambda size: any(stop in decode(tokens[:size]) for stop in stop_texts),
         )
         text = decode(tokens[:size])
-        end = min(text.find(stop) for stop in stop_texts if stop in text)
+        end, stopped_by = min((text.find(stop), stop) for stop in stop_texts if stop in text)
         cut = replace(
             completion,
             tokens=tokens[:size],
@@ -322,7 +328,7 @@ class CallTree:
             finish_reason="stop",
             further_fields={name: row[:size] for name, row in completion.further_fields.items()},
         )
-        return cut, text[:end]
+        return cut, text[:end], stopped_by
 
 
 def _parts(
