@@ -46,7 +46,7 @@ from ragen_mega.rollout.tasks import (
     evaluation_prompts,
     prompt_examples,
 )
-from ragen_mega.run.check import check, recipe_note, sizes_without_effect
+from ragen_mega.run.check import check, import_agents, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -82,6 +82,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    import_agents(config.environment)
     config = locate(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
@@ -149,7 +150,9 @@ def build_run(
                 f" take {len(renderer.start(shown))} tokens"
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
-    for note in on_main(lambda: check_play(config, renderer)):
+    notes = [known.errors_say for known in references.values() if known.errors_say]
+    notes += on_main(lambda: check_play(config, renderer))
+    for note in notes:
         console.say(note)
     start = Start(base, None)
     if config.has_warm_start:
@@ -186,6 +189,8 @@ def build_run(
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     run.log.repeat_from(run.step)
     if checkpoint is None:
+        for note in notes:
+            logger.note(0, note)
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version
     return run

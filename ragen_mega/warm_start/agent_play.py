@@ -15,9 +15,10 @@ from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, writt
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.registry import Registry
 from ragen_mega.data.types import Trajectory
-from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
-from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.collector import collect, in_groups
+from ragen_mega.rollout.endings import check_ends, environment_errors
 from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -61,15 +62,19 @@ def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt
     same prompts.
     """
     whole, renderer = _unlimited(config)
-    rates = []
-    for skill, count in ((0.0, _RANDOM_EPISODES), (1.0, 1)):
+    rates, errors_say = [], None
+    for player, skill, count in (("random", 0.0, _RANDOM_EPISODES), ("ideal", 1.0, 1)):
         groups = evaluation_tasks(whole.environment, name, prompts, samples_per_prompt=count)
         example = _with_skill(whole, name, renderer, skill)
         played = _play(whole, renderer, example, list(chain.from_iterable(groups)))
         rates.append(sum(trajectory.success for trajectory in played) / len(played))
+        failures = [(each.seed, why) for each, why in environment_errors(in_groups(played))]
+        errors_say = errors_say or describe_failures(name, player, len(played), failures)
     rate, ideal = rates
     low, high = wilson_interval(rate * len(prompts), len(prompts))
-    return Baselines(name, len(prompts), rate, low, high, ideal, None, is_exact=False)
+    return Baselines(
+        name, len(prompts), rate, low, high, ideal, None, is_exact=False, errors_say=errors_say
+    )
 
 
 def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: float) -> Example:
@@ -139,13 +144,14 @@ def _play(
     config: StarPOConfig, renderer: ChatRenderer, example: Example, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     """Play episodes of an agent with an example as its model. Raises ValueError if none of them
-    asks for an answer, and for an example that fails.
+    asks for an answer or all end by an error, and for an example that fails.
     """
     settings = play_settings(
         config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
     )
     settings = replace(settings, answers=ExampleAnswers(renderer, example))
     played = collect(NoEngine(), renderer, tasks, settings)
+    check_ends(played)
     return [trajectory for group in played for trajectory in group.trajectories]
 
 

@@ -2,6 +2,7 @@
 play.
 """
 
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -50,7 +51,9 @@ from ragen_mega.warm_start.clone import (
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 TAIL = 0.25
-"""Steps on a falling learning rate after those until the loss was flat, as a share of them."""
+"""Steps on a falling learning rate after those until the loss was flat, as a share of them; flags
+of steps bound both together.
+"""
 
 
 class Start(NamedTuple):
@@ -130,6 +133,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             make_episode,
             range(200),
             skill=config.warm_start.warm_start_skill,
+            name=name,
             timeout=config.environment.environment_timeout,
         )
         with _declared(config, name) as environment:
@@ -261,8 +265,8 @@ def _fit(
     until_flat: bool = False,
 ) -> list[float]:
     """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress bar.
-    `until_flat`: at most so many, and then some on the last stage while the learning rate falls.
-    Returns their losses.
+    `until_flat`: at most so many, the last of them while the learning rate falls. Returns their
+    losses.
     """
     losses: list[float] = []
     with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
@@ -275,10 +279,12 @@ def _fit(
         taken = 0
         for batch, num_steps, size in stages:
             fitted = partial(fit, step, batch, batch_size=size, seed=seed)
+            num_steps = _before_fall(num_steps, until_flat)
             taken += fitted(num_steps=num_steps, report=report, until_flat=until_flat)
         if not until_flat:
             return losses
-        num_falling = max(1, round(TAIL * taken))
+        num_falling = min(round(TAIL * taken), progress.total - taken)
+        progress.total = taken + num_falling
         left = iter(range(num_falling - 1, -1, -1))
 
         def fall(metrics: dict[str, float]) -> None:
@@ -315,6 +321,7 @@ def scripted_play(
                 episode_maker(config.environment, name),
                 [SCRIPTED_SEEDS + index for index in indices],
                 skill=config.warm_start.warm_start_skill,
+                name=name,
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
                 in_sentences=config.model.load is not None,
@@ -367,6 +374,11 @@ def _that_fit(config: StarPOConfig, written: Sequence[Trajectory], what: str) ->
     return kept
 
 
+def _before_fall(num_steps: int, until_flat: bool) -> int:
+    """Return how many steps may come before the learning rate falls."""
+    return math.ceil(num_steps / (1 + TAIL)) if until_flat else num_steps
+
+
 def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
     """Return the optimizer's settings of a stage of the warm start; `lr` is the policy's."""
     return replace(
@@ -375,7 +387,7 @@ def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
         decoupled_lr=None,
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="constant" if config.warm_start.warm_start_until_flat else "cosine",
-        lr_warmup=num_steps // 20,
+        lr_warmup=_before_fall(num_steps, config.warm_start.warm_start_until_flat) // 20,
         num_steps=max(1, num_steps),  # none are allowed, and then none are taken
         weight_decay=0.0,
         adam_beta2=0.99,
