@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
@@ -45,7 +46,7 @@ from ragen_mega.rollout.tasks import (
     evaluation_prompts,
     prompt_examples,
 )
-from ragen_mega.run.check import check, recipe_note, sizes_without_effect
+from ragen_mega.run.check import check, import_agents, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -61,6 +62,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.warm_start.agent_play import example_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -80,6 +82,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    import_agents(config.environment)
     config = locate(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
@@ -100,7 +103,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
-        name: reference_players(config.environment, name, prompts[name]) for name in names
+        name: _references(config, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
@@ -147,7 +150,9 @@ def build_run(
                 f" take {len(renderer.start(shown))} tokens"
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
-    for note in on_main(lambda: check_play(config, renderer)):
+    notes = [known.errors_say for known in references.values() if known.errors_say]
+    notes += on_main(lambda: check_play(config, renderer))
+    for note in notes:
         console.say(note)
     start = Start(base, None)
     if config.has_warm_start:
@@ -184,6 +189,8 @@ def build_run(
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     run.log.repeat_from(run.step)
     if checkpoint is None:
+        for note in notes:
+            logger.note(0, note)
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version
     return run
@@ -309,6 +316,13 @@ def base_directory(config: StarPOConfig) -> Path:
 
     on_main(write)
     return base
+
+
+def _references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
+    """Return reference players of an environment or of an agent with an example. Collective."""
+    if is_agent(name) and config.agent.agent_example is not None:
+        return on_main(lambda: example_references(config, name, prompts))
+    return reference_players(config.environment, name, prompts)
 
 
 def known_references(
