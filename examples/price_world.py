@@ -45,9 +45,12 @@ class Prices:
         return [("user", f"{self.asked[0]} and {self.asked[1]}?")]
 
     def parse(self, text: str) -> str | dict:
-        """Read an answer: a call of a tool, or the sum as text."""
-        before, is_call, call = text.strip().partition("<tool_call>")
-        return json.loads(call.removesuffix("</tool_call>")) if is_call else before
+        """Read an answer: a call of a tool; any other text is the sum."""
+        before, _, call = text.strip().partition("<tool_call>")
+        try:
+            return json.loads(call.removesuffix("</tool_call>")) if call else before
+        except ValueError:
+            return text
 
     def step(self, action: str | dict) -> tuple:
         if isinstance(action, str):

@@ -19,6 +19,7 @@ from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
@@ -28,11 +29,10 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.server_cut import check_cpu_cut
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
@@ -204,6 +204,7 @@ def build_sampling(
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
+    set_fields(config, hf)
     renderer = load_renderer(str(base), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
 
@@ -336,6 +337,27 @@ def known_references(
     return {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
 
 
+def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Have tokens keep the routes of this model if the run replays them, and not those of another
+    run of this process. Raises ValueError for a model that has none.
+    """
+    TOKEN_FIELDS.pop(ROUTES, None)
+    shape, source = ModelShape.of(hf), config.train.routing_replay
+    if source == "none":
+        return
+    if not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {source} repeats choices of experts, and a {hf.model_type} model has"
+            " none; drop --routing-replay"
+        )
+    add_routes(
+        shape.num_layers,
+        shape.experts_per_token,
+        shape.num_experts,
+        by_engine=source == "engine",
+    )
+
+
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
     """Return the engine that samples for this rank. An SGLang server is started when it is first
     needed. Collective.
@@ -350,6 +372,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_context=rollout.max_context_length,
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
+            records_routes=config.train.routing_replay == "engine",
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -362,7 +385,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         else "file"
     )
     if group is not None and distributed.rank() % tp:
-        part = EngineShard(distributed.rank() % tp, tp)
+        part = EngineShard(distributed.rank() % tp, tp, settings.expert_parallel_size)
         return SGLangFollower(
             hf,
             part,
@@ -388,8 +411,10 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         device="cuda" if is_on_gpu else "cpu",
         dtype="bfloat16" if config.parallel.bf16 else "float32",
         tensor_parallel_size=rollout.rollout_tensor_parallel_size,
+        expert_parallel_size=rollout.rollout_expert_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
+        returns_routes=config.train.routing_replay == "engine",
         random_seed=config.train.seed + rank,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
@@ -406,6 +431,7 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
@@ -449,16 +475,15 @@ def check_loaded(
 
 def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """Raise ValueError where the engine could not serve this model on this machine."""
-    tp, shape = config.rollout.rollout_tensor_parallel_size, ModelShape.of(hf)
-    head_rows(shape, 0, tp)
-    if config.rollout.rollout_engine == "sglang" and shape.num_experts:
-        raise ValueError(
-            f"rollout_engine sglang was never tried with a mixture of experts ({hf.model_type}),"
-            " whose layout in the server depends on its kernels; use --rollout-engine embedded"
-        )
-    capability = precision.Machine.here().capability
+    tp, ep = (
+        config.rollout.rollout_tensor_parallel_size,
+        config.rollout.rollout_expert_parallel_size,
+    )
+    shape, capability = ModelShape.of(hf), precision.Machine.here().capability
+    if error := server_error(shape, tp, ep):
+        raise ValueError(error)
     if config.rollout.rollout_engine == "sglang" and capability is None:
-        check_cpu_cut(hf, tp)
+        check_cpu_cut(shape, tp, ep)
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
@@ -467,8 +492,10 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if config.rollout.sglang_arguments:
-        on_main(lambda: server_settings(config).check_command_line())
+    if config.rollout.rollout_engine == "sglang":
+        settings = server_settings(config)  # raises for what no server here can do
+        if config.rollout.sglang_arguments:
+            on_main(settings.check_command_line)
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -34,7 +34,7 @@ from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 EXAMPLES = Registry("agent example", "--agent-example", {})
 MOST_EPISODES = 2048
-"""Most episodes that are played; the warm start repeats them."""
+"""Number of different episodes; the warm start repeats them."""
 _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""
 _RANDOM_EPISODES = 4
@@ -44,17 +44,19 @@ _WHOLE = 1 << 20
 
 
 def example_play(
-    config: StarPOConfig, name: str, renderer: ChatRenderer, count: int
-) -> list[Trajectory]:
-    """Return episodes of agent `name`, at most `count` and MOST_EPISODES, with the answers of
-    `agent_example` under the loss mask.
+    config: StarPOConfig, name: str, renderer: ChatRenderer, indices: Sequence[int]
+) -> dict[int, Trajectory]:
+    """Return index -> episode of agent `name`, with the answers of `agent_example` under the loss
+    mask. Indices MOST_EPISODES apart have the same episode.
 
     Each answer is the example's own with probability `warm_start_skill`, else one that the example
     gave to a call of the same role and number in another episode: it has the right form alone.
     """
-    tasks = _tasks(config, name, count)
     example = _with_skill(config, name, renderer, config.warm_start.warm_start_skill)
-    return _play(config, renderer, example, tasks)
+    distinct = list(dict.fromkeys(index % MOST_EPISODES for index in indices))
+    played = _play(config, renderer, example, _tasks(config, name, distinct))
+    episodes = dict(zip(distinct, played, strict=True))
+    return {index: episodes[index % MOST_EPISODES] for index in indices}
 
 
 def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
@@ -83,7 +85,7 @@ def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: 
     if skill == 1:
         return ideal
     others: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for trajectory in _play(config, renderer, ideal, _tasks(config, name, _OTHERS)):
+    for trajectory in _play(config, renderer, ideal, _tasks(config, name, range(_OTHERS))):
         for call, text in _calls(trajectory, renderer):
             others[call["role"], call["index"]].append(text)
 
@@ -99,7 +101,7 @@ def example_texts(config: StarPOConfig, name: str) -> list[str]:
     whole, renderer = _unlimited(config)
     texts = []
     ideal = _ideal(config.agent.agent_example)
-    for trajectory in _play(whole, renderer, ideal, _tasks(config, name, 200)):
+    for trajectory in _play(whole, renderer, ideal, _tasks(config, name, range(200))):
         texts.append("system\nuser\nassistant\ntool\n")
         for call, text in _calls(trajectory, renderer):
             texts += [message["content"] for message in call["messages"]]
@@ -130,12 +132,12 @@ def _calls(
             yield turn.info[CALL], renderer.decode_action(tokens)
 
 
-def _tasks(config: StarPOConfig, name: str, count: int) -> list[Task]:
-    """Return the tasks of `count` episodes, at most MOST_EPISODES, that no evaluation has."""
+def _tasks(config: StarPOConfig, name: str, indices: Sequence[int]) -> list[Task]:
+    """Return the tasks of these episodes, which no evaluation has."""
     maker = episode_maker(config.environment, name)
     return [
         task
-        for seed in range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + min(count, MOST_EPISODES))
+        for seed in (SCRIPTED_SEEDS + index for index in indices)
         for task in tasks_for_group(seed, name, seed, maker, group_size=1)
     ]
 

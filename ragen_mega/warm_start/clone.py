@@ -6,6 +6,7 @@ how to describe the state, not how to play.
 """
 
 import copy
+import json
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -168,11 +169,18 @@ def scripted_texts(
     # The chat template's words, as often as they will occur.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
     for played in scripted_episodes(make_episode, seeds, skill=skill, name=name, timeout=timeout):
-        texts.extend(message.content for message in played.messages)
-        for response, result in played.turns:
-            texts.append(response)
-            texts.extend(message.content for message in result.messages)
+        texts.extend(said_in(played))
     return texts
+
+
+def said_in(played: ScriptedEpisode) -> Iterator[str]:
+    """Yield the tools and messages of an episode, each as the text that the policy sees."""
+    tools = (played.begun and played.begun.tools) or ()
+    yield from (json.dumps(tool, ensure_ascii=False) for tool in tools)
+    yield from (message.content for message in played.messages)
+    for response, result in played.turns:
+        yield response
+        yield from (message.content for message in result.messages)
 
 
 def as_trajectory(

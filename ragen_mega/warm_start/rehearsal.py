@@ -27,6 +27,7 @@ from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     ScriptedEpisode,
     as_trajectory,
+    said_in,
     scripted_episodes,
 )
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -86,10 +87,7 @@ def begun(played: Iterable[ScriptedEpisode]) -> list[ScriptedEpisode]:
 def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
     yield "system\nuser\nassistant\n"
     for episode in played:
-        yield from (message.content for message in episode.messages)
-        for response, result in episode.turns:
-            yield response
-            yield from (message.content for message in result.messages)
+        yield from said_in(episode)
 
 
 def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> int:
@@ -115,7 +113,7 @@ def _needed_by_agent(config: StarPOConfig, renderer: ChatRenderer, name: str) ->
     if config.agent.agent_example is None:
         return config.rollout.max_context_length
     needed = 0
-    for trajectory in example_play(config, name, renderer, EPISODES):
+    for trajectory in example_play(config, name, renderer, range(EPISODES)).values():
         for start, end in trajectory.segments:
             needed = max(needed, end - start + (_LENGTH - 1) * sum(trajectory.loss_mask[start:end]))
     return needed

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -313,8 +312,7 @@ def scripted_play(
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
             if is_agent(name):
-                examples = example_play(config, name, renderer, len(indices))
-                own |= zip(indices, cycle(examples))
+                own |= example_play(config, name, renderer, indices)
                 progress.advance(len(indices))
                 continue
             episodes = scripted_episodes(
