@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragen_mega.data.types import Completion, Trajectory
@@ -101,14 +101,25 @@ class Call:
     answers: list[Answer] = field(default_factory=list)
 
     @property
+    def lineage(self) -> list[tuple[Call, int]]:
+        """Calls before this one, from the root on, each with the number of the answer that the next
+        one continues.
+        """
+        found, parent = [], self.parent
+        while parent is not None:
+            found.append(parent)
+            parent = parent[0].parent
+        return found[::-1]
+
+    @property
     def tokens(self) -> list[int]:
         """The whole prompt [L]."""
-        parts, parent = [self.added], self.parent
-        while parent is not None:
-            call, number = parent
-            parts += [call.answers[number].completion.tokens, call.added]
-            parent = call.parent
-        return [token for part in reversed(parts) for token in part]
+        parts = [
+            part
+            for call, number in self.lineage
+            for part in (call.added, call.answers[number].completion.tokens)
+        ]
+        return [token for part in (*parts, self.added) for token in part]
 
 
 class CallTree:
@@ -208,14 +219,16 @@ class CallTree:
         while stack:
             (call, number), continues = stack.pop()
             answer = call.answers[number]
-            prompt = call.added if continues else call.tokens
-            trajectory.append_observation(prompt, afresh=not continues)
+            for before, answered in () if continues else call.lineage:
+                trajectory.append_observation(before.added, afresh=before.parent is None)
+                trajectory.append_context(before.answers[answered].completion)
+            trajectory.append_observation(call.added, afresh=call.parent is None)
             if answer.is_trained:
                 turn = trajectory.append_action(answer.completion)
                 turn.reward = call_rewards.get(call.index, 0.0)
                 turn.info |= {CALL: record(call, number)} | answer.info
             else:
-                trajectory.append_observation(answer.completion.tokens)
+                trajectory.append_context(answer.completion)
             following = successors[call.index, number]
             stack += [(node, place == 0) for place, node in enumerate(following)][::-1]
         if not trajectory.turns:  # nothing was sampled
@@ -308,8 +321,13 @@ class CallTree:
         )
         text = decode(tokens[:size])
         end, stopped_by = min((text.find(stop), stop) for stop in stop_texts if stop in text)
-        further = {name: row[:size] for name, row in completion.further_fields.items()}
-        cut = Completion(tokens[:size], completion.logprobs[:size], "stop", further)
+        cut = replace(
+            completion,
+            tokens=tokens[:size],
+            logprobs=completion.logprobs[:size],
+            finish_reason="stop",
+            further_fields={name: row[:size] for name, row in completion.further_fields.items()},
+        )
         return cut, text[:end], stopped_by
 
 

@@ -223,7 +223,12 @@ class Visit:
             self.limit_reached = _LIMITS.get(error.code, self.limit_reached)
             raise
         tokens, asked = call.tokens, self._asked(request)
-        samplings = [self._sampling(request, tokens, asked) for _ in range(request.num_answers)]
+        prompt = tuple(tokens)
+        # The last token before the call was sampled, and nothing has been recorded with it yet.
+        num_recorded = max(0, len(tokens) - len(call.added) - 1)
+        samplings = [
+            self._sampling(request, prompt, asked, num_recorded) for _ in range(request.num_answers)
+        ]
         completions = await asyncio.gather(
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
@@ -280,22 +285,26 @@ class Visit:
         }
 
     def _sampling(
-        self, request: ChatRequest, tokens: list[int], asked: dict[str, float]
+        self,
+        request: ChatRequest,
+        prompt: tuple[int, ...],
+        asked: dict[str, float],
+        num_recorded: int,
     ) -> SamplingParams:
         """Return the parameters of one sample of what follows a prompt, with its seed."""
         limits = self._limits
-        prompt = tuple(tokens)
         digest = text_seed(repr(prompt))
         times = self._times_asked[digest]
         self._times_asked[digest] += 1
         own = {"temperature": limits.temperature, "top_p": limits.top_p}
         if limits.agent.agent_sampling == "agent":
             own |= asked
-        room = limits.max_context - len(tokens)
+        room = limits.max_context - len(prompt)
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
             stop_token_ids=limits.stop_token_ids,
             seed=text_seed(repr((*self._seed, prompt, times, request.seed))),
+            num_recorded=num_recorded,
             **own,
         )
 
