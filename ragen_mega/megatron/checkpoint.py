@@ -136,12 +136,14 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
 
 
 def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
-    """Name -> this rank's part of a parameter; `.data` is the parameter itself. The layers' extra
-    state is left out.
+    """Name, after the number of the chunk -> this rank's part of a parameter; `.data` is the
+    parameter itself. The layers' extra state is left out.
     """
-    sharded, _ = extract_sharded_tensors_and_factories(trainer.module.sharded_state_dict())
+    state = {str(number): c.sharded_state_dict() for number, c in enumerate(trainer.chunks)}
+    nested, _ = extract_sharded_tensors_and_factories(state)
+    sharded = {f"{chunk}.{name}": part for chunk in nested for name, part in nested[chunk].items()}
     assert {id(part.data) for part in sharded.values()} == {
-        id(parameter) for parameter in trainer.module.parameters()
+        id(parameter) for parameter in trainer.chunks.parameters()
     }
     return sharded
 

@@ -15,7 +15,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.checkpoint import BACKEND
 from ragen_mega.megatron.checkpoint import VERSION as BACKEND_VERSION
 from ragen_mega.models.layout import Slot, model_slots
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, stage_layers
 from ragen_mega.storage.integrity import describe_file, write_manifest
 from ragen_mega.storage.model_readers import FORMAT, ROLE, VERSION
 from ragen_mega.storage.model_writers import Kind, TensorFile
@@ -89,8 +89,8 @@ class MegatronWriter:
         """Return the first rank of the pipeline stage that holds a parameter; rank numbers run over
         tensor-parallel ranks first.
         """
-        num_stages = self._parallel.pipeline_model_parallel_size
-        stage = 0 if slot.key.startswith("embedding.") else num_stages - 1
+        stages = stage_layers(slot.shape.num_layers, self._parallel.pipeline_model_parallel_size)
+        stage = 0 if slot.key.startswith("embedding.") else len(stages) - 1
         if slot.layer is not None:
-            stage = slot.layer * num_stages // slot.shape.num_layers
+            (stage,) = (s for s, (layers,) in enumerate(stages) if slot.layer in layers)
         return stage * self._parallel.tensor_model_parallel_size

@@ -9,6 +9,7 @@ the control group, so that all ranks go on with the same numbers.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -32,11 +33,11 @@ from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.layers import drop_quantised_weights
-from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.model import model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
-from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
+from ragen_mega.megatron.weights import held, load_weights, mark_tensor_parallel
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Shared prefixes are merged only if at most this share of the positions is distinct: building the
@@ -55,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: QwenModel,
+        chunks: nn.ModuleList,
         groups: ProcessGroupCollection,
         parallel: ParallelConfig,
         train: TrainConfig,
@@ -65,12 +66,14 @@ class Trainer:
         adam_eps: float = 1e-8,
         with_muon: bool = False,
     ) -> None:
-        mark_tensor_parallel(module)
-        self.module = module
+        mark_tensor_parallel(chunks)
+        self.chunks = chunks
+        """The models of this rank: one, or several under the interleaved schedule."""
+        config = chunks[0].config  # the same object for all
         self.groups = groups
         self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)
-        shape = module.shape
+        shape = chunks[0].shape
         self.cost = Cost.of_model(
             shape.num_layers * shape.active_size,
             shape.num_layers * shape.q_size,
@@ -79,21 +82,25 @@ class Trainer:
         self.most_nodes = MAX_DISTINCT_SHARE[
             train.shared_prefixes if parallel.fp8 == "none" else "off"
         ]
-        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
+        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(config)
         # Muon needs the gradients of whole matrices.
         is_distributed = parallel.use_distributed_optimizer and not with_muon
-        self.model = DistributedDataParallel(
-            module.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=is_distributed,
-                overlap_grad_reduce=groups.dp.size() > 1,
-            ),
-            module,
-        )
+        self.models = [
+            DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=is_distributed,
+                    overlap_grad_reduce=groups.dp.size() > 1,
+                ),
+                chunk,
+                disable_bucketing=number > 0,  # the passes of other chunks hide its reduction
+            )
+            for number, chunk in enumerate(chunks)
+        ]
         # gradients are reduced during the backward pass of the last microbatch
-        module.config.no_sync_func = self.model.no_sync
-        module.config.finalize_model_grads_func = _sum_gradients
+        config.no_sync_func = self._no_sync
+        config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
         options = OptimizerConfig(
             optimizer="adam",
@@ -106,18 +113,18 @@ class Trainer:
             adam_eps=adam_eps,
             clip_grad=train.clip_grad,
             bf16=parallel.bf16,
-            params_dtype=module.config.params_dtype,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=is_distributed,
         )
         build = partial(
             get_megatron_optimizer,
             options,
-            [self.model],
+            self.models,
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
         with cpu.cuda_literals_as_cpu():
-            self.optimizer = chain_muon(build, module, options) if with_muon else build()
+            self.optimizer = chain_muon(build, chunks, options) if with_muon else build()
         self.schedule = _schedule_of(self.optimizer, train, lr, min_lr)
         # (highest, lowest) of each group's schedule
         self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
@@ -128,7 +135,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["fused"] = True
         self.memory = Offloadable(self._tensors)
-        self.memory.forget = partial(drop_quantised_weights, module)
+        self.memory.forget = partial(drop_quantised_weights, chunks)
 
     def set_lr_factor(self, factor: float) -> None:
         """Let the learning rate be this share of what the schedule says, now and later."""
@@ -139,7 +146,7 @@ class Trainer:
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns."""
         self.memory.require("parameters", "optimizer")
-        load_weights(self.module, read)
+        load_weights(self.chunks, read)
         self.optimizer.reload_model_params()
 
     def per_token(self, batch: TokenBatch, compute: PerToken, *columns: int) -> Tensor:
@@ -151,10 +158,10 @@ class Trainer:
         result = torch.zeros(batch.num_positions, *columns)
         parts = self._parts(batch)
         if micros := self._microbatches(batch, parts):
-            self.model.eval()
+            self.chunks.eval()
             # delayed scaling learns them from a pass, and only where gradients are enabled
             if self._lacks_scales:
-                self._run(micros[:1], compute, forward_only=True)
+                self._run(micros[: self._at_once], compute, forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
                 outputs = self._run(micros, compute, forward_only=True)[: len(parts)]
@@ -174,9 +181,9 @@ class Trainer:
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
         """
         self.memory.require("parameters", "gradients", "optimizer")
-        if not self.model.training:  # it visits every module
-            self.model.train()
-        self.model.zero_grad_buffer()
+        if not self.chunks.training:  # it visits every module
+            self.chunks.train()
+        self._zero_gradients()
         self.optimizer.zero_grad()
         weights = aggregation_weights(
             batch.loss_mask,
@@ -190,8 +197,8 @@ class Trainer:
         micros = self._microbatches(batch, parts, at_least=1)
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
-            self._run(micros[:1], loss, forward_only=False)
-            self.model.zero_grad_buffer()
+            self._run(micros[: self._at_once], loss, forward_only=False)
+            self._zero_gradients()
             self._lacks_scales = self._lacks_gradient_scales = False
         results = self._run(micros, loss, forward_only=False)[: len(parts)]
         nodes = sum(m.forest.num_nodes - m.forest.padding for m in micros[: len(parts)])
@@ -214,11 +221,11 @@ class Trainer:
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the reduced, clipped gradient of every local parameter after `step` (not with the
-        distributed optimizer).
+        """Return the reduced, clipped gradient of every local parameter after `step`, under the
+        name that its slot has (not with the distributed optimizer).
         """
         self.memory.require("gradients")
-        return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
+        return {slot.parameter: parameter.main_grad for slot, parameter in held(self.chunks)}
 
     @property
     def lr(self) -> float:
@@ -230,7 +237,26 @@ class Trainer:
         """Whether this rank holds results that others do not: one tensor-parallel rank of the last
         stage.
         """
-        return self.module.post_process and self.groups.tp.rank() == 0
+        return self.chunks[-1].post_process and self.groups.tp.rank() == 0
+
+    @property
+    def _at_once(self) -> int:
+        """Number of microbatches of which the schedule takes a multiple: with several chunks it
+        passes as many as there are stages through one before it turns to the next.
+        """
+        return self.groups.pp.size() if len(self.chunks) > 1 else 1
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the block on this rank."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
+
+    def _zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
 
     def _exchange(
         self, batch: TokenBatch, parts: list[Part], results: list[Any], nodes: int, num_metrics: int
@@ -268,8 +294,9 @@ class Trainer:
         self, batch: TokenBatch, parts: list[Part], at_least: int = 0
     ) -> list[Microbatch]:
         """Return the microbatches of one pass: those of `parts` and, so that this rank takes part
-        in as many collectives as others, some of no weight. There are `at_least` so many, and with
-        expert parallelism as many on all ranks, since tokens travel between them in every layer.
+        in as many collectives as others, some of no weight. There are `at_least` so many, with
+        expert parallelism as many on all ranks, since tokens travel between them in every layer,
+        and a multiple of what the schedule takes at once.
 
         In a pipeline all have one size: stages then need not exchange shapes, and they wait for the
         longest anyway.
@@ -277,6 +304,7 @@ class Trainer:
         number, multiple = max(at_least, len(parts)), self.alignment
         if self.groups.ep.size() > 1:
             number = int(distributed.max_over_ranks(torch.tensor(number)))
+        number += -number % self._at_once
         idle = [Part([int(batch.lengths.argmin())], [0])] * (number - len(parts))
         if self.groups.pp.size() > 1 and number:
             sizes = [int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts + idle]
@@ -306,10 +334,11 @@ class Trainer:
             loss, *result = function(micro, output)
             return loss, torch.ones((), dtype=torch.int, device=loss.device), result
 
-        return get_forward_backward_func()(
+        chunks = len(self.chunks) if len(self.chunks) > 1 else None
+        return get_forward_backward_func(self.groups.pp.size(), chunks)(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[self.model],
+            data_iterator=[iter(micros) for _ in self.models],
+            model=self.models,
             num_microbatches=len(micros),
             seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
             micro_batch_size=1,
@@ -321,9 +350,9 @@ class Trainer:
         """Yield everything large that this trainer keeps, whichever optimizer of megatron-core
         holds it.
         """
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.chunks.named_parameters():
             yield "parameters", name, parameter
-        for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):
+        for index, buffer in enumerate(self._buffers()):
             yield "gradients", f"buffer_{index}", buffer.grad_data
         for index, optimizer in enumerate(self.optimizers):
             mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
@@ -335,11 +364,18 @@ class Trainer:
                     if isinstance(value, Tensor) and value.dim():  # the number of steps stays
                         yield "optimizer", f"{name}.{key}", value
 
+    def _buffers(self) -> list[Any]:
+        """Return megatron-core's contiguous gradients, those of experts apart."""
+        return [
+            buffer
+            for model in self.models
+            for buffer in model.buffers + model.expert_parallel_buffers
+        ]
+
     def _squared_norm(self) -> Tensor:
         """[1] float64 on the device: of this rank's gradient buffers."""
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
-        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
-        return norms.double().square().sum().reshape(1)
+        norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in self._buffers()]
+        return torch.stack(norms).double().square().sum().reshape(1)
 
 
 def _schedule_of(

@@ -56,8 +56,9 @@ def layouts(
     engines = sizes if config.rollout.rollout_engine == "sglang" else [1]
     modes = ("none", "rollout", "turns") if config.advantage.uses_critic else ("none", "rollout")
     room, experts = config.rollout.max_context_length, shape.num_experts
+    vp = config.parallel.virtual_pipeline_model_parallel_size
     usual = {
-        "pipeline_model_parallel_size": range(1, num_ranks + 1),
+        "pipeline_model_parallel_size": range(1 if vp == 1 else 2, num_ranks + 1),
         "tensor_model_parallel_size": sizes,
         "expert_model_parallel_size": [
             size for size in range(1, (experts or 1) + 1) if num_ranks % size == 0
@@ -70,7 +71,7 @@ def layouts(
     tried = [(now[name],) if name in now else values for name, values in usual.items()]
     kv = config.rollout.kv_cache_tokens
     for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
-        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep):
+        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep, vp):
             continue
         if num_ranks % engine_tp or shape.num_heads % engine_tp:
             continue

@@ -613,10 +613,11 @@ def rollout(
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     """Read the layout and precision in which a run trains."""
-    layout, (tp, pp, ep) = config.parallel, setting.cut
+    layout, (tp, pp, ep, vp) = config.parallel, config.parallel.cut
     return Cut(
         tp=tp,
         pp=pp,
+        vp=vp,
         dp=setting.dp,
         ep=ep,
         copies=True,
@@ -634,7 +635,7 @@ def hand_over(
     """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
     both): seconds of ranks that train, and seconds of ranks that sample.
     """
-    reached, (tp, pp, ep) = machine.constants, setting.cut
+    reached, (tp, pp, ep, _) = machine.constants, setting.parallel.cut
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:

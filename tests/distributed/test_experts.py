@@ -133,7 +133,7 @@ def computed(
             for role, model in (("policy", policy), ("critic", critic)):
                 found[f"{role} norm {step}"] = torch.tensor(model.update(batch)["grad_norm"])
                 gradients = model.trainer.gradients()
-                for name, gradient in export_weights(model.module, groups, gradients):
+                for name, gradient in export_weights(model.chunks, groups, gradients):
                     if step == 0:
                         found[f"{role} gradient {name}"] = gradient.clone()
         if distributed.is_main():

@@ -24,9 +24,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
+from ragen_mega.megatron.model import (
+    build_critic_model,
+    build_policy_model,
+    transformer_config,
+)
 from ragen_mega.megatron.resharding import ReshardPlan
-from ragen_mega.megatron.weights import slots
+from ragen_mega.megatron.weights import held
 from ragen_mega.models.layout import Slot, model_slots
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
@@ -76,11 +80,6 @@ class Recipe:
                 shutdown()
 
 
-def parameters_of(model: torch.nn.Module) -> Held:
-    tensors = dict(model.named_parameters())
-    return [(slot, tensors[slot.parameter]) for slot in slots(model)]
-
-
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
     """The recipe with the shards of its policy built on the device `meta`."""
@@ -93,12 +92,12 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
         for stage, place, groups in built.each_rank():
             with torch.device("meta"):
                 policy = build_policy_model(built.hf, config, groups)
-                critic = QwenCritic(built.hf, config, groups)
+                critic = build_critic_model(built.hf, config, groups)
             for model in (policy, critic):
                 stored = sum(tensor.nbytes for tensor in model.parameters())
                 planned = state_of(built.shape, plain, stage, is_critic=model is critic)
                 assert stored == planned.parameters, (stage, place, model is critic)
-            built.held[stage, place] = parameters_of(policy)
+            built.held[stage, place] = list(held(policy))
         yield built
     finally:
         shutdown()
@@ -120,9 +119,9 @@ def test_every_rank_of_a_mixture_holds_its_plan_and_its_experts(recipe: Recipe) 
     """Each has as many experts, and the last rank the last ones."""
     assert recipe.ep > 1
     of_rank = recipe.shape.num_experts // recipe.ep
-    for (_, place), held in recipe.held.items():
+    for (_, place), parameters in recipe.held.items():
         first = place % recipe.ep * of_rank
-        numbers = {slot.expert for slot, _ in held} - {None}
+        numbers = {slot.expert for slot, _ in parameters} - {None}
         assert numbers == set(range(first, first + of_rank))
 
 

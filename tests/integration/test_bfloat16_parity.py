@@ -105,7 +105,7 @@ def of_trainer(
     )
     policy.load_weights(model.state_dict().get)
     if sums != torch.float32:
-        norm = policy.module.decoder.final_layernorm
+        norm = policy.head.decoder.final_layernorm
 
         def forward(x: Tensor) -> Tensor:
             squares = x.to(sums).square().unbind(-1)

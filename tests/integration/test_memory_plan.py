@@ -124,7 +124,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     # or tokens would return from experts by way of another copy
     torch.use_deterministic_algorithms(False)
     groups = initialize(parallel)
-    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    (model,) = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:

@@ -65,7 +65,7 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
     """Parameters, gradient buffers and Adam's tensors, found by other means than `Trainer` finds
     them.
     """
-    parameters = list(trainer.module.parameters())
+    parameters = list(trainer.chunks.parameters())
     moments = [
         value
         for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
@@ -74,17 +74,17 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
         if value.dim()
     ]
     mains = [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
-    buffers = [b.param_data for b in trainer.model.buffers if b.param_data is not None]
+    buffers = [b.param_data for b in trainer.models[0].buffers if b.param_data is not None]
     return [*parameters, *(p.main_grad for p in parameters), *moments, *mains, *buffers]
 
 
 def state(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of the parameters and, gathered over ranks, of Adam's tensors."""
     trainer.memory.require(*KINDS)
-    tensors = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+    tensors = [parameter.detach().clone() for parameter in trainer.chunks.parameters()]
     return tensors + [
         value
-        for parameter in trainer.module.parameters()
+        for parameter in trainer.chunks.parameters()
         for value in _read_adam(trainer, parameter, "cpu").values()
     ]
 

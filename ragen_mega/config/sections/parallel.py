@@ -16,7 +16,16 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Ranks that share every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1
-    """Pipeline stages (PP)."""
+    """Pipeline stages (PP). Where they do not divide the layers, the last one has a layer fewer
+    than others, then the first one, then those beside them.
+    """
+    virtual_pipeline_model_parallel_size: Annotated[
+        Count, OnlyWith("pipeline_model_parallel_size", "--pipeline-model-parallel-size 2")
+    ] = 1
+    """Chunks of layers on each pipeline stage (VP). A microbatch passes the first chunks of all
+    stages, then the second ones, and so on. Stages wait for each other for 1/VP of the time, send
+    VP times as many activations, and keep more of them.
+    """
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer (EP): consecutive ones of a pipeline stage, whether
     tensor- or data-parallel. Each holds whole experts, and tokens travel to the rank of theirs.
@@ -93,6 +102,16 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
             )
+
+    @property
+    def cut(self) -> tuple[int, int, int, int]:
+        """Sizes of tensor, pipeline and expert parallelism, and chunks of a pipeline stage."""
+        return (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size,
+        )
 
     @property
     def recomputation(self) -> Recompute:
