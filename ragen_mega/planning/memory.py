@@ -278,6 +278,13 @@ def _stream_itemsize(setting: Setting) -> int:
     return FP32 if is_local else setting.itemsize
 
 
+def in_flight(stage: int, pp: int, vp: int) -> int:
+    """Return the largest number of passes through a chunk of a stage of which the backward pass has
+    not come: under 1F1B or, with several chunks, megatron-core's interleaved schedule.
+    """
+    return pp - stage if vp == 1 else 2 * (pp - stage - 1) + (vp - 1) * pp + 1
+
+
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
@@ -294,12 +301,9 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
-    # passes of a chunk before the first backward pass: of one, 1F1B; of several, megatron-core's
-    # interleaved schedule
-    in_flight = pp - stage if vp == 1 else 2 * (pp - stage - 1) + (vp - 1) * pp + 1
-    per_position *= in_flight
+    per_position *= in_flight(stage, pp, vp)
     if stage == 0:
-        per_position += 8 * in_flight // vp  # token ids of the embedding
+        per_position += 8 * pp  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
         per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // setting.sp
     return per_position * setting.max_tokens

@@ -291,7 +291,8 @@ def passes(
     terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
-    # where layers do not divide evenly, the first and the last stage have those fewer
+    # where layers do not divide evenly, the first and the last stage have those fewer, as published
+    # layouts do; the trainer's own stages have one fewer each
     most = math.ceil(sizes.num_layers / cut.pp)
     fewer = math.ceil((most * cut.pp - sizes.num_layers) / 2)
     slowest = max(most * body, (most - fewer) * body + last * sizes.num_layers / cut.pp)

@@ -27,7 +27,7 @@ from tests.support.forked_ranks import on_ranks
 from tools import parity
 
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(600)]
-MODEL = parity.random_model("qwen3_moe", num_experts=8)
+MODEL = parity.random_model("qwen3_moe", num_experts=8, num_hidden_layers=4)
 HF, SHAPE = MODEL.config, ModelShape.of(MODEL.config)
 WEIGHTS = split_experts({n: t.detach() for n, t in MODEL.named_parameters()}, SHAPE)
 EP2 = ParallelConfig(expert_model_parallel_size=2)

@@ -171,6 +171,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
             {},
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             {"pipeline_model_parallel_size": 2},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             {"expert_model_parallel_size": 2},
         )
         for is_sharded, bf16 in ((False, True), (True, False), (True, True))
