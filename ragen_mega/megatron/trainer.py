@@ -32,6 +32,7 @@ from ragen_mega.data.balance import Cost
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
+from ragen_mega.megatron.adam import find_updated, update_in_parts
 from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import model_inputs
 from ragen_mega.megatron.muon import chain_muon
@@ -134,8 +135,12 @@ class Trainer:
             # for each, which small models feel.
             for group in self.optimizer.param_groups:
                 group["fused"] = True
+        self.updated = find_updated(chunks, self.optimizers)
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, chunks)
+        if parallel.optimizer_cpu_offload and not with_muon:
+            self.memory.park("optimizer")
+            update_in_parts(self.updated.values(), self.memory)
 
     def set_lr_factor(self, factor: float) -> None:
         """Let the learning rate be this share of what the schedule says, now and later."""
@@ -147,7 +152,9 @@ class Trainer:
         """Start from the Hugging Face tensors that `read` returns."""
         self.memory.require("parameters", "optimizer")
         load_weights(self.chunks, read)
-        self.optimizer.reload_model_params()
+        for item in self.updated.values():
+            with self.memory.borrowed("optimizer", item.tensors):
+                item.reload()
 
     def per_token(self, batch: TokenBatch, compute: PerToken, *columns: int) -> Tensor:
         """[T] of `compute`, or [T, columns], over all trajectories of `batch`, without gradients;
@@ -347,22 +354,14 @@ class Trainer:
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Yield everything large that this trainer keeps, whichever optimizer of megatron-core
-        holds it.
-        """
+        """Yield everything large that this trainer keeps."""
         for name, parameter in self.chunks.named_parameters():
             yield "parameters", name, parameter
         for index, buffer in enumerate(self._buffers()):
             yield "gradients", f"buffer_{index}", buffer.grad_data
-        for index, optimizer in enumerate(self.optimizers):
-            mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
-            for position, main in enumerate(mains):
-                name = f"{index}.{position}"
-                # for a float32 parameter this is (a part of) the parameter itself
-                yield "optimizer", f"{name}.main", main
-                for key, value in optimizer.optimizer.state.get(main, {}).items():
-                    if isinstance(value, Tensor) and value.dim():  # the number of steps stays
-                        yield "optimizer", f"{name}.{key}", value
+        for item in self.updated.values():
+            for name, tensor in item.tensors():
+                yield "optimizer", name, tensor
 
     def _buffers(self) -> list[Any]:
         """Return megatron-core's contiguous gradients, those of experts apart."""

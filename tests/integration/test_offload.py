@@ -1,6 +1,7 @@
 """Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -123,11 +124,15 @@ def check_layout(
     parallel: ParallelConfig,
 ) -> None:
     expected = train(build(hf, weights, parallel), batch, Colocated("none"))
-    for mode in ("rollout", "turns"):
-        models, phases = build(hf, weights, parallel), Colocated(mode)
+    for mode, parks in (("rollout", False), ("turns", False), ("rollout", True)):
+        layout = replace(parallel, optimizer_cpu_offload=parks)
+        models, phases = build(hf, weights, layout), Colocated(mode)
         for name, model in models.items():
             phases.add(name, model.trainer.memory)
-        assert same(train(models, batch, phases), expected), mode
+        assert same(train(models, batch, phases), expected), (mode, parks)
+        if parks:
+            memory = models[ACTOR].trainer.memory
+            assert memory.on_device()["optimizer"] == 0 < memory.away()["optimizer"]
         if mode == "turns":  # the actor's state was asked for last
             assert sum(models[CRITIC].trainer.memory.on_device().values()) == 0
             assert sum(models[ACTOR].trainer.memory.away().values()) == 0

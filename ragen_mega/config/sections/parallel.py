@@ -36,6 +36,10 @@ class ParallelConfig(Section):
     """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
+    optimizer_cpu_offload: bool = False
+    """Keep Adam's moments and the float32 copies of parameters in host memory. An update passes
+    them through the device part by part, with the same result to the bit.
+    """
     recompute: Recompute | None = None
     """Recompute activations in the backward pass: none, the feed-forward part of each layer, which
     holds most of them, or whole layers (default: none, or what the memory of a rank demands).
