@@ -48,6 +48,10 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+ADAM_PART = 512 * 2**20
+"""Optimizer state that an update passes through the device at a time, or that of one parameter
+(`ragen_mega.megatron.adam`).
+"""
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
 buckets.
@@ -149,6 +153,12 @@ def state_of(
     sharers = ((setting.dp, dp_rank), (setting.expert_dp, expert_rank))
     cut = setting.parallel.cut
     return _state(shape, cut, sharers, stage, item, shards=shards, is_critic=is_critic)
+
+
+def device_state(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> ModelState:
+    """Compute `state_of` without what stays in host memory all the time."""
+    state = state_of(shape, setting, stage, is_critic=is_critic)
+    return state._replace(optimizer=0) if setting.parallel.optimizer_cpu_offload else state
 
 
 @lru_cache(maxsize=4096)
@@ -355,7 +365,9 @@ def stage_phases(
     """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
     offload, (tp, pp, ep, vp) = setting.parallel.offload, setting.parallel.cut
     names = ("actor", "critic") if setting.has_critic else ("actor",)
-    trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
+    trains = {
+        name: device_state(shape, setting, stage, is_critic=name == "critic") for name in names
+    }
     weights, kv = engine_bytes(shape, setting)
     in_fp8 = {}
     if (
@@ -386,6 +398,9 @@ def stage_phases(
             "workspace": passing,
             "fragmentation": int(FRAGMENTATION * (saved + passing)),
         }
+        if setting.parallel.optimizer_cpu_offload:
+            largest = max(shape.num_elements(shape.family.outer[0], tp), *shape.layer_sizes(tp, ep))
+            passes["part of optimizer"] = max(ADAM_PART, (MOMENTS + FP32) * largest)
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
         stays = {f"{name} state": sum((*state, *in_fp8.values())) for name, state in trains.items()}
@@ -444,7 +459,9 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
             # the actor's own wait here too while the reference computes
             total += state.parameters * (2 if layout.offload == "none" else 1)
         if layout.offload != "none":
-            total += state.parameters + state.optimizer
+            total += state.parameters
+        if layout.offload != "none" or layout.optimizer_cpu_offload:
+            total += state.optimizer
     return total
 
 
@@ -528,6 +545,7 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         "set --recompute full": layout.recompute != "full",
         "add --sequence-parallel": not shards_sequence,
         "lower --max-tokens-per-microbatch": True,
+        "add --optimizer-cpu-offload": not layout.optimizer_cpu_offload and not setting.on_host,
         "set --offload turns": setting.has_critic
         and layout.offload != "turns"
         and not setting.on_host,

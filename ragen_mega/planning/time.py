@@ -22,7 +22,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data.balance import Cost
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
-from ragen_mega.planning.memory import Setting, state_of
+from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
 
 BF16, FP32 = 2, 4
 ADAM_BYTES = 34
@@ -143,6 +143,8 @@ class Cut:
     """
     is_fsdp: bool = False
     shards_optimizer: bool = True
+    parks_optimizer: bool = False
+    """Adam's state stays in host memory, and an update brings it to the device and back."""
     fp8: bool = False
     graphs: bool = False
     """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
@@ -341,11 +343,10 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
     )
     sharers = max(1.0, ranks / cut.ep) if sizes.num_experts else ranks
     updated = (dense + outer) / ranks + experts / sharers if cut.shards_optimizer else held
-    bandwidth = reached.memory * machine.hardware.memory
-    return {
-        "data parallelism": seen if ranks > 1 else 0.0,
-        "optimizer": ADAM_BYTES * updated / bandwidth,
-    }
+    seconds = ADAM_BYTES * updated / (reached.memory * machine.hardware.memory)
+    if cut.parks_optimizer:
+        seconds += 2 * (MOMENTS + FP32) * updated / (reached.link * machine.hardware.host_link)
+    return {"data parallelism": seen if ranks > 1 else 0.0, "optimizer": seconds}
 
 
 def training(
@@ -624,6 +625,7 @@ def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
         copies=True,
         sequence_parallel=layout.sequence_parallel,
         shards_optimizer=layout.use_distributed_optimizer,
+        parks_optimizer=layout.optimizer_cpu_offload,
         fp8=layout.fp8 != "none",
         recompute=layout.recomputation,
         itemsize=setting.itemsize,
@@ -668,7 +670,7 @@ def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
 def offloaded(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes that a rank moves to the host in a step, and back."""
     layout, roles = setting.parallel, range(1 + setting.has_critic)
-    states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
+    states = [device_state(shape, setting, 0, is_critic=bool(role)) for role in roles]
     moved = sum(state.parameters + state.optimizer for state in states)
     moved *= not layout.rollout_ranks  # which have devices of their own
     return moved + (layout.offload == "turns") * (states[0].parameters + states[0].optimizer)
