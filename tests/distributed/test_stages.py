@@ -32,6 +32,7 @@ ALONE, UNEVEN, CHUNKS = (
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
         use_distributed_optimizer=True,
+        optimizer_cpu_offload=True,
     ),
 )
 

@@ -7,11 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
+from ragen_mega.megatron import adam, cpu
 from ragen_mega.megatron.checkpoint import _read_adam
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -151,10 +154,60 @@ def check_layout(
 def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None:
     def work() -> None:
         torch.set_num_threads(1)
+        adam.PART_BYTES = 30_000  # so that an update has several parts
         check_layout(*case, LAYOUTS[name])
         distributed.barrier()
 
     on_ranks(work, 2)
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """Adam with bias correction from a count of the group, as Transformer Engine's has it."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for main in group["params"]:
+                moments = self.state[main]
+                for key, rate, value in (
+                    ("exp_avg", 0.9, main.grad), ("exp_avg_sq", 0.99, main.grad.square()),
+                ):  # fmt: skip
+                    moments.setdefault(key, torch.zeros_like(main)).lerp_(value, 1 - rate)
+                first = moments["exp_avg"] / (1 - 0.9 ** group["step"])
+                second = moments["exp_avg_sq"] / (1 - 0.99 ** group["step"])
+                main.sub_(group["lr"] * first / second.sqrt().add(1e-8))
+
+
+def test_steps_that_are_counted_for_a_group_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "PART_BYTES", 12 * 10)
+    results = []
+    for is_in_parts in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(size)) for size in (7, 3, 11, 2, 5)]
+        inner = GroupAdam([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.01}])
+        with cpu.cuda_literals_as_cpu():
+            whole = FP32Optimizer(inner, OptimizerConfig(), None)
+        items = [adam.Updated(str(i), p, whole, p, slice(None)) for i, p in enumerate(parameters)]
+        memory = Offloadable(lambda: (("optimizer", *x) for item in items for x in item.tensors()))  # noqa: B023
+        if is_in_parts:
+            memory.park("optimizer")
+            adam.update_in_parts(items, memory)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            inner.step()
+        assert [group["step"] for group in inner.param_groups] == [3, 3]
+        assert [len(group["params"]) for group in inner.param_groups] == [3, 2]
+        away = 0 if not is_in_parts else 2 * 4 * (7 + 3 + 11 + 2 + 5)
+        assert memory.away()["optimizer"] == away
+        results.append(torch.cat([p.detach() for p in parameters]))
+    assert torch.equal(*results)
 
 
 def test_quantised_copies_leave_with_whatever_leaves_first(case: tuple) -> None:
