@@ -118,6 +118,10 @@ def update_in_parts(updated: Iterable[Updated], memory: Offloadable) -> None:
         optimizer._copy_main_params_to_model_params = lambda: None
 
 
+def _tensors(part: Iterable[Updated]) -> Iterator[tuple[str, Tensor]]:
+    return chain.from_iterable(item.tensors() for item in part)
+
+
 def _step(
     step: Callable[[], None],
     inner: torch.optim.Optimizer,
@@ -129,7 +133,7 @@ def _step(
     before, after = [dict(group) for group in groups], [dict(group) for group in groups]
     for part in group_by_size(items, lambda item: 3 * 4 * item.main.numel(), PART_BYTES):
         chosen = {id(item.main) for item in part}
-        with memory.borrowed("optimizer", lambda: chain(*(item.tensors() for item in part))):  # noqa: B023
+        with memory.borrowed("optimizer", partial(_tensors, part)):
             for group, was in zip(groups, before, strict=True):
                 group.pop("step", None)  # Transformer Engine's Adam counts steps once for a group
                 group |= was | {"params": [main for main in was["params"] if id(main) in chosen]}

@@ -86,17 +86,14 @@ class Trainer:
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(config)
         # Muon needs the gradients of whole matrices.
         is_distributed = parallel.use_distributed_optimizer and not with_muon
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=is_distributed,
+            overlap_grad_reduce=groups.dp.size() > 1,
+        )
+        # passes of other chunks hide the reduction of a later one
         self.models = [
-            DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=is_distributed,
-                    overlap_grad_reduce=groups.dp.size() > 1,
-                ),
-                chunk,
-                disable_bucketing=number > 0,  # the passes of other chunks hide its reduction
-            )
+            DistributedDataParallel(config, reduction, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
         # gradients are reduced during the backward pass of the last microbatch
@@ -117,24 +114,18 @@ class Trainer:
             params_dtype=config.params_dtype,
             use_distributed_optimizer=is_distributed,
         )
-        build = partial(
-            get_megatron_optimizer,
-            options,
-            self.models,
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
+        further = dict(use_gloo_process_groups=False, pg_collection=groups)
+        build = partial(get_megatron_optimizer, options, self.models, **further)
         with cpu.cuda_literals_as_cpu():
             self.optimizer = chain_muon(build, chunks, options) if with_muon else build()
         self.schedule = _schedule_of(self.optimizer, train, lr, min_lr)
         # (highest, lowest) of each group's schedule
         self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        if cpu.is_active():
-            # torch's Adam then updates all parameters in one call, where it otherwise takes a dozen
-            # for each, which small models feel.
-            for group in self.optimizer.param_groups:
-                group["fused"] = True
+        # On a processor torch's Adam then updates all parameters in one call, where it otherwise
+        # takes a dozen for each, which small models feel.
+        for group in self.optimizer.param_groups if cpu.is_active() else ():
+            group["fused"] = True
         self.updated = find_updated(chunks, self.optimizers)
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, chunks)

@@ -2,6 +2,7 @@
 checkpoints, and the passes in flight that the memory plan counts. Gradients: tools/parity.py.
 """
 
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_a_checkpoint_moves_between_stages_and_chunks(tmp_path: Path) -> None:
     source, truth = None, {}
     for number, parallel in enumerate((ALONE, CHUNKS, UNEVEN)):
         (target := tmp_path / str(number)).mkdir()
-        on_ranks(lambda: work(parallel, source, target), parallel.pipeline_model_parallel_size)  # noqa: B023
+        on_ranks(partial(work, parallel, source, target), parallel.pipeline_model_parallel_size)
         found = torch.load(target / "found")
         source, truth = target, truth or found
         for name, expected in truth.items():

@@ -1,7 +1,9 @@
 """Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -184,6 +186,10 @@ class GroupAdam(torch.optim.Optimizer):
                 main.sub_(group["lr"] * first / second.sqrt().add(1e-8))
 
 
+def tensors_of(items: list[adam.Updated]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    return (("optimizer", *tensor) for item in items for tensor in item.tensors())
+
+
 def test_steps_that_are_counted_for_a_group_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "PART_BYTES", 12 * 10)
     results = []
@@ -194,7 +200,7 @@ def test_steps_that_are_counted_for_a_group_count_once(monkeypatch: pytest.Monke
         with cpu.cuda_literals_as_cpu():
             whole = FP32Optimizer(inner, OptimizerConfig(), None)
         items = [adam.Updated(str(i), p, whole, p, slice(None)) for i, p in enumerate(parameters)]
-        memory = Offloadable(lambda: (("optimizer", *x) for item in items for x in item.tensors()))  # noqa: B023
+        memory = Offloadable(partial(tensors_of, items))
         if is_in_parts:
             memory.park("optimizer")
             adam.update_in_parts(items, memory)
