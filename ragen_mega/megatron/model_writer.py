@@ -4,7 +4,6 @@ write for an actor.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -77,11 +76,8 @@ class MegatronWriter:
         save_config(CheckpointingConfig(BACKEND, BACKEND_VERSION), str(self._directory))
         torch.save({}, self._directory / "common.pt")
         files = {path.name: describe_file(path) for path in sorted(self._directory.iterdir())}
-        layout = {
-            name: size
-            for name, size in asdict(self._parallel).items()
-            if name.endswith("model_parallel_size")
-        }
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        layout = {name: getattr(self._parallel, name) for name in names}
         facts = {"format": FORMAT, "version": VERSION, "layout": layout}
         write_manifest(self._directory, facts, files)
 
