@@ -39,14 +39,20 @@ from typing import Any
 import psutil
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.config import parse
 from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.models.huggingface import load_tokenizer, random_weights
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.checkpoints import CHECKPOINTS
+from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from ragen_mega.storage.run_directory import SUMMARY_FILE
+from ragen_mega.warm_start.small_model import write_small_model
 
 DELAYS = {"setup": 4.0, "rollout": 0.005, "update": 0.05, "checkpoint": 0.005, "finish": 0.05}
 """Phase -> mean seconds in it until a rank is killed."""
@@ -60,6 +66,8 @@ TRAINING_FLAGS = f"""
     --lr 1e-3 --critic-lr 1e-3 --num-steps {NUM_STEPS} --save-interval 2 --keep-last 3
     --warm-start-first-turn-steps 20 --warm-start-steps 10 --warm-start-trajectories 100
 """.split()
+MIXTURE = "mixture"
+"""Name of the directory of the model with experts."""
 MARKER = "RAGEN_CHAOS"
 """Environment variable of every process of a run, by which stragglers are found."""
 RESUMED = re.compile(r"resumed from .*: (\d+) steps are done")
@@ -88,12 +96,15 @@ class Layout:
     num_ranks: int = 2
     has_servers: bool = False
     """Whether SGLang servers sample, whose samples on a CPU are not reproducible."""
+    has_experts: bool = False
+    """Whether the run trains a mixture of experts in place of the small model."""
 
 
 LAYOUTS = (
     Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
     Layout("tp2", ("--tensor-model-parallel-size", "2")),
     Layout("pp2", ("--pipeline-model-parallel-size", "2")),
+    Layout("ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True),
     Layout(
         "separate",
         tuple(
@@ -118,6 +129,20 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
     )
 
 
+def write_mixture(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a small mixture of experts with random weights."""
+    hf = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=32, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=2048,
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, initializer_range=0.1,
+        dtype="float32",
+    )  # fmt: skip
+    weights = random_weights(hf, seed=0)
+    save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
+
+
 def identity(checkpoint: Path) -> tuple[str, int]:
     """Return the identity of a checkpoint, which differs from that of one written anew under the
     same name: renaming the directory sets its change time.
@@ -137,6 +162,8 @@ class Victim:
     def start(self) -> subprocess.Popen[bytes]:
         """Launch the ranks; they go on from where the run is."""
         place = ("--output", self.output, "--name", self.name, "--resume")
+        if self.layout.has_experts:
+            place += ("--load", self.output / MIXTURE)
         launch = ranks_command(
             self.layout.num_ranks, PROGRAM, "train", *TRAINING_FLAGS, *self.layout.flags, *place
         )
@@ -378,7 +405,9 @@ def play_round(
     if "Traceback" in run.said():
         problems.append("a traceback was printed")
     damaged = None
-    if damages and hit != "end" and (intact_checkpoints := run.intact_checkpoints(tainted)):
+    # Nothing reads the checkpoints of a finished run again.
+    damages &= hit != "end" and not (run.directory / SUMMARY_FILE).exists()
+    if damages and (intact_checkpoints := run.intact_checkpoints(tainted)):
         damaged = damage(intact_checkpoints[0], generator)
         tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)
@@ -432,6 +461,8 @@ def run_rounds(
 ) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)
+    write_small_model(parse(TRAINING_FLAGS), output / "small")
+    write_mixture(output / MIXTURE, load_tokenizer(str(output / "small")))
     undisturbed = {
         layout.name: Victim(output, f"undisturbed_{layout.name}", layout) for layout in layouts
     }

@@ -1,13 +1,16 @@
 """Trainer shards -> rollout engine, by one of two paths over one plan, with every byte counted.
 
 The contents of a sync are decided once: one sorted list of all stages' parameters in buckets, the
-same on every rank. `gather` rebuilds full Hugging Face tensors: per bucket one broadcast over
-pipeline stages and one all-gather over tensor-parallel ranks; any engine takes them. `aligned` is
-for an engine with as many tensor-parallel ranks as the trainer: the shard of a rank is, after
-de-interleaving q, k and v, the engine's shard of the same rank, so only the broadcast is left.
-Experts lie whole on one of the ranks that share them, which broadcasts them in its stage first.
-Every bucket has memory of its own that is never overwritten, so a receiver may copy it as late as
-it likes.
+same on every rank. A bucket holds equal parts of all ranks that divide its parameters: the
+tensor-parallel ranks, of experts the expert-parallel ones, each of which holds whole experts.
+A bucket is broadcast over pipeline stages first.
+
+`gather` rebuilds full Hugging Face tensors by an all-gather over those ranks; any engine takes
+them. `serve` gives each rank its part of a server. Where the server is divided as the trainer is,
+this is the part that the rank holds, after de-interleaving q, k and v, and nothing moves. Elsewhere
+experts go straight to the ranks whose servers hold them (an all-to-all), and all others are
+gathered. Every bucket has memory of its own that is never overwritten, so a receiver may copy it as
+late as it likes.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -30,31 +34,54 @@ from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
 from ragen_mega.models.server_cut import stack_experts
+from ragen_mega.rollout.engine import EngineShard
 
 BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter of one pipeline stage, as every tensor-parallel rank of that stage holds it."""
+    """One parameter of one pipeline stage, as every tensor-parallel rank of that stage holds it, or
+    one expert of each expert-parallel rank.
+    """
 
     stage: int
-    holder: int | None
-    """Expert-parallel rank that holds an expert; None of what all of them hold."""
-    slot: Slot
+    slots: tuple[Slot, ...]
+    """The experts, by the rank that holds them; of any other parameter its only slot."""
     piece: Tensor
     """Shape and type of one rank's slice, in Megatron's layout (on the device `meta`)."""
 
-    def order(self) -> tuple[int, bool, str, list[str | int]]:
+    @property
+    def is_expert(self) -> bool:
+        return self.slots[0].expert is not None
+
+    @property
+    def parameter(self) -> str:
+        """Name in the module of every rank of the stage."""
+        return self.slots[0].parameter
+
+    @property
+    def kind(self) -> tuple[int, bool, str]:
+        """Stage, whether it is an expert, and type, which all entries of a bucket share."""
+        return self.stage, self.is_expert, str(self.piece.dtype)
+
+    def order(self) -> tuple[tuple[int, bool, str], list[str | int]]:
         """Stage by stage, experts last, and there by name with layer 2 before layer 10."""
-        parts = re.split(r"(\d+)", self.slot.names[0])
-        natural = [int(part) if part.isdigit() else part for part in parts]
-        return self.stage, self.holder is not None, str(self.piece.dtype), natural
+        parts = re.split(r"(\d+)", self.slots[0].names[0])
+        return self.kind, [int(part) if part.isdigit() else part for part in parts]
+
+    def unshard(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Slot, list[Tensor]]]:
+        """Yield each slot and its Hugging Face tensors, from the slices of all ranks."""
+        if self.is_expert:
+            for slot, piece in zip(self.slots, pieces, strict=True):
+                yield slot, slot.unshard([piece])
+        else:
+            yield self.slots[0], self.slots[0].unshard(pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel as one flat tensor: of one stage, one holder and one dtype."""
+    """Parameters that travel as one flat tensor: of one stage, one dtype, experts or none."""
 
     entries: tuple[Entry, ...]
 
@@ -63,8 +90,8 @@ class Bucket:
         return self.entries[0].stage
 
     @property
-    def holder(self) -> int | None:
-        return self.entries[0].holder
+    def has_experts(self) -> bool:
+        return self.entries[0].is_expert
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,41 +130,37 @@ class ReshardPlan:
     ) -> ReshardPlan:
         """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
 
-        A gathered bucket, tensor-parallel ranks together, has at most `bucket_bytes`, or holds a
-        single tensor. Raises ValueError, the same on all ranks, if their plans differ or if a name
-        of the model is missing.
+        A gathered bucket, all ranks together, has at most `bucket_bytes`, or holds a single entry.
+        Raises ValueError, the same on all ranks, if their plans differ or if a name of the model is
+        missing.
         """
         _check_allocator()
-        stage, ep_rank = groups.pp.rank(), groups.ep.rank()
-        held = [
-            (stage, None if slot.expert is None else ep_rank, slot, tensor.shape, tensor.dtype)
-            for slot, tensor in local
-        ]
-        for group in (groups.ep, groups.pp):
-            if group.size() > 1:
-                parts: list[Any] = [None] * group.size()
-                dist.all_gather_object(parts, held, group=group)
-                held = [entry for part in parts for entry in part]
+        held = [(slot, tensor.shape, tensor.dtype) for slot, tensor in local]
         entries = _unique(
-            Entry(stage, holder, slot, torch.empty(size, dtype=dtype, device="meta"))
-            for stage, holder, slot, size, dtype in held
+            Entry(
+                stage,
+                tuple(slots) if slots[0].expert is not None else slots[:1],
+                torch.empty(sizes[0], dtype=dtypes[0], device="meta"),
+            )
+            for stage, of_ranks in enumerate(_exchanged(_exchanged(held, groups.ep), groups.pp))
+            for slots, sizes, dtypes in (zip(*alike, strict=True) for alike in zip(*of_ranks))
         )
-        limit = bucket_bytes // groups.tp.size()
+        limits = [bucket_bytes // group.size() for group in (groups.tp, groups.ep)]
         buckets = tuple(
             Bucket(tuple(members))
-            for _, alike in groupby(entries, key=lambda e: (e.stage, e.holder, e.piece.dtype))
-            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limit)
+            for (_, is_expert, _), alike in groupby(entries, key=lambda entry: entry.kind)
+            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limits[is_expert])
         )
         plan = cls(groups, buckets)
         # everything that decides which collectives are called, in which order, with how many bytes
         text = "\n".join(
-            f"{index} {entry.stage} {entry.holder} {entry.slot.names} {entry.slot.weight.cut}"
-            f" {entry.piece.shape} {entry.piece.dtype}"
+            f"{index} {entry.stage} {[slot.names for slot in entry.slots]}"
+            f" {entry.slots[0].weight.cut} {entry.piece.shape} {entry.piece.dtype}"
             for index, bucket in enumerate(plan.buckets)
             for entry in bucket.entries
         )
         check_same_on_all_ranks(hashlib.sha256(text.encode()).hexdigest())
-        shape, names = entries[0].slot.shape, plan.names
+        shape, names = entries[0].slots[0].shape, plan.names
         expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
         if differing := sorted(expected ^ set(names)):
             raise ValueError(
@@ -154,14 +177,16 @@ class ReshardPlan:
     @property
     def names(self) -> list[str]:
         """Hugging Face names of all tensors, in the order of the stream."""
-        return [name for entry in self.entries for name in entry.slot.names]
+        return [name for entry in self.entries for slot in entry.slots for name in slot.names]
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one tensor-parallel rank's slices of the whole model, all pipeline stages
-        together.
-        """
+        """Bytes of one rank's slices of the whole model, all pipeline stages together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def group(self, bucket: Bucket) -> dist.ProcessGroup:
+        """Return the ranks of a stage that hold equal parts of a bucket."""
+        return self.groups.ep if bucket.has_experts else self.groups.tp
 
 
 def check_same_on_all_ranks(digest: str) -> None:
@@ -186,17 +211,25 @@ class Traffic:
     without stages.
     """
     tp_bytes: int = 0
-    """Received from other tensor-parallel ranks by all-gathers: tp - 1 shards per sync by `gather`,
-    none by `aligned`.
+    """Bytes received from other tensor-parallel ranks: tp - 1 shards per sync by `gather`, none for
+    a server that is divided as the trainer is.
     """
     ep_bytes: int = 0
-    """Bytes of experts in broadcasts over the ranks of a stage that share them, sent or
-    received.
+    """Bytes of experts received from other expert-parallel ranks: all that they hold by `gather`,
+    only those of this rank's part of the server by `serve`.
     """
     shard_bytes: int = 0
-    """This tensor-parallel rank's part of the weights that went through, moved or not."""
+    """This rank's part of the weights that went through, moved or not."""
     seconds: float = 0.0
     """Time in flattening and collectives, without the receiver's work with the weights."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds of the block, work of the device included."""
+        start = time.perf_counter()
+        yield
+        _wait()
+        self.seconds += time.perf_counter() - start
 
     @property
     def moved_bytes(self) -> int:
@@ -230,38 +263,38 @@ def gather(
     `tensors` are this rank's slices by parameter name, of the shapes and dtypes of the plan.
     """
     traffic = traffic or Traffic()
-    tp = plan.groups.tp
     for bucket in plan.buckets:
-        if tp.size() == 1 or bucket.holder is not None:
-            shards = [_of_stage(plan, bucket, tensors, traffic)]
-        else:
-            start = time.perf_counter()
-            flat = _broadcast(plan, bucket, tensors, traffic)
-            gathered = all_gather(flat.new_empty(tp.size() * len(flat)), flat, tp)
-            traffic.tp_bytes += (tp.size() - 1) * bucket.num_bytes
-            shards = [bucket.split(part) for part in gathered.chunk(tp.size())]
-            _count(bucket, traffic, start)
-        for entry, *pieces in zip(bucket.entries, *shards, strict=True):
-            yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
+        for slot, full in _gathered(plan, bucket, tensors, traffic):
+            yield from zip(slot.names, full, strict=True)
 
 
-def aligned(
-    plan: ReshardPlan, tensors: Mapping[str, Tensor], traffic: Traffic | None = None
+def serve(
+    plan: ReshardPlan,
+    tensors: Mapping[str, Tensor],
+    part: EngineShard,
+    traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (engine parameter, its shard for the rank of this tensor-parallel rank's number in an
-    engine of as many ranks), without involving other tensor-parallel ranks.
+    """Stream (SGLang's name, shard) of this rank's part of a server, which consecutive ranks share.
 
-    A collective over pipeline stages and the ranks that share experts. Without those the shards are
-    views of the parameters where the layouts agree.
+    A collective over pipeline stages, and over the ranks that divide a parameter unless the server
+    divides it alike. Raises ValueError where SGLang cannot be divided so.
     """
-    tp = plan.groups.tp
-    yield from stack_experts(
-        (entry.slot, entry.slot.shard_to_server(piece, tp.rank(), tp.size()))
-        for bucket in plan.buckets
-        for entry, piece in zip(
-            bucket.entries, _of_stage(plan, bucket, tensors, traffic or Traffic()), strict=True
-        )
-    )
+    traffic, tp = traffic or Traffic(), plan.groups.tp
+
+    def shards() -> Iterator[tuple[Slot, Tensor]]:
+        for bucket in plan.buckets:
+            if bucket.has_experts:
+                yield from _experts(plan, bucket, tensors, part, traffic)
+            elif part.size == tp.size():
+                pieces = _of_stage(plan, bucket, tensors, traffic)
+                for entry, piece in zip(bucket.entries, pieces, strict=True):
+                    slot = entry.slots[0]
+                    yield slot, slot.shard_to_server(piece, tp.rank(), tp.size())
+            else:
+                for slot, full in _gathered(plan, bucket, tensors, traffic):
+                    yield slot, slot.to_server(full, part.rank, part.size)
+
+    yield from stack_experts(shards(), part.ep)
 
 
 def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -273,26 +306,30 @@ def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tens
 
 
 def measure_bound(plan: ReshardPlan) -> float:
-    """GB/s of this rank's plain broadcasts over pipeline stages and expert-parallel ranks, and
-    all-gather over tensor-parallel ranks, of a buffer like the largest bucket.
+    """GB/s of this rank's plain broadcasts over pipeline stages, and all-gathers over the ranks
+    that divide parameters, of buffers like the largest buckets.
 
     No sync over these links can be faster by more than noise; 0 if nothing has to move. Collective
     over these groups.
     """
-    tp = plan.groups.tp
-    broadcasts = [group for group in (plan.groups.pp, plan.groups.ep) if group.size() > 1]
-    largest = max(plan.buckets, key=lambda bucket: bucket.num_bytes)
-    flat = torch.zeros(largest.num_elements, dtype=largest.dtype, device=distributed.device())
-    gathered = flat.new_empty(tp.size() * len(flat))
-    num_bytes = (len(broadcasts) + tp.size() - 1) * largest.num_bytes
-    best = float("inf")
+    pp, best, num_bytes = plan.groups.pp, float("inf"), 0
+    largest: dict[dist.ProcessGroup, Bucket] = {}
+    for bucket in sorted(plan.buckets, key=lambda bucket: bucket.num_bytes):
+        largest[plan.group(bucket)] = bucket
+    buffers = []
+    for group, bucket in largest.items():
+        size = min(bucket.num_bytes, BUCKET_BYTES // group.size())
+        flat = torch.zeros(size, dtype=torch.uint8, device=distributed.device())
+        buffers.append((group, flat, flat.new_empty(group.size() * len(flat))))
+        num_bytes += ((pp.size() > 1) + group.size() - 1) * size
     for _ in range(4):  # the first time opens the connections
         _wait()
         start = time.perf_counter()
-        for group in broadcasts:
-            dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
-        if tp.size() > 1:
-            all_gather(gathered, flat, tp)
+        for group, flat, gathered in buffers:
+            if pp.size() > 1:
+                dist.broadcast(flat, src=dist.get_global_rank(pp, 0), group=pp)
+            if group.size() > 1:
+                all_gather(gathered, flat, group)
         _wait()
         best = min(best, time.perf_counter() - start)
     return num_bytes / best / 1e9
@@ -304,8 +341,16 @@ def _unique(entries: Iterable[Entry]) -> list[Entry]:
     """
     first: dict[tuple[str, ...], Entry] = {}
     for entry in sorted(entries, key=Entry.order):
-        first.setdefault(entry.slot.names, entry)
+        first.setdefault(entry.slots[0].names, entry)
     return list(first.values())
+
+
+def _exchanged(mine: list[Any], group: dist.ProcessGroup) -> list[list[Any]]:
+    """Return the lists of all ranks of a group."""
+    lists = [mine] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(lists, mine, group=group)
+    return lists
 
 
 def _check_allocator() -> None:
@@ -324,41 +369,91 @@ def _check_allocator() -> None:
 def _of_stage(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> list[Tensor]:
-    """Return this tensor-parallel rank's slices of a bucket, from whatever stage and holder; the
-    parameters themselves where every rank has them.
+    """Return this rank's slices of a bucket, from whatever stage; the parameters themselves where
+    every rank has them.
     """
-    start = time.perf_counter()
-    num_holders = 1 if bucket.holder is None else plan.groups.ep.size()
-    if plan.groups.pp.size() == num_holders == 1:
-        pieces = [tensors[entry.slot.parameter].detach() for entry in bucket.entries]
-    else:
-        pieces = bucket.split(_broadcast(plan, bucket, tensors, traffic))
-    _count(bucket, traffic, start)
-    return pieces
-
-
-def _broadcast(
-    plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
-) -> Tensor:
-    pp, ep, is_of_stage = plan.groups.pp, plan.groups.ep, plan.groups.pp.rank() == bucket.stage
-    if is_of_stage and bucket.holder in (None, ep.rank()):
-        mine = [tensors[entry.slot.parameter].detach().reshape(-1) for entry in bucket.entries]
-        flat = torch.cat(mine)
-    else:
-        flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
-    if is_of_stage and bucket.holder is not None and ep.size() > 1:
-        dist.broadcast(flat, src=dist.get_global_rank(ep, bucket.holder), group=ep)
-        traffic.ep_bytes += bucket.num_bytes
-    if pp.size() > 1:
-        dist.broadcast(flat, src=dist.get_global_rank(pp, bucket.stage), group=pp)
-        traffic.pp_bytes += bucket.num_bytes
-    return flat
-
-
-def _count(bucket: Bucket, traffic: Traffic, start: float) -> None:
-    _wait()
+    pp, is_own = plan.groups.pp, plan.groups.pp.rank() == bucket.stage
     traffic.shard_bytes += bucket.num_bytes
-    traffic.seconds += time.perf_counter() - start
+    pieces = [tensors[entry.parameter].detach() for entry in bucket.entries] if is_own else []
+    if pp.size() == 1:
+        return pieces
+    with traffic.timed():
+        if is_own:
+            flat = _flat(pieces)
+        else:
+            flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
+        dist.broadcast(flat, src=dist.get_global_rank(pp, bucket.stage), group=pp)
+    traffic.pp_bytes += bucket.num_bytes
+    return bucket.split(flat)
+
+
+def _gathered(
+    plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
+) -> Iterator[tuple[Slot, list[Tensor]]]:
+    """Yield each parameter of a bucket and its full Hugging Face tensors."""
+    shards, group = [_of_stage(plan, bucket, tensors, traffic)], plan.group(bucket)
+    if group.size() > 1:
+        with traffic.timed():
+            flat = _flat(shards[0])
+            gathered = all_gather(flat.new_empty(group.size() * len(flat)), flat, group)
+        shards = [bucket.split(part) for part in gathered.chunk(group.size())]
+        received = (group.size() - 1) * bucket.num_bytes
+        if bucket.has_experts:
+            traffic.ep_bytes += received
+        else:
+            traffic.tp_bytes += received
+    for entry, *pieces in zip(bucket.entries, *shards, strict=True):
+        yield from entry.unshard(pieces)
+
+
+def _experts(
+    plan: ReshardPlan,
+    bucket: Bucket,
+    tensors: Mapping[str, Tensor],
+    part: EngineShard,
+    traffic: Traffic,
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the experts of a bucket that a part of a server holds, cut as it holds them."""
+    pieces, group = _of_stage(plan, bucket, tensors, traffic), plan.groups.ep
+    own = [entry.slots[group.rank()] for entry in bucket.entries]
+
+    def cuts(part: EngineShard) -> list[tuple[Slot, Tensor]]:
+        """Cut what a rank of a server holds out of this rank's experts."""
+        held = [(slot, t) for slot, t in zip(own, pieces, strict=True) if slot.is_served(*part)]
+        return [(slot, slot.shard_to_server(piece, *part)) for slot, piece in held]
+
+    if group.size() in (1, part.ep):  # both are consecutive ranks, so this rank holds its own
+        yield from cuts(part)
+        return
+    with traffic.timed():
+        parts = [[cut for _, cut in cuts(part._replace(rank=r))] for r in range(part.size)]
+        sent = [parts[rank % part.size] for rank in dist.get_process_group_ranks(group)]
+        shapes = [
+            slot.shard_to_server(entry.piece, *part).shape
+            for slot, entry in zip(own, bucket.entries, strict=True)
+        ]
+        expected = [
+            [
+                (slot, shape)
+                for slot, shape in zip(slots, shapes, strict=True)
+                if slot.is_served(*part)
+            ]
+            for slots in zip(*(entry.slots for entry in bucket.entries), strict=True)
+        ]
+        sizes = [sum(shape.numel() for _, shape in found) for found in expected]
+        counts = [sum(map(torch.numel, tensors)) for tensors in sent]
+        packed = _flat([pieces[0][:0], *chain(*sent)])  # there may be nothing to send
+        flat = packed.new_empty(sum(sizes))
+        dist.all_to_all_single(flat, packed, sizes, counts, group=group)
+    traffic.ep_bytes += (sum(sizes) - sizes[group.rank()]) * bucket.dtype.itemsize
+    found = [*chain(*expected)]
+    received = flat.split([shape.numel() for _, shape in found])
+    for (slot, shape), elements in zip(found, received, strict=True):
+        yield slot, elements.view(shape)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _wait() -> None:

@@ -14,10 +14,9 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from ragen_mega.megatron.model import ValueHead
-from ragen_mega.megatron.resharding import ReshardPlan, Traffic, aligned, gather
+from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
-from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
 
@@ -114,18 +113,10 @@ def export_shards(
     part: EngineShard,
     traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stream (SGLang's name, shard of rank `part.rank` of `part.size`), by the path that moves the
+    """Stream (SGLang's name, shard) of this rank's part of a server, by the path that moves the
     least.
 
-    A collective over pipeline stages, and over tensor-parallel ranks unless every rank takes the
-    engine's shard of its own number, in which case nothing moves over those. Raises ValueError
-    where the model cannot be cut that way.
+    A collective over pipeline stages, and over the ranks that divide a parameter unless the server
+    divides it alike. Raises ValueError where the model cannot be cut that way.
     """
-    plan, parameters = reshard_plan(chunks, groups), _by_name(chunks)
-    if part.size == groups.tp.size():
-        assert part.rank == groups.tp.rank(), (
-            "engines and tensor-parallel groups are the same consecutive ranks"
-        )
-        yield from aligned(plan, parameters, traffic)
-    else:
-        yield from cut_stream(gather(plan, parameters, traffic), chunks[-1].hf, *part)
+    return serve(reshard_plan(chunks, groups), _by_name(chunks), part, traffic)

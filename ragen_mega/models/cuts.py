@@ -200,7 +200,9 @@ class ExpertCut(Cut):
         return super().unshard(shards[:1], sizes)
 
     def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
-        return super().shard(self.unshard([shard], sizes), sizes, rank, size)
+        if size == 1:
+            return shard
+        return super().shard(shard.chunk(self.num_blocks, self.axis), sizes, rank, size)
 
 
 REPLICATED = Cut(None)

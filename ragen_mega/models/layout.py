@@ -30,7 +30,7 @@ class Slot:
     layer: int | None
     """The number of the layer, counted over all pipeline stages."""
     parameter: str
-    """The name in the module of a rank that holds all layers and experts."""
+    """The name in the module of a rank that holds all layers; experts are counted on the rank."""
     expert: int | None = None
 
     @property
@@ -79,13 +79,24 @@ class Slot:
         """Return the Hugging Face tensors, from the parts of all tensor-parallel ranks."""
         return self.weight.cut.unshard(shards, self.shape)
 
-    def to_server(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """SGLang's part of rank `rank` of `size`, from the Hugging Face tensors."""
-        return self.weight.cut.to_server(tensors, self.shape, rank, size)
+    def is_served(self, rank: int, size: int, ep: int = 1) -> bool:
+        """Return whether SGLang's rank `rank` of `size` holds a part of it, if `ep` of these ranks
+        share the experts, 1 or all: of each expert a part, or a whole expert or nothing.
+        """
+        return self.expert is None or ep == 1 or self.expert * ep // self.shape.num_experts == rank
 
-    def shard_to_server(self, shard: Tensor, rank: int, size: int) -> Tensor:
-        """SGLang's part, from the part of the trainer's rank of the same number and size."""
-        return self.weight.cut.shard_to_server(shard, self.shape, rank, size)
+    def to_server(self, tensors: Sequence[Tensor], rank: int, size: int, ep: int = 1) -> Tensor:
+        """SGLang's part of a rank that holds one, from the Hugging Face tensors."""
+        return self.weight.cut.to_server(tensors, self.shape, *self._cut(rank, size, ep))
+
+    def shard_to_server(self, shard: Tensor, rank: int, size: int, ep: int = 1) -> Tensor:
+        """SGLang's part, from the part of the trainer's rank of the same number and size, or from a
+        whole expert.
+        """
+        return self.weight.cut.shard_to_server(shard, self.shape, *self._cut(rank, size, ep))
+
+    def _cut(self, rank: int, size: int, ep: int) -> tuple[int, int]:
+        return (rank, size) if self.expert is None or ep == 1 else (0, 1)
 
     def _full_name(self, name: str) -> str:
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
@@ -225,7 +236,7 @@ def find_slot(
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
                 expert = int(match[1]) + expert_offset if match.groups() else None
                 prefix = "" if layer is None else f"decoder.layers.{layer}."
-                return Slot(weight, shape, layer, prefix + key.format(e=expert), expert)
+                return Slot(weight, shape, layer, prefix + name, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"
         f" {shape.model_type} in ragen_mega/models/families"

@@ -22,24 +22,30 @@ def linear_names(hf: PretrainedConfig) -> set[str]:
     return {slot.server for slot in slots if slot.layer is not None and slot.weight.is_matrix}
 
 
-def check_cpu_cut(hf: PretrainedConfig, size: int) -> None:
+def check_cpu_cut(shape: ModelShape, size: int, ep: int = 1) -> None:
     """Raise ValueError where SGLang on a CPU would lay the model out otherwise than on a GPU
-    (configs/update_config.py).
+    (configs/update_config.py), or cannot compute it (layers/moe/fused_moe_native.py).
     """
-    if hf.num_key_value_heads % size or hf.intermediate_size % (_CPU_PADDING * size):
+    if shape.num_kv_heads % size or shape.ffn_size % (_CPU_PADDING * size):
         raise ValueError(
-            f"SGLang on a CPU adds key-value heads ({hf.num_key_value_heads}) up to a multiple of"
+            f"SGLang on a CPU adds key-value heads ({shape.num_kv_heads}) up to a multiple of"
             f" rollout_tensor_parallel_size ({size}) and rows of the feed-forward layer"
-            f" ({hf.intermediate_size}) up to one of {_CPU_PADDING} times it, for which there are"
+            f" ({shape.ffn_size}) up to one of {_CPU_PADDING} times it, for which there are"
             " no weights; choose a model that needs neither or --rollout-engine embedded"
+        )
+    if ep > 1:
+        raise ValueError(
+            f"rollout_expert_parallel_size ({ep}) needs a GPU: SGLang's experts on a CPU"
+            " (moe_forward_native) take no tokens of other ranks' experts; drop"
+            " --rollout-expert-parallel-size"
         )
 
 
 def cut_stream(
-    weights: Iterable[tuple[str, Tensor]], hf: PretrainedConfig, rank: int, size: int
+    weights: Iterable[tuple[str, Tensor]], hf: PretrainedConfig, rank: int, size: int, ep: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream of (Hugging Face name, full tensor) -> stream of (SGLang's name, shard of rank `rank`
-    of `size`).
+    of `size`, `ep` of which share the experts).
 
     Tensors of one parameter may come in any order; they are held until the last is there. A tied LM
     head is dropped. Raises ValueError unless every other tensor of the model comes once.
@@ -56,14 +62,18 @@ def cut_stream(
             found[name] = tensor
             if len(found) == len(slot.names):
                 del held[slot.parameter]
-                yield slot, slot.to_server([found[part] for part in slot.names], rank, size)
+                if slot.is_served(rank, size, ep):
+                    tensors = [found[part] for part in slot.names]
+                    yield slot, slot.to_server(tensors, rank, size, ep)
 
-    yield from stack_experts(shards())
+    yield from stack_experts(shards(), ep)
 
 
-def stack_experts(shards: Iterable[tuple[Slot, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Stream of parameters' shards -> stream of (SGLang's name, shard): experts are held until the
-    last of their layer is there, and stacked.
+def stack_experts(
+    shards: Iterable[tuple[Slot, Tensor]], ep: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream of parameters' shards -> stream of (SGLang's name, shard): the experts of a rank are
+    held until the last of their layer is there, and stacked.
     """
     held: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot, shard in shards:
@@ -71,6 +81,6 @@ def stack_experts(shards: Iterable[tuple[Slot, Tensor]]) -> Iterator[tuple[str, 
             yield slot.server, shard
             continue
         held[slot.server][slot.expert] = shard
-        if len(held[slot.server]) == slot.stack[1]:
+        if len(held[slot.server]) == slot.shape.num_experts // ep:
             experts = held.pop(slot.server)
-            yield slot.server, torch.stack([experts[number] for number in range(len(experts))])
+            yield slot.server, torch.stack([experts[number] for number in sorted(experts)])

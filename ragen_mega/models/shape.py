@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
+from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
 
@@ -26,7 +27,7 @@ def check_config(hf: PretrainedConfig) -> None:
             f"num_attention_heads ({shape.num_heads}) in config.json must be a multiple of"
             f" num_key_value_heads ({shape.num_kv_heads}); is the file damaged?"
         )
-    chosen = dict(shape.further).get("moe_router_topk", 0)
+    chosen = shape.experts_per_token
     if chosen > shape.num_experts:
         raise ValueError(
             f"num_experts_per_tok ({chosen}) in config.json must be at most num_experts"
@@ -107,6 +108,11 @@ class ModelShape:
         """Experts of a layer, 0 in a dense model."""
         return dict(self.further).get("num_moe_experts", 0)
 
+    @property
+    def experts_per_token(self) -> int:
+        """Experts of a layer that a token goes through, 0 in a dense model."""
+        return dict(self.further).get("moe_router_topk", 0)
+
     def experts(self, weight: Weight) -> Sequence[int | None]:
         """Return the experts that have this parameter of their own; None alone if no experts have
         it.
@@ -157,7 +163,7 @@ class ModelShape:
         """Elements of a layer's matrices by which a token is multiplied: of the experts only those
         that the router chooses.
         """
-        chosen = dict(self.further).get("moe_router_topk", 1)
+        chosen = self.experts_per_token or 1
         return sum(
             self.num_elements(weight) * min(chosen, len(self.experts(weight)))
             for weight in self.family.layer
@@ -230,5 +236,26 @@ def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1, vp: int = 1) -> 
         return (
             f"pipeline_model_parallel_size ({pp}){chunks} must be at most the model's layers"
             f" ({shape.num_layers}); lower --pipeline-model-parallel-size"
+        )
+    return None
+
+
+def server_error(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
+    """Return why a server of `tp` ranks, `ep` of which share the experts, cannot cut a model this
+    way; None if it can.
+    """
+    try:
+        head_rows(shape, 0, tp)
+    except ValueError as error:
+        return str(error)
+    if ep > 1 and (not shape.num_experts or shape.num_experts % ep):
+        return (
+            f"rollout_expert_parallel_size ({ep}) must divide the model's experts"
+            f" ({shape.num_experts or 'none'}); drop --rollout-expert-parallel-size"
+        )
+    if shape.ffn_size * ep % tp:
+        return (
+            f"rollout_tensor_parallel_size ({tp}) must divide the model's intermediate size"
+            f" ({shape.ffn_size}); lower --rollout-tensor-parallel-size to a divisor"
         )
     return None

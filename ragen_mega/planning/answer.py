@@ -15,7 +15,7 @@ from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
 from ragen_mega.config.sections.section import flag_of
-from ragen_mega.models.shape import ModelShape, check_config, cut_error
+from ragen_mega.models.shape import ModelShape, check_config, cut_error, server_error
 from ragen_mega.planning import cost, validation
 from ragen_mega.planning.hardware import Machine, find_machine
 from ragen_mega.planning.layouts import HOST_GIB, LAYOUT, best, fits, ranked, smallest
@@ -30,13 +30,9 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
     where one does not. Raises ValueError if the model cannot be cut this way.
     """
     layout, (tp, pp, ep, vp) = setting.parallel, setting.parallel.cut
-    if error := cut_error(shape, *layout.cut):
+    server = setting.engine_tp, setting.engine_ep
+    if error := cut_error(shape, *layout.cut) or server_error(shape, *server):
         raise ValueError(error)
-    if shape.num_heads % setting.engine_tp:
-        raise ValueError(
-            f"rollout_tensor_parallel_size ({setting.engine_tp}) must divide the model's attention"
-            f" heads ({shape.num_heads}); lower --rollout-tensor-parallel-size to a divisor"
-        )
     phases = plan(shape, setting)
     totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
     tight = [phase for phase, total in totals.items() if total > capacity]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.hardware import Machine
 from ragen_mega.planning.layouts import fits
 from ragen_mega.planning.memory import GIB
@@ -105,7 +105,8 @@ def advice(
     saved = []
     for name, other in changes(config, machine).items():
         size = other.rollout.rollout_tensor_parallel_size
-        if num_gpus % size or trainers % size or shape.num_heads % size:
+        server = size, other.rollout.rollout_expert_parallel_size
+        if num_gpus % size or trainers % size or server_error(shape, *server):
             continue
         if fits(shape, other, trainers, capacity * GIB, play.sharing):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))

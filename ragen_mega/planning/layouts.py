@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.models.shape import ModelShape, cut_error, server_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
 from ragen_mega.planning.memory import (
     FILL,
@@ -34,7 +34,9 @@ LAYOUT = {
         "optimizer_cpu_offload", "recompute", "offload",
     ),
     "train": ("max_tokens_per_microbatch",),
-    "rollout": ("rollout_tensor_parallel_size", "kv_cache_tokens"),
+    "rollout": (
+        "rollout_tensor_parallel_size", "rollout_expert_parallel_size", "kv_cache_tokens",
+    ),
 }  # fmt: skip
 """Section -> its settings that a search chooses."""
 
@@ -73,7 +75,8 @@ def layouts(
     for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
         if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep, vp):
             continue
-        if num_ranks % engine_tp or shape.num_heads % engine_tp:
+        engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
+        if num_ranks % engine_tp or server_error(shape, engine_tp, engine_ep):
             continue
         parallel = replace(
             config.parallel,
@@ -91,6 +94,7 @@ def layouts(
         rollout = replace(
             config.rollout,
             rollout_tensor_parallel_size=engine_tp,
+            rollout_expert_parallel_size=engine_ep,
             kv_cache_tokens=now.get("kv_cache_tokens", kv and int(kv * scale)),
         )
         train = replace(config.train, max_tokens_per_microbatch=max_tokens)

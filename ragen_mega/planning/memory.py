@@ -73,6 +73,8 @@ class Setting:
     """Tokens in the cache of one engine."""
     engine_tp: int = 1
     """Ranks that share an engine."""
+    engine_ep: int = 1
+    """Ranks of an engine that share experts."""
     engine_fp8: bool = False
     """Its linear weights in FP8."""
     weights_on_host: bool = False
@@ -101,6 +103,7 @@ class Setting:
             engine=rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
             engine_tp=rollout.rollout_tensor_parallel_size,
+            engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",

@@ -642,8 +642,9 @@ def hand_over(
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:
-        # of a mixture nearly all bytes are experts', which the engine holds whole
-        is_local = setting.engine_tp == (ep if shape.num_experts else tp) and pp == 1
+        is_local = pp == 1 and (  # of a mixture nearly all bytes are experts'
+            setting.engine_ep == ep if shape.num_experts else setting.engine_tp == tp
+        )
         moved = 0.0 if is_local else weights / machine.link(pp * max(tp, ep))
         return {"weights between ranks": moved}, taken
     whole = shape.engine_weights(setting.itemsize, 1)
@@ -709,7 +710,8 @@ def step_seconds(
     phases["rollout"] = dict(
         rollout(
             machine, sizes, play, sessions=sessions, room=rolled.kv_cache_size(sessions),
-            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
+            tp=setting.engine_tp, ep=setting.engine_ep, fp8=setting.engine_fp8,
+            itemsize=setting.itemsize,
         )
     )  # fmt: skip
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size

@@ -53,6 +53,10 @@ class EngineShard(NamedTuple):
 
     rank: int = 0
     size: int = 1
+    ep: int = 1
+    """Number of the processes that share experts, each with whole ones: 1 (each has a part of every
+    expert) or `size`.
+    """
 
 
 class RolloutEngine(Protocol):

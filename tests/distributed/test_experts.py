@@ -18,7 +18,12 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.resharding import Traffic
-from ragen_mega.megatron.weights import export_shards, export_weights, load_weights
+from ragen_mega.megatron.weights import (
+    export_shards,
+    export_weights,
+    load_weights,
+    reshard_plan,
+)
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import EngineShard
@@ -44,19 +49,21 @@ LAYOUTS = {  # of four ranks
 }
 
 
-def assert_served(shards: dict[str, Tensor], rank: int, size: int) -> None:
-    """Check the experts of SGLang's rank: all of them, each divided."""
-    width = HF.moe_intermediate_size // size
-    part = slice(rank * width, (rank + 1) * width)
+def assert_served(shards: dict[str, Tensor], rank: int, size: int, ep: int) -> None:
+    """Check the experts of SGLang's rank: all of them, each divided, or whole ones."""
+    held, width = SHAPE.num_experts // ep, HF.moe_intermediate_size * ep // size
+    first, row = (rank * held, 0) if ep > 1 else (0, rank * width)
+    part = slice(row, row + width)
     for layer in range(HF.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp"
         w13, w2 = (shards[f"{prefix}.experts.{name}_weight"] for name in ("w13", "w2"))
         assert torch.equal(shards[f"{prefix}.gate.weight"], WEIGHTS[f"{prefix}.gate.weight"])
-        assert len(w13) == len(w2) == SHAPE.num_experts
-        for e in range(SHAPE.num_experts):
-            gate, up, down = (
-                WEIGHTS[f"{prefix}.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down")
+        assert len(w13) == len(w2) == held
+        for e in range(held):
+            names = (
+                f"{prefix}.experts.{first + e}.{x}_proj.weight" for x in ("gate", "up", "down")
             )
+            gate, up, down = map(WEIGHTS.get, names)
             assert torch.equal(w13[e], torch.cat([gate[part], up[part]]))
             assert torch.equal(w2[e], down[:, part])
 
@@ -76,11 +83,18 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
         assert len(full) == len(WEIGHTS)
         assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in full)
         experts = sum(t.nbytes for n, t in WEIGHTS.items() if ".experts." in n)
-        has_ranks = parallel.expert_model_parallel_size > 1
-        assert traffic.ep_bytes == has_ranks * experts // pp  # those of this stage
-        for size in (tp, 4):
-            part = EngineShard(distributed.rank() % size, size)
-            assert_served(dict(export_shards(model, groups, part)), *part)
+        ep = parallel.expert_model_parallel_size
+        assert traffic.ep_bytes == experts * (ep - 1) // ep
+        for size, whole in {(tp, 1), (4, 1), (2, 2), (4, 4)}:
+            part, traffic = EngineShard(distributed.rank() % size, size, whole), Traffic()
+            assert_served(dict(export_shards(model, groups, part, traffic)), *part)
+            # an expert's elements come from another rank unless this rank is their holder
+            numbers = range(SHAPE.num_experts)
+            wanted = [e for e in numbers if whole == 1 or e * whole // len(numbers) == part.rank]
+            missing = [e for e in wanted if e * ep // len(numbers) != groups.ep.rank()]
+            divided = size // whole
+            assert traffic.ep_bytes == experts // len(numbers) // divided * len(missing)
+            assert traffic.pp_bytes == (pp > 1) * reshard_plan(model, groups).shard_bytes
         distributed.barrier()
 
     on_ranks(work, 4)

@@ -10,7 +10,9 @@ their number for nothing but where their rows of the vocabulary, and their exper
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +25,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
+from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import (
     build_critic_model,
     build_policy_model,
     transformer_config,
 )
-from ragen_mega.megatron.resharding import ReshardPlan
+from ragen_mega.megatron.resharding import ReshardPlan, Traffic, serve
 from ragen_mega.megatron.weights import held
 from ragen_mega.models.layout import Slot, model_slots
 from ragen_mega.models.server_cut import cut_stream
@@ -37,6 +40,7 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.answer import planned_gpus
 from ragen_mega.planning.memory import Setting, engine_bytes, state_of
 from ragen_mega.planning.published import model_config
+from ragen_mega.rollout.engine import EngineShard
 
 Held = list[tuple[Slot, Tensor]]
 NAMES = sorted(path.stem for path in RECIPES.glob("qwen*.flags"))
@@ -49,6 +53,7 @@ class Recipe:
     """
 
     def __init__(self, name: str) -> None:
+        self.name = name
         config = parse(["--recipe", name])
         self.config: StarPOConfig = replace(config, parallel=replace(config.parallel, fp8="none"))
         self.ranks = planned_gpus(name)
@@ -106,47 +111,121 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
 def whole(recipe: Recipe, plan: ReshardPlan) -> Iterator[tuple[str, Tensor]]:
     """What `gather` streams, by shape: the slices of all tensor-parallel ranks put together."""
     for entry in plan.entries:
+        (own,) = entry.slots
         first, last = (
-            next(t for slot, t in recipe.held[entry.stage, rank] if slot.names == entry.slot.names)
+            next(t for slot, t in recipe.held[entry.stage, rank] if slot.names == own.names)
             for rank in (0, recipe.tp - 1)
         )
         pieces = [first.detach()] * (recipe.tp - 1) + [last.detach()]
-        yield from zip(entry.slot.names, entry.slot.unshard(pieces), strict=True)
+        yield from zip(own.names, own.unshard(pieces), strict=True)
+
+
+@contextmanager
+def exchanges(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Give the ranks of a group what each of them holds, by the shapes that a built one holds, and
+    count collectives of tensors, which move nothing.
+    """
+    calls: Counter[str] = Counter()
+
+    def of_ranks(kinds: list[tuple[Slot, ...]], own: int) -> list[list[tuple[Slot, ...]]]:
+        """What each rank that shares experts holds, by what rank `own` holds."""
+        of_rank = recipe.shape.num_experts // recipe.ep
+        return [
+            [
+                (slot if slot.expert is None else replace(
+                    slot, expert=slot.expert + (rank - own) * of_rank), *kind)
+                for slot, *kind in kinds
+            ]
+            for rank in range(recipe.ep)
+        ]  # fmt: skip
+
+    def exchange(values: list[Any], mine: Any, group: Any = None) -> None:
+        if isinstance(mine, str):  # the digest of the plan, compared over all ranks
+            calls[mine] += 1
+            values[:] = [mine] * len(values)
+        elif recipe.ep > 1 and len(values) == recipe.ep:
+            values[:] = of_ranks(mine, group.rank())
+        else:
+            place = dist.get_rank() % recipe.tp
+            values[:] = [
+                of_ranks([(slot, t.shape, t.dtype) for slot, t in recipe.held[stage, place]], place)
+                for stage in range(len(values))
+            ]
+
+    def counting(name: str) -> Callable[..., None]:
+        return lambda *arguments, **options: calls.update([name])
+
+    monkeypatch.setattr(dist, "all_gather_object", exchange)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
+        monkeypatch.setattr(dist, name, counting(name.partition("_single")[0]), raising=False)
+    yield calls
+
+
+SYNCS = {
+    "qwen3_30b_a3b": (0, {8: 0, 1: 6_341_787_648}, 256),
+    "qwen3_30b_a3b_8_gpus": (0, {8: 0, 1: 6_341_787_648}, 256),
+    "qwen3_235b_a22b": (12_221_223_936, {8: 42_580_574_208, 1: 54_999_908_352}, 752),
+}
+"""Bytes that the first rank receives in a sync to servers of eight ranks: of what is not an expert;
+of experts, by how many ranks of a server share them; and exchanges of experts if they move.
+
+An expert of 30B has 3 x 2048 x 768 elements of two bytes, a layer 128 of them. The rank holds 16 in
+each of 48 layers. A server with whole experts has the same 16 there. One with parts takes an eighth
+of each of the other 112. An expert of 235B has 3 x 4096 x 1536; all stages together the rank gets
+four in each of 94 layers without an exchange, and its server's rank holds 16, or an eighth of each
+of the 124 others. The rest is gathered from three tensor-parallel ranks. For 235B its slices have
+1725701632 elements in layers and 311169024 outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x 4096 + 2 x 128 + 128 x 4096), and two
+vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8 of a rank, which is three
+experts of 30B and the down-projection of a fourth, then three; in 235B a tensor of one of the four
+experts is a bucket.
+"""
 
 
 @pytest.mark.parametrize("recipe", MIXTURES, indirect=True)
-def test_every_rank_of_a_mixture_holds_its_plan_and_its_experts(recipe: Recipe) -> None:
+def test_every_rank_of_a_mixture_holds_its_experts_and_a_sync_moves_no_others(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has as many experts, and the last rank the last ones."""
-    assert recipe.ep > 1
+    assert recipe.ep > 1 and recipe.config.rollout.rollout_expert_parallel_size == 8
     of_rank = recipe.shape.num_experts // recipe.ep
     for (_, place), parameters in recipe.held.items():
         first = place % recipe.ep * of_rank
         numbers = {slot.expert for slot, _ in parameters} - {None}
         assert numbers == set(range(first, first + of_rank))
+    gathered, moved, num_exchanges = SYNCS[recipe.name]
+    names = {slot.server for slot in model_slots(recipe.shape)}
+    planned = engine_bytes(recipe.shape, recipe.setting)[0]
+    _, _, groups = next(recipe.each_rank())
+    held = recipe.held[0, 0]
+    tensors = {slot.parameter: tensor.detach().to("meta") for slot, tensor in held}
+    with exchanges(recipe, monkeypatch) as calls:
+        plan = ReshardPlan.build(groups, held)
+        for ep, received in moved.items():
+            calls.clear()
+            traffic, part = Traffic(), EngineShard(0, 8, ep)
+            shards = list(serve(plan, tensors, part, traffic))
+            assert len(shards) == len(names) and {name for name, _ in shards} == names
+            assert sum(t.nbytes for _, t in shards) == pytest.approx(planned, rel=0.01)
+            assert (traffic.tp_bytes, traffic.ep_bytes) == (gathered, received)
+            assert traffic.pp_bytes == plan.shard_bytes * (recipe.pp > 1)
+            dense = sum(not bucket.has_experts for bucket in plan.buckets)
+            assert calls == Counter(
+                all_gather=dense * bool(gathered),
+                all_to_all=num_exchanges * bool(received),
+                broadcast=len(plan.buckets) * (recipe.pp > 1),
+            )
 
 
 @pytest.mark.parametrize("recipe", sorted({*NAMES} - {*MIXTURES}), indirect=True)
 def test_every_rank_holds_its_plan_and_syncs_every_weight_once(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests, plans = set(), []
-
-    def exchange(values: list[Any], mine: Any, group: Any = None) -> None:
-        if isinstance(mine, str):  # the digest of the plan, compared over all ranks
-            digests.add(mine)
-            values[:] = [mine] * len(values)
-        else:
-            values[:] = [
-                [
-                    (stage, None, slot, tuple(tensor.shape), tensor.dtype)
-                    for slot, tensor in recipe.held[stage, dist.get_rank() % recipe.tp]
-                ]
-                for stage in range(len(values))
-            ]
-
-    monkeypatch.setattr(dist, "all_gather_object", exchange)
-    for stage, place, groups in recipe.each_rank():
-        plans.append(ReshardPlan.build(groups, recipe.held[stage, place]))
+    with exchanges(recipe, monkeypatch) as digests:
+        plans = [
+            ReshardPlan.build(groups, recipe.held[stage, place])
+            for stage, place, groups in recipe.each_rank()
+        ]
     assert len(digests) == (recipe.ranks > 1)
 
     with torch.device("meta"):

@@ -173,3 +173,12 @@ def test_a_run_loses_nothing(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
     assert set(report["kills"]) >= {"setup", "rollout", "update"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ranks_that_share_experts_lose_nothing(tmp_path: Path) -> None:
+    layouts = [layout for layout in LAYOUTS if layout.has_experts]
+    report = chaos.run_rounds(tmp_path, layouts, 4, seed=0)
+    assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
+    assert set(report["kills"]) & {"rollout", "update"}

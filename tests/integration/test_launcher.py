@@ -125,7 +125,8 @@ MISTAKES = [
     ("--virtual-pipeline-model-parallel-size 2", "without & or set --pipeline-model-parallel-size"),
     # files
     ("--boards none.jsonl", "none.jsonl & check the path"),
-    ("--load ./none", "./none does not exist; give the directory of a model"),
+    ("--load ./none", "./none does not exist & give the directory of a model"),
+    ("--load none.gguf", "none.gguf does not exist & give the directory of a model"),
     ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
     ("--load mixtral", "mixtral & one of qwen2, qwen3, qwen3_moe, llama, mistral, not 'mixtral'"),
     ("--warm-start-from runs/none", "runs/none lacks base, warm_start"),

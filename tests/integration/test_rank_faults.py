@@ -23,12 +23,14 @@ from ragen_mega.algorithm.credit import CreditInputs
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.megatron.initialize import shutdown
+from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.run.stop import RANK_LOST
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import finish, launch, metrics, start_ranks
+from tools.chaos import write_mixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.forks, pytest.mark.timeout(900)]
@@ -36,9 +38,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.forks, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `start`, a small model, and `straight`, four steps from there in one process."""
+    """Holds `start`, a small model, and `straight`, four steps from there in one process; and
+    `mixture`, a model with experts.
+    """
     output = tmp_path_factory.mktemp("faults")
     launch(output, "start", 1, *FLAGS, *WARM_START)
+    write_mixture(output / "mixture", load_tokenizer(str(start_of(output))))
     launch(output, "straight", 1, *FLAGS, "--load", str(start_of(output)))
     return output
 
@@ -68,14 +73,16 @@ def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(
         ("--use-distributed-optimizer",),
         ("--tensor-model-parallel-size", "2"),
         ("--pipeline-model-parallel-size", "2"),
+        ("--expert-model-parallel-size", "2"),
     ],
-    ids=["dp2_distributed_optimizer", "tp2", "pp2"],
+    ids=["dp2_distributed_optimizer", "tp2", "pp2", "ep2"],
 )
 def test_what_is_bad_on_one_rank_is_skipped_on_all(output: Path, layout: tuple[str, ...]) -> None:
     """One token of one trajectory, which one data-parallel rank holds; a weight of one rank."""
 
     def work() -> None:
-        run = open_run(output, "-".join(("shares", *layout)), "--num-steps", "1", *layout)
+        load = ("--load", str(output / "mixture")) if "--expert" in layout[0] else ()
+        run = open_run(output, "-".join(("shares", *layout)), "--num-steps", "1", *load, *layout)
         run.finish = lambda: None
         bad_weight = {3: ("actor", math.nan)} if os.environ["RANK"] == "1" else {}
         poison(run, {1: ("advantages", 1e25), 2: ("returns", 1e25)} | bad_weight)

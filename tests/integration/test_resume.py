@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ragen_mega.config import parse
+from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.run.build import build
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
@@ -26,6 +27,7 @@ from tests.support.runs import (
     state,
     stop,
 )
+from tools.chaos import write_mixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
@@ -47,6 +49,7 @@ LAYOUTS = {
     "tp2": (2, ("--tensor-model-parallel-size", "2")),
     "pp2": (2, ("--pipeline-model-parallel-size", "2")),
     "dp2_distributed_optimizer": (2, ("--use-distributed-optimizer",)),
+    "ep2": (2, ("--expert-model-parallel-size", "2", "--sft-steps", "5")),
     "tp2_pp2": (4, ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
     "pp4": (4, ("--pipeline-model-parallel-size", "4")),
     "pp2_vp2": (
@@ -259,9 +262,12 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer", "ep2"])
 def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
+    if layout == "ep2":
+        tokenizer, start = load_tokenizer(str(start)), tmp_path / "mixture"
+        write_mixture(start, tokenizer)
     flags = (*FLAGS, "--load", str(start), *flags)
     straight = launch(tmp_path, "straight", num_ranks, *flags)
     launch_and_kill(tmp_path, "killed", num_ranks, *flags)

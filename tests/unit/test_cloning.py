@@ -39,9 +39,13 @@ from tests.support.rounding import exact_logprobs
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_path: Path) -> None:
-    config = parse(FLAGS)
+@pytest.mark.parametrize(
+    ("temperature", "flags"), [(1.0, []), (2.0, []), (1.0, ["--num-experts", "4"])]
+)
+def test_loss_is_the_cross_entropy_at_the_temperature(
+    temperature: float, flags: list[str], tmp_path: Path
+) -> None:
+    config = parse([*FLAGS, *flags])
     groups = initialize(config.parallel, 0)
     write_small_model(config, tmp_path)
     hf = load_config(str(tmp_path))
@@ -57,7 +61,7 @@ def test_loss_is_the_cross_entropy_at_the_temperature(temperature: float, tmp_pa
         trajectory.append_observation(tokens[:4])
         trajectory.append_action(Completion(tokens[4:], [0.0] * length, "stop"))
         trajectories.append(trajectory)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     rows, bounds = [], []
     for one in trajectories:
         exact, bound = exact_logprobs(model, one.tokens, temperature)

@@ -1,5 +1,6 @@
 """What an engine could not serve here is said before anything is built."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from ragen_mega.config import parse
+from ragen_mega.megatron import precision
 from ragen_mega.run.build import check_engine, server_settings
 
 
@@ -32,11 +34,50 @@ def test_one_line_before_training(flags: str, ffn_size: int, message: str) -> No
     check_engine(parse([]), hf)  # the embedded engine takes them all
 
 
-def test_a_server_gets_no_mixture_of_experts() -> None:
-    hf = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ValueError, match="sglang .* mixture of experts .*; use --rollout-engine"):
-        check_engine(parse(["--rollout-engine", "sglang"]), hf)
-    check_engine(parse([]), hf)
+MIXTURE = Qwen3MoeConfig(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts=6,
+    moe_intermediate_size=64,
+)  # fmt: skip
+SHARED = "--rollout-expert-parallel-size"
+TWO = f"--rollout-tensor-parallel-size 2 {SHARED} 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "message"),
+    [
+        ("", None, None),
+        ("", (9, 0), None),
+        ("--rollout-tensor-parallel-size 2", None, None),
+        (TWO, None, rf"\(2\) needs a GPU.*drop {SHARED}"),
+        (TWO, (9, 0), None),
+        (f"--rollout-tensor-parallel-size 4 {SHARED} 4", (9, 0), r"\(4\) must divide .*\(6\)"),
+        ("--rollout-fp8", (9, 0), "--rollout-fp8 .* qwen3_moe .*; drop --rollout-fp8"),
+    ],
+)
+def test_mixtures_on_a_server(
+    flags: str,
+    capability: tuple[int, int] | None,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = replace(precision.Machine.here(), capability=capability)
+    monkeypatch.setattr(precision.Machine, "here", lambda: here)
+    config = parse(["--rollout-engine", "sglang", *flags.split()])
+    if message is None:
+        check_engine(config, MIXTURE)
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        check_engine(config, MIXTURE)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dense_model_has_no_experts_to_share() -> None:
+    config = parse(f"--rollout-engine sglang {TWO}".split())
+    dense = Qwen2Config(num_attention_heads=4, num_key_value_heads=4)
+    with pytest.raises(ValueError, match=r"\(2\) must divide the model's experts \(none\); drop"):
+        check_engine(config, dense)
+    with pytest.raises(ValueError, match=rf"\(2\) must be 1 or .* \(4\); set {SHARED} 4"):
+        parse(f"--rollout-engine sglang --rollout-tensor-parallel-size 4 {SHARED} 2".split())
 
 
 @pytest.mark.parametrize(

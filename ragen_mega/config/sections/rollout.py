@@ -62,6 +62,11 @@ class RolloutConfig(Section):
     --tensor-model-parallel-size, and weights pass to the servers without any traffic between
     tensor-parallel ranks.
     """
+    rollout_expert_parallel_size: Annotated[Count, _SERVER] = 1
+    """Ranks of a server that share the experts of a layer: 1, and each rank has a part of every
+    expert, or as many as --rollout-tensor-parallel-size, and each has whole experts (GPUs only). As
+    large as --expert-model-parallel-size, and no expert moves to another rank.
+    """
     rollout_fp8: Annotated[bool, _SERVER] = False
     """SGLang computes the linear layers in FP8, with a scale per block of 128 x 128 weights. Its
     samples then differ from the trainer's policy: correct for it with --importance-cap.
@@ -94,6 +99,14 @@ class RolloutConfig(Section):
     `file` goes through files in host memory, from which it is replaced at once. `auto` is `ipc` on
     GPUs and `file` on a CPU.
     """
+
+    def check(self) -> None:
+        ep, tp = self.rollout_expert_parallel_size, self.rollout_tensor_parallel_size
+        if ep not in (1, tp):
+            raise ValueError(
+                f"rollout_expert_parallel_size ({ep}) must be 1 or rollout_tensor_parallel_size"
+                f" ({tp}); set --rollout-expert-parallel-size {tp}, or drop it"
+            )
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
         """Return the number of engines of a job. Raises ValueError unless each has its ranks on one

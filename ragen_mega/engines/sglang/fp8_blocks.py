@@ -62,9 +62,15 @@ def quantize_stream(
 
 def check_blocks(hf: PretrainedConfig, size: int) -> None:
     """Raise ValueError if a block of a weight that is cut over `size` ranks would span two ranks,
-    or two of q, k, v.
+    or two of q, k, v, or if experts have weights of their own.
     """
-    query, key = head_rows(ModelShape.of(hf), 0, size)
+    shape = ModelShape.of(hf)
+    if shape.num_experts:
+        raise ValueError(
+            f"--rollout-fp8 quantizes matrices, and a {hf.model_type} model has its experts in"
+            " tensors of all; drop --rollout-fp8"
+        )
+    query, key = head_rows(shape, 0, size)
     lengths = {
         "the query heads of a rank": query.stop - query.start,
         "its key-value heads": key.stop - key.start,

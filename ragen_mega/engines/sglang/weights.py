@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ragen_mega.data.checksums import check_names, checksum
 from ragen_mega.engines.sglang.fp8_blocks import quantize_stream
@@ -40,7 +40,9 @@ from ragen_mega.engines.sglang.weight_loader import (
     map_bytes,
     report_of,
 )
+from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import EngineError, EngineShard
 
 BUCKET_BYTES = 128 * 2**20
@@ -118,9 +120,10 @@ class WeightTransfer(ABC):
         self._group = group
         self._sent: list[list[Message]] = []  # the last complete stream
         self._prepare = partial(quantize_stream, hf=model_config) if fp8 else iter
+        sizes = expected_tensors(ModelShape.of(model_config))
         with torch.device("meta"):  # without memory
-            full = AutoModelForCausalLM.from_config(model_config, dtype=dtype).state_dict()
-            cut = cut_stream(full.items(), model_config, *shard)
+            full = ((name, torch.empty(size, dtype=dtype)) for name, size in sizes.items())
+            cut = cut_stream(full, model_config, *shard)
             self._expected = dict(self._prepare(cut))
         self.num_bytes = sum(_aligned(tensor.nbytes) for tensor in self._expected.values())
         self._memory_bytes = _aligned(min(bucket_bytes, self.num_bytes))  # of any bucket

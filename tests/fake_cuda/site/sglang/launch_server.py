@@ -33,9 +33,9 @@ SWITCHES = """
     disable-prefill-cuda-graph enable-deterministic-inference
 """.split()
 VALUES = """
-    model-path load-format host port device dtype tp-size context-length max-total-tokens
+    model-path load-format host port device dtype tp-size ep-size context-length max-total-tokens
     max-running-requests grammar-backend random-seed log-level custom-weight-loader sampling-backend
-    attention-backend base-gpu-id config
+    attention-backend moe-runner-backend base-gpu-id config
 """.split()
 BLOCK = 128
 """Rows and columns that share a scale of FP8."""
@@ -327,7 +327,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang", allow_abbrev=False)
     for name in SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
-    numbers = ("port", "base-gpu-id", "max-total-tokens", "random-seed", "tp-size")
+    numbers = ("port", "base-gpu-id", "max-total-tokens", "random-seed", "tp-size", "ep-size")
     for name in VALUES:
         parser.add_argument(f"--{name}", type=int if name in numbers else str, default=0)
     return parser.parse_args(argv)
