@@ -3,11 +3,12 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang
+#     versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
 #     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
-#     copies; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
+#     copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its products, the sync of a
+#     quarter of its layers, steps of a small mixture; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
 #     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
@@ -30,7 +31,7 @@
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions step kernels te train bench reshard step_all bench_all fp8 sgl_train parity engines sglang)
+all=(versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -157,6 +158,8 @@ JSON
         te) echo -k same_weights ;;
         fp8) echo --model "$shape" --drift-tokens 256 --tokens 128 --hidden 128 --length 64 \
             --repetitions 1 --recipes tensorwise ;;
+        experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
+        moe_sync) echo --model "$output/mixture" --repeats 1 ;;
         reshard) echo --model Qwen2.5-0.5B --memory-gb 0.1 --bucket-mb 4 --repeats 1 ;;
         step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
@@ -298,6 +301,24 @@ reshard() { # which share of the device's copy bandwidth a weight sync of 7B rea
     require_gpu &&
         "$python" tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
             --json "$output/reshard.json" $(smaller reshard)
+}
+
+moe() { # a mixture of experts: products, sync, and a StarPO-S step with the embedded engine
+    require_gpu && require transformer_engine.pytorch || return 1
+    local failed=0 mixture="$output/mixture"
+    mkdir -p "$mixture"
+    cat >"$mixture/config.json" <<'JSON'
+{"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "moe_intermediate_size": 64,
+ "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": true, "num_attention_heads": 4,
+ "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024, "tie_word_embeddings": false}
+JSON
+    "$python" tools/benchmarks/bench_mixture.py --json "$output/moe.json" $(smaller experts) || failed=1
+    "$python" tools/benchmarks/bench_reshard.py --model Qwen3-30B-A3B --num-layers 12 \
+        --tensor-model-parallel-size 1 --repeats 3 --json "$output/moe_sync.json" $(smaller moe_sync) ||
+        failed=1
+    "$python" tools/benchmarks/bench_step.py --model "$mixture" --rollout-engine embedded --keep 1 \
+        --num-groups 2 --group-size 2 --response-length 4 --steps 3 --json "$output/moe_step.json" \
+        --output "$output/moe_step" && return "$failed"
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints

@@ -55,6 +55,7 @@ PARTS = (
     Part("train", 120, together=True),
     Part("bench", 80),
     Part("reshard", 40),
+    Part("moe", 120),
     Part("step_all", 110),
     Part("bench_all", 80),
     Part("fp8", 100),

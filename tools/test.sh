@@ -6,6 +6,7 @@ set -e
 setup_env test
 cd "$REPOSITORY"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
+"$PYTHON" -m compileall -q ragen_mega kernels # where Python writes no bytecode, every process would
 "$PYTHON" tests/fake_cuda/build.py & # once for each version of torch; says why where it cannot
 builder=$!
 if ! compgen -G "ragen_mega/*/*/__pycache__/*.nbi" >/dev/null; then # numba's cache

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragen_mega.data.types import Completion, Trajectory
@@ -75,6 +75,8 @@ class Answer:
     tool_calls: tuple[ToolCall, ...]
     is_trained: bool
     """Whether its tokens are under the loss mask."""
+    stopped_by: str | None = None
+    """Stop text that ended it."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further entries of the info of the answer's turn."""
 
@@ -99,14 +101,25 @@ class Call:
     answers: list[Answer] = field(default_factory=list)
 
     @property
+    def lineage(self) -> list[tuple[Call, int]]:
+        """Calls before this one, from the root on, each with the number of the answer that the next
+        one continues.
+        """
+        found, parent = [], self.parent
+        while parent is not None:
+            found.append(parent)
+            parent = parent[0].parent
+        return found[::-1]
+
+    @property
     def tokens(self) -> list[int]:
         """The whole prompt [L]."""
-        parts, parent = [self.added], self.parent
-        while parent is not None:
-            call, number = parent
-            parts += [call.answers[number].completion.tokens, call.added]
-            parent = call.parent
-        return [token for part in reversed(parts) for token in part]
+        parts = [
+            part
+            for call, number in self.lineage
+            for part in (call.added, call.answers[number].completion.tokens)
+        ]
+        return [token for part in (*parts, self.added) for token in part]
 
 
 class CallTree:
@@ -175,9 +188,9 @@ class CallTree:
         stop_texts: Sequence[str] = (),
     ) -> Answer:
         """Add a sample to a call, cut at the token that completes a stop text."""
-        completion, text = self._stopped(completion, stop_texts)
+        completion, text, stopped_by = self._stopped(completion, stop_texts)
         parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
-        call.answers.append(Answer(completion, text, *parts, is_trained))
+        call.answers.append(Answer(completion, text, *parts, is_trained, stopped_by))
         return call.answers[-1]
 
     def trajectory(
@@ -206,14 +219,16 @@ class CallTree:
         while stack:
             (call, number), continues = stack.pop()
             answer = call.answers[number]
-            prompt = call.added if continues else call.tokens
-            trajectory.append_observation(prompt, afresh=not continues)
+            for before, answered in () if continues else call.lineage:
+                trajectory.append_observation(before.added, afresh=before.parent is None)
+                trajectory.append_context(before.answers[answered].completion)
+            trajectory.append_observation(call.added, afresh=call.parent is None)
             if answer.is_trained:
                 turn = trajectory.append_action(answer.completion)
                 turn.reward = call_rewards.get(call.index, 0.0)
                 turn.info |= {CALL: record(call, number)} | answer.info
             else:
-                trajectory.append_observation(answer.completion.tokens)
+                trajectory.append_context(answer.completion)
             following = successors[call.index, number]
             stack += [(node, place == 0) for place, node in enumerate(following)][::-1]
         if not trajectory.turns:  # nothing was sampled
@@ -289,22 +304,31 @@ class CallTree:
             code="context_length_exceeded",
         )
 
-    def _stopped(self, completion: Completion, stop_texts: Sequence[str]) -> tuple[Completion, str]:
-        """Return a completion up to the token that completes a stop text, and its text before."""
+    def _stopped(
+        self, completion: Completion, stop_texts: Sequence[str]
+    ) -> tuple[Completion, str, str | None]:
+        """Return a completion up to the token that completes a stop text, its text before and the
+        stop text.
+        """
         decode, tokens = self._renderer.decode_action, completion.tokens
         text = decode(tokens)
         if not any(stop in text for stop in stop_texts):
-            return completion, text
+            return completion, text, None
         size = 1 + bisect_left(
             range(1, len(tokens)),
             True,
             key=lambda size: any(stop in decode(tokens[:size]) for stop in stop_texts),
         )
         text = decode(tokens[:size])
-        end = min(text.find(stop) for stop in stop_texts if stop in text)
-        further = {name: row[:size] for name, row in completion.further_fields.items()}
-        cut = Completion(tokens[:size], completion.logprobs[:size], "stop", further)
-        return cut, text[:end]
+        end, stopped_by = min((text.find(stop), stop) for stop in stop_texts if stop in text)
+        cut = replace(
+            completion,
+            tokens=tokens[:size],
+            logprobs=completion.logprobs[:size],
+            finish_reason="stop",
+            further_fields={name: row[:size] for name, row in completion.further_fields.items()},
+        )
+        return cut, text[:end], stopped_by
 
 
 def _parts(

@@ -76,15 +76,8 @@ class AgentProgram:
         Raises ValueError for an agent that cannot be imported or called, and for a file without
         rows.
         """
-        required("starlette", "agents", purpose="agents")
-        required("uvicorn", "agents", purpose="agents")
         self.name = agent
-        self._function = None if "://" in agent else AGENTS.get(agent)
-        self._takes_client = self._function is not None and _takes_client(agent, self._function)
-        if self._takes_client:
-            # All that a first call would import, in many threads at once.
-            completions = "openai.resources.chat.completions"
-            required(completions, "agents", purpose="agents that take a client")
+        self._function, self._takes_client = import_agent(agent)
         self._rows: Sequence[Mapping[str, Any]] = ()
         if tasks is not None:
             parts = [read_rows(tasks), read_rows(validation or tasks)]
@@ -123,6 +116,23 @@ class AgentProgram:
         client = _client("AsyncOpenAI", "DefaultAsyncHttpxClient", base_url, api_key)
         async with client:
             return await self._function(self.task, client)
+
+
+def import_agent(agent: str) -> tuple[Callable[..., Any] | None, bool]:
+    """Return the function of an agent, None behind a URL, and whether it takes a client of
+    OpenAI's. Imports all that a first call would import, in many threads at once. Raises ValueError
+    for an agent that cannot be imported or called.
+    """
+    for server in ("starlette", "uvicorn"):
+        required(server, "agents", purpose="agents")
+    if "://" in agent:
+        return None, False
+    function = AGENTS.get(agent)
+    takes_client = _takes_client(agent, function)
+    if takes_client:
+        completions = "openai.resources.chat.completions"
+        required(completions, "agents", purpose="agents that take a client")
+    return function, takes_client
 
 
 def _takes_client(name: str, function: Callable[..., Any]) -> bool:

@@ -1,7 +1,8 @@
 """The door: an HTTP server of this process at which agents ask for completions.
 
-It speaks OpenAI's interface at /v1/chat/completions and /v1/models. Every episode has a key of its
-own. Requests are read in the server's thread and answered in the event loop of the rollout.
+It speaks OpenAI's chat completions and responses and Anthropic's messages. Every episode has a key
+of its own. Requests are read and replies are written in the server's thread; they are answered in
+the event loop of the rollout.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Protocol
 
@@ -24,17 +25,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ragen_mega.agents.anthropic_messages import COUNT_TOKENS, MESSAGES
 from ragen_mega.agents.call_tree import RequestError
-from ragen_mega.agents.protocol import (
-    Arrival,
-    Connection,
-    error_body,
-    models_body,
-    read_request,
-    stream_events,
-)
+from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
+from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
+from ragen_mega.agents.responses import RESPONSES
 from ragen_mega.data.launcher import open_many_files
 
+INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 MOST_BYTES = 8 << 20
 """Size of a request."""
 _REMEMBERED_KEYS = 1 << 14
@@ -42,17 +40,6 @@ _REMEMBERED_KEYS = 1 << 14
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open."""
 _BACKLOG = 2048
-
-
-class Refused(Exception):
-    """A request that is answered by an error; the text is one sentence for the agent."""
-
-    def __init__(
-        self, message: str, *, status: int, code: str, param: str = "", kind: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = error_body(message, code=code, param=param, kind=kind)
 
 
 def episode_over() -> Refused:
@@ -131,7 +118,14 @@ class Door:
     def _application(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", _answered(self._complete), methods=["POST"]),
+                *(
+                    Route(
+                        f"/v1/{interface.path}",
+                        _answered(partial(self._complete, interface), interface),
+                        methods=["POST"],
+                    )
+                    for interface in INTERFACES
+                ),
                 Route("/v1/models", _answered(self._models)),
                 Route("/v1/models/{name:path}", _answered(self._model)),
                 Route("/{path:path}", _answered(_unknown), methods=["GET", "POST", "PUT"]),
@@ -140,7 +134,8 @@ class Door:
 
     def _visitor(self, request: Request) -> Visitor:
         """Return the episode whose key a request has. Raises Refused if there is none."""
-        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+        key = given.removeprefix("Bearer ").strip()
         if key in self._visitors:
             return self._visitors[key]
         if key in self._closed:
@@ -159,10 +154,10 @@ class Door:
         self._visitor(request)
         return JSONResponse(models_body([request.path_params["name"]])["data"][0])
 
-    async def _complete(self, request: Request) -> Response:
+    async def _complete(self, interface: Interface, request: Request) -> Response:
         visitor, body = self._visitor(request), await _body(request)
         try:
-            asked = read_request(body)
+            asked = interface.read(read_body(body))
         except RequestError as error:
             raise _refused(error) from None
         headers = request.headers
@@ -170,7 +165,7 @@ class Door:
         connection = Connection()
         arrival = Arrival(
             asked,
-            identity=named or sha256(body).hexdigest(),
+            identity=named or sha256(interface.path.encode() + body).hexdigest(),
             is_retry=bool(named) or headers.get("x-stainless-retry-count", "0") != "0",
             connection=connection,
             reply=Future(),
@@ -186,9 +181,8 @@ class Door:
         finally:
             watch.cancel()
         if not asked.is_streamed:
-            return JSONResponse(reply)
-        events = "".join(stream_events(reply, wants_usage=asked.wants_usage))
-        return Response(events, media_type="text/event-stream")
+            return JSONResponse(interface.body(reply))
+        return Response("".join(interface.events(reply)), media_type="text/event-stream")
 
 
 @cache
@@ -202,13 +196,15 @@ os.register_at_fork(after_in_child=door.cache_clear)
 
 
 def _answered(
-    endpoint: Callable[[Request], Awaitable[Response]],
+    endpoint: Callable[[Request], Awaitable[Response]], interface: Interface = CHAT_COMPLETIONS
 ) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint whose errors are written as `interface` has them."""
+
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
         except Refused as error:
-            return JSONResponse(error.body, error.status)
+            return JSONResponse(interface.error(error), error.status)
         except ClientDisconnect:
             return Response(status_code=400)
 
@@ -221,7 +217,8 @@ def _refused(error: RequestError) -> Refused:
 
 async def _unknown(request: Request) -> Response:
     raise Refused(
-        f"{request.url.path} is not served here; ask /v1/chat/completions or /v1/models",
+        f"{request.url.path} is not served here; ask /v1/models or"
+        f" {', '.join(f'/v1/{interface.path}' for interface in INTERFACES)}",
         status=404,
         code="unknown_url",
     )

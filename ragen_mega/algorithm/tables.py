@@ -177,6 +177,8 @@ REWARDS = Registry(
         "turn_discounted": f"{_REWARDS}:turn_discounted",
         "group_relative": f"{_REWARDS}:group_relative",
     },
+    remedy="change its parameters (docs/extending.md); a judge of answers to --tasks is given by"
+    " --score",
 )
 """`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`; or
 `reward(group) -> one such answer for each of its trajectories`.
@@ -205,18 +207,18 @@ def find_estimator(name: str) -> Estimator:
 def check_estimator(name: str) -> None:
     """Raise ValueError, in one line, unless the estimator of that name can be called."""
     found = find_estimator(name)
-    _check_call(ESTIMATORS, name, found.function, "inputs", **dict.fromkeys(found.options, 1.0))
+    ESTIMATORS.check_call(name, found.function, "inputs", **dict.fromkeys(found.options, 1.0))
 
 
 def check_filter(name: str) -> None:
     """Raise ValueError, in one line, unless the group filter of that name can be called."""
     function = find_filter(name).function
-    _check_call(FILTERS, name, function, "returns", value=None, keep_zero=False)
+    FILTERS.check_call(name, function, "returns", value=None, keep_zero=False)
 
 
 def check_metric(name: str) -> None:
     """Raise ValueError, in one line, unless there is a metric of that name that can be called."""
-    _check_call(METRICS, name, METRICS.check(name), "groups")
+    METRICS.check_call(name, METRICS.check(name), "groups")
 
 
 def find_filter(name: str) -> Filter:
@@ -271,32 +273,10 @@ def parse_reward(text: str) -> dict[str, float]:
         if is_judge(term["name"]):
             _check_address(term["name"])
         else:
-            _check_call(REWARDS, term["name"], REWARDS.check(term["name"]), "trajectory")
+            REWARDS.check_call(term["name"], REWARDS.check(term["name"]), "trajectory")
         terms[term["name"]] = weight
         position = term.end()
     return terms
-
-
-def _check_call(
-    table: Registry, name: str, function: Callable[..., Any] | str, argument: str, **options: Any
-) -> None:
-    """Raise ValueError unless a user's function can be called with these: now, and not when the
-    first rollout is there. One of the package is an import path still, and can.
-    """
-    if isinstance(function, str):
-        return
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # compiled, and it does not say
-        return
-    try:
-        signature.bind(argument, **options)
-    except TypeError as error:
-        given = ", ".join([argument, *(f"{option}=..." for option in options)])
-        raise ValueError(
-            f"{table.flag} {name} is called with ({given}), and takes {signature}: {error}; change"
-            " its parameters (docs/extending.md)"
-        ) from None
 
 
 def call(

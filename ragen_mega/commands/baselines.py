@@ -119,7 +119,8 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
         f"{result.environment}: {result.num_prompts} prompts ({source}), {budget.max_turns} turns"
         f" of at most {budget.max_actions_per_turn} actions, {budget.max_actions} in total"
     )
-    return "\n".join((head, *lines))
+    errors = [f"  counted as lost: {result.errors_say}"] if result.errors_say else []
+    return "\n".join((head, *lines, *errors))
 
 
 def _method(result: Baselines) -> str:

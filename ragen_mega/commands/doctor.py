@@ -32,7 +32,6 @@ REQUIRED = (
     "safetensors",
     "numpy",
     "numba",
-    "gymnasium",
     "rich",
 )
 """Packages that training needs on every machine."""

@@ -11,8 +11,11 @@ With --samples-per-prompt above 1 it also reports pass@k.
 """
 
 import argparse
+from pathlib import Path
 
 from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.config.recorded import is_run, read_recorded
+from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.data import distributed
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import write_json
@@ -40,7 +43,7 @@ FLAGS = (
         "a run, a Hugging Face or megatron-format directory, a .gguf file, or a hub name",
         required=True,
     ),
-    flag("--environment", "one, or several: sokoban,sokoban_large,frozen_lake", required=True),
+    flag("--environment", "one, or several: sokoban,frozen_lake; default: those of the run"),
     flag("--boards", "boards file (JSON lines); default: the 256 packaged boards"),
     flag("--num-prompts", "boards or seeds to start from", 256),
     flag("--samples-per-prompt", "episodes from each; gives pass@k up to it", 8),
@@ -51,11 +54,22 @@ FLAGS = (
 )
 
 
+def _environments(load: str) -> list[str]:
+    """Return the environments that a run was trained on. Raises ValueError if `load` is no run."""
+    if not is_run(Path(load)):
+        raise ValueError(
+            f"--environment is needed where --load is no run, as {load}; write e.g. --environment"
+            " sokoban"
+        )
+    return list(parse_shares(read_recorded(Path(load))["environment"]["environments"]))
+
+
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
     settings = [name.removeprefix("--").replace("-", "_") for name, _ in RULES]
     rules = {name: getattr(arguments, name) for name in settings}
-    names = [name.strip() for name in arguments.environment.split(",")]
+    given = arguments.environment
+    names = [name.strip() for name in given.split(",")] if given else _environments(arguments.load)
     results = evaluate_sets(
         arguments.load,
         names,

@@ -47,7 +47,7 @@ from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
 from ragen_mega.rollout.visit import RecordedAnswers
-from ragen_mega.run.build import build_models
+from ragen_mega.run.build import build_models, set_fields
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -237,6 +237,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     hf = load_config(str(base))
+    set_fields(config, hf)
     start = Start(base, None)
     if config.has_warm_start and (found := find_warm_start(config)) is not None:
         start = found
@@ -349,7 +350,8 @@ def main(arguments: argparse.Namespace) -> int:
         lines = replay_agents(arguments)
         print("\n".join(lines))
         return min(1, len(lines) - 1)
-    _, num_ranks = read_config(arguments)
+    config, num_ranks = read_config(arguments)
+    read_row(config.run_directory / METRICS_FILE, arguments.step)  # before ranks begin
     relaunch(num_ranks, "replay", arguments.argv)
     result = replay(arguments)
     if distributed.is_main():

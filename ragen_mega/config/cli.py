@@ -11,7 +11,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragen_mega.config.flags import all_flags, help_text, read_settings
+from ragen_mega.config.flags import (
+    STANDING_FOR_ENVIRONMENTS,
+    all_flags,
+    help_text,
+    read_settings,
+)
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
@@ -49,7 +54,7 @@ def _as_environment(argv: Sequence[str]) -> list[str]:
     environment beside it, and for a flag that would do nothing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--agent", "--tasks", "--score", "--mcp"):
+    for flag in STANDING_FOR_ENVIRONMENTS:
         parser.add_argument(flag, nargs="?", const="")
     found, rest = parser.parse_known_args(argv)
     options = {name: value for name, value in vars(found).items() if value is not None}
@@ -64,8 +69,8 @@ def _as_environment(argv: Sequence[str]) -> list[str]:
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
     if others or "" in (text, found.tasks):
         raise ValueError(
-            f"--{kind} takes a name and stands for --environments {kind}:{what}, not {text!r}"
-            f"{''.join(f' beside {other}' for other in others)}; drop one of them"
+            f"--{kind} takes a name and stands for --environments {kind}:{text or what}, not"
+            f" {text!r}{''.join(f' beside {other}' for other in others)}; drop one of them"
         )
     for name, own in (("score", "returns its reward"), ("mcp", "brings its tools")):
         if kind == "agent" and name in options:
@@ -91,9 +96,10 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
         return _under(_own_recipe(name, directory), rest)
     known = recipe_names(directory)
     if name not in known:
+        file = f" (your file is ./{name})" if Path(name).is_file() else did_you_mean(name, known)
         raise ValueError(
-            f"--recipe must name one of {', '.join(known)}, or a file such as my.flags, not"
-            f" {name!r}{did_you_mean(name, known)}; files are in {directory}"
+            f"--recipe must name one of {', '.join(known)}, or a file that ends in .flags or has a"
+            f" slash, not {name!r}{file}; files are in {directory}"
         )
     return _under([] if name == "none" else read_flags(directory / f"{name}.flags"), rest)
 
@@ -105,6 +111,9 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
     """
     try:
         flags = _as_environment(read_flags(Path(path)))
+        read_settings(flags)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     except OSError as error:
         raise ValueError(
             f"--recipe {path} must be a file of flags that can be read ({error.strerror}); mend the"

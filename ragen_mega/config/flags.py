@@ -122,7 +122,10 @@ ELSEWHERE = {
     "per_device_train_batch_size": "--minibatch-size",
     "ppo_mini_batch_size": "--minibatch-size",
     "gradient_accumulation_steps": "--max-tokens-per-microbatch",
+    "epochs": "--num-steps",
     "num_train_epochs": "--num-steps",
+    "loss_type": "--policy-loss or --loss-aggregation",
+    "use_vllm": "--rollout-engine",
     "total_epochs": "--num-steps",
     "max_steps": "--num-steps",
     "num_iterations": "--updates-per-rollout",
@@ -141,6 +144,8 @@ ELSEWHERE = {
     "resume_from_checkpoint": "--resume",
 }
 """Name of a setting in other trainers -> the flag that comes nearest."""
+STANDING_FOR_ENVIRONMENTS = ("--agent", "--tasks", "--score", "--mcp")
+"""Flags that name no setting: an environment stands for them."""
 
 
 def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -157,9 +162,13 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
-            raise ValueError(f"unexpected {word!r}: flags begin with --; --help lists all")
+            raise ValueError(
+                f"unexpected {word!r}: flags begin with --; --help lists all, docs/coming_from.md"
+                " those that stand for settings of other trainers"
+            )
         meant = ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
-        close = did_you_mean(name, [flag_of(setting.name) for setting in all_flags()])
+        known = [flag_of(setting.name) for setting in all_flags()]
+        close = did_you_mean(name, [*known, *STANDING_FOR_ENVIRONMENTS])
         if meant is not None:
             close = f" (here it is {meant})"
         raise ValueError(f"unknown flag {name}{close}; --help lists all")

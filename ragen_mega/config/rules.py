@@ -51,6 +51,7 @@ def check_rules(config: Sections) -> None:
         _check_guard,
         _check_groups,
         _check_objectives,
+        _check_routing,
         _check_placement,
         _check_critic,
         _check_agents,
@@ -176,6 +177,16 @@ def _check_objectives(config: Sections) -> None:
         raise ValueError(
             f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
             " importance_level sequence need it whole; drop --context-window"
+        )
+
+
+def _check_routing(config: Sections) -> None:
+    """Check that the choices of routers are there before an update repeats them."""
+    if config.train.routing_replay == "policy" and config.loss.old_logprobs != "recompute":
+        raise ValueError(
+            "routing_replay policy repeats the choices of the pass of old log-probabilities, and"
+            f" old_logprobs {config.loss.old_logprobs} may do without it; set --old-logprobs"
+            " recompute, or --routing-replay engine"
         )
 
 

@@ -20,7 +20,7 @@ class TokenField:
     """A row of the table."""
 
     dtype: torch.dtype
-    """Type in a batch, where a value belongs to `labels[t]`."""
+    """Type in a batch, where a value belongs to `labels[t]`, or to `tokens[t]`: `is_of_inputs`."""
     filled_by: str
     """Part of the program that knows the value: `trajectory` (recorded while it is played), or the
     stage of a step that adds it to the batch.
@@ -29,8 +29,12 @@ class TokenField:
     """Type in a trajectory, where a value belongs to `tokens[t]`; None: trajectories have none."""
     shape: tuple[int, ...] = ()
     """Shape of one value."""
-    default: float = 0
-    """Value of a token for which nothing was recorded."""
+    default: float | tuple[int, ...] = 0
+    """Value of a token for which nothing was recorded; a tuple is its last dimension."""
+    is_of_inputs: bool = False
+    """Whether a value in a batch belongs to `tokens[t]`, whose hidden state position t computes.
+    Microbatches have such values by node.
+    """
     is_sampled_only: bool = False
     """Whether tokens that the policy did not sample always have the default."""
 
@@ -51,7 +55,7 @@ class TokenField:
 
 
 TOKEN_FIELDS: dict[str, TokenField] = {
-    "tokens": TokenField(torch.int64, "trajectory", np.int32),
+    "tokens": TokenField(torch.int64, "trajectory", np.int32, is_of_inputs=True),
     "labels": TokenField(torch.int64, "trajectory"),
     "position_ids": TokenField(torch.int64, "packing"),
     "loss_mask": TokenField(torch.bool, "packing", np.bool_, is_sampled_only=True),
@@ -67,6 +71,8 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     "weights": TokenField(torch.float32, "aggregation"),
 }
 """Name -> row. The loss mask follows from the turns, which every rank has; so packing fills it."""
+ROUTES = "routes"
+"""Row of the experts that a mixture's routers chose, in runs that replay them (`add_routes`)."""
 
 
 def recorded_fields() -> dict[str, TokenField]:
@@ -79,3 +85,34 @@ def filled_by_trajectories() -> list[str]:
     hold.
     """
     return [name for name, row in TOKEN_FIELDS.items() if row.filled_by == "trajectory"]
+
+
+def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool = True) -> None:
+    """Add the field of the experts that the router of each mixture layer chose for a token: a row
+    [layers, k] holds the distinct experts of a layer in any order. Every rank calls this before it
+    makes its first trajectory.
+
+    `by_engine`: trajectories record them; else the policy adds them to a batch.
+    """
+    if num_experts > 256:
+        raise ValueError(
+            f"routing_replay keeps an expert in a byte and the model has {num_experts} experts, not"
+            " at most 256; drop --routing-replay"
+        )
+    spread = tuple(i * num_experts // topk for i in range(topk))
+    filled_by, recorded = ("trajectory", np.uint8) if by_engine else ("policy", None)
+    TOKEN_FIELDS[ROUTES] = TokenField(
+        torch.uint8, filled_by, recorded, (num_layers, topk), spread, is_of_inputs=True
+    )
+
+
+def routes_of_completion(
+    routes: NDArray, num_sampled: int
+) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
+    """Return the further fields and the prompt's fields of a completion for the routes [n, ...] of
+    all its tokens but the last, and of prompt tokens before them. The last has gone through no
+    expert yet: its routes come with the next completion.
+    """
+    start = len(routes) - (num_sampled - 1)
+    sampled = np.concatenate([routes[start:], TOKEN_FIELDS[ROUTES].defaults(1)])
+    return {ROUTES: sampled}, {ROUTES: routes[:start]}

@@ -40,14 +40,19 @@ class PrefixOrder:
         cu_seqlens: Tensor,
         ids: Sequence[int] | None = None,
         *,
+        routes: Tensor | None = None,
         cost: Cost = TOKENS,
         costs: Sequence[int] | None = None,
     ) -> "PrefixOrder":
         """Sort the trajectories `ids` (None: all) among those packed in `tokens` [T] with offsets
         `cu_seqlens` [S + 1], on the host. `costs` [S] are those of each trajectory by itself
-        (None: `cost` gives them).
+        (None: `cost` gives them). If `routes` [T, ...] uint8 are given, positions are the same only
+        where those agree too.
         """
         values = tokens.numpy().astype(">u4")  # whose bytes sort as the numbers do
+        if routes is not None:
+            rows = values[:, None].view(np.uint8)  # [T, 4]
+            values = np.concatenate([rows, routes.flatten(1).numpy()], axis=1)
         texts = [values[start:end] for start, end in pairwise(cu_seqlens.tolist())]
         ids = sorted(range(len(texts)) if ids is None else ids, key=lambda i: texts[i].tobytes())
         lengths = [len(texts[i]) for i in ids]

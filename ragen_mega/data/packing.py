@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragen_mega.data.balance import TOKENS, Cost, balanced_split
-from ragen_mega.data.fields import TOKEN_FIELDS, filled_by_trajectories, recorded_fields
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, filled_by_trajectories, recorded_fields
 from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.types import (
     Edges,
@@ -71,7 +71,12 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
         cu_segments=cu_segments if len(spans) > len(trajectories) else None,
-        **arguments_of({name: values[is_label] for name, values in recorded.items()}),
+        **arguments_of(
+            {
+                name: values[is_input if TOKEN_FIELDS[name].is_of_inputs else is_label]
+                for name, values in recorded.items()
+            }
+        ),
     )
 
 
@@ -211,11 +216,12 @@ def _shared_order(
     costs: Sequence[int],
     cost: Cost,
     most_nodes: float,
+    routes: Tensor | None = None,
 ) -> PrefixOrder | None:
     """Return the trajectories in order if they share enough, else None."""
     if not most_nodes:
         return None
-    order = PrefixOrder.of(tokens, cu_seqlens, ids, cost=cost, costs=costs)
+    order = PrefixOrder.of(tokens, cu_seqlens, ids, routes=routes, cost=cost, costs=costs)
     return order if order.num_nodes < most_nodes * sum(order.lengths) else None
 
 
@@ -242,7 +248,8 @@ def parts_of(
     `costs` [S] of all trajectories by themselves (None: what `cost` says).
     """
     costs = costs_of(batch, cost) if costs is None else costs
-    if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes):
+    routes = batch.further_fields.get(ROUTES)
+    if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes, routes):
         runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
         return [Part(run.ids, run.shared) for run in runs]
     found = microbatches(batch, max_tokens, ids, cost=cost, costs=costs, num_stages=num_stages)
@@ -335,9 +342,14 @@ def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.de
             move(edge_of, device),
         )
         rows = rows[order]
+    further = {name for name in whole.further_fields if TOKEN_FIELDS[name].is_of_inputs}
     return Microbatch(
         **arguments_of(
-            {name: move(value, device) for name, value in whole.tensors() if name != "here"}
+            {
+                name: move(forest.per_node(value) if name in further else value, device)
+                for name, value in whole.tensors()
+                if name != "here"
+            }
         ),
         forest=forest,
         input_ids=move(forest.per_node(whole.tokens), device),

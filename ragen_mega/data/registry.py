@@ -5,10 +5,12 @@ What comes with the package is listed by import path, so that asking for the nam
 """
 
 import difflib
+import inspect
 import os
 import pkgutil
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -37,17 +39,23 @@ class Registry:
         *,
         families: Mapping[str, str] | None = None,
         known_elsewhere: Mapping[str, str] | None = None,
+        forms: Mapping[str, tuple[re.Pattern[str], Sequence[str]]] | None = None,
+        remedy: str = "change its parameters (docs/extending.md)",
     ) -> None:
         """`kind` is its name in errors, `builtin` maps names to things or their import paths;
         entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
         `families` maps a prefix to the import path of the thing for every name `prefix:...`,
-        `known_elsewhere` other projects' names to ours, which errors then suggest.
+        `known_elsewhere` other projects' names to ours, which errors then suggest. `forms` maps
+        the prefix of a family to the form of its names and to prefixes that are mistaken for it.
+        `remedy`: what helps a function that takes other arguments.
         """
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
         self._families = families or {}
         self._known_elsewhere = known_elsewhere or {}
+        self._forms = forms or {}
+        self._remedy = remedy
 
     @property
     def group(self) -> str:
@@ -94,14 +102,46 @@ class Registry:
             thing = installed.get(name, path)
         if thing is None:
             meant = self._known_elsewhere.get(name.lower(), name)
+            close = self._of_family(name) or did_you_mean(meant, self.names())
             raise ValueError(
                 f"{self.flag}: unknown {self.kind} {name!r}; choose one of"
-                f" {', '.join(self.names())}{did_you_mean(meant, self.names())}, or"
+                f" {', '.join(self.names())}{close}, or"
                 " give an import path such as my_module:my_thing"
             )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)
         return thing
+
+    def check_call(
+        self, name: str, function: Callable[..., Any] | str, *arguments: str, **options: Any
+    ) -> None:
+        """Raise ValueError unless a user's function can be called with these: now, and not when the
+        first rollout is there. One of the package is an import path still, and can.
+        """
+        if isinstance(function, str):
+            return
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError):  # compiled, and it does not say
+            return
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            given = ", ".join([*arguments, *(f"{option}=..." for option in options)])
+            raise ValueError(
+                f"{self.flag} {name} is called with ({given}), and takes {signature}: {error};"
+                f" {self._remedy}"
+            ) from None
+
+    def _of_family(self, name: str) -> str:
+        """Return ` (did you mean prefix:name?)` for a name, with a wrong prefix or none, that has
+        the form of a family's names; else nothing.
+        """
+        prefix, colon, member = name.rpartition(":")
+        for family, (form, others) in self._forms.items():
+            if form.fullmatch(member) and (not colon or prefix in others):
+                return f" (did you mean {family}:{member}?)"
+        return ""
 
     def _refuse_library(self, name: str, module: str) -> None:
         """Raise ValueError for a module of Python's own. The configuration of a run may come from
@@ -124,7 +164,9 @@ class Registry:
             remedy = "check the name, and that the module is installed or in the working directory"
             if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
-            if isinstance(error, AttributeError) and (
+            if (known := name.partition(":")[0]) in self.names():
+                remedy = f"{known} is a name itself, and only a whole number may follow its colon"
+            elif isinstance(error, AttributeError) and (
                 module := sys.modules.get(path.split(":")[0])
             ):
                 own = [
@@ -139,7 +181,7 @@ class Registry:
                 )
             raise ValueError(
                 f"{self.flag} {name}: cannot import {path} ({type(error).__name__}: {error});"
-                f" {remedy}"
+                f" {remedy}{self._of_family(name)}"
             ) from error
         if isinstance(thing, (type, FunctionType, BuiltinFunctionType)):
             self._refuse_library(name, thing.__module__ or "")

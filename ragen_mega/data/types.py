@@ -43,6 +43,8 @@ class SamplingParams:
     """Seed of this completion alone, so that the sample does not depend on what else is in the
     batch.
     """
+    num_recorded: int = 0
+    """Number of first tokens of the prompt for which the caller has the recorded fields."""
 
     def check(self, tokens: Sequence[int], *, vocab: int) -> None:
         """Raise ValueError if no completion of `tokens` can be drawn like this."""
@@ -79,6 +81,10 @@ class Completion:
     further_fields: Mapping[str, Any] = field(default_factory=dict)
     """Name of a recorded field (`fields.TOKEN_FIELDS`) -> its values [A, ...]; without values the
     tokens have its default.
+    """
+    prompt_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a recorded field -> its values [n, ...] for the last n tokens of the prompt: those
+    behind `SamplingParams.num_recorded`.
     """
 
 
@@ -126,6 +132,10 @@ class Packed(Sequence[Any]):
         """Append values [n, ...]."""
         more = np.asarray(values, self.array.dtype).reshape(-1, *self.array.shape[1:])
         self.array = np.concatenate([self.array, more])
+
+    def put_last(self, values: NDArray) -> None:
+        """Replace the last n values by values [n, ...]."""
+        self.array[len(self) - len(values) :] = values
 
     def __len__(self) -> int:
         return len(self.array)
@@ -234,27 +244,42 @@ class Trajectory:
         self._append({"tokens": tokens})
 
     def append_action(self, completion: Completion) -> Turn:
-        """Append one sampled completion as a new turn. Raises ValueError if a token lacks its
-        log-probability, or the value of a further field that is given.
+        """Append one sampled completion as a new turn, and give the prompt its fields. Raises
+        ValueError if a token lacks its log-probability, or the value of a further field that is
+        given.
         """
-        size = len(completion.tokens)
-        recorded = {"rollout_logprobs": completion.logprobs, **completion.further_fields}
-        for name, values in recorded.items():
-            if len(values) != size:
-                raise ValueError(
-                    f"every sampled token needs its log-probability and further fields: {size}"
-                    f" tokens, {len(values)} values of {name}; check the rollout engine"
-                )
-        self.turns.append(Turn(len(self), len(self) + size))
-        self._append({"tokens": completion.tokens, "loss_mask": [True] * size, **recorded})
+        start, size = len(self), len(completion.tokens)
+        self._append_completion(
+            completion, loss_mask=[True] * size, rollout_logprobs=completion.logprobs
+        )
+        self.turns.append(Turn(start, start + size))
         return self.turns[-1]
+
+    def append_context(self, completion: Completion) -> None:
+        """Append a completion outside the loss mask: an answer that is context, or not trained."""
+        self._append_completion(completion)
+
+    def _append_completion(self, completion: Completion, **recorded: Sequence[Any]) -> None:
+        recorded |= completion.further_fields
+        for name, values in recorded.items():
+            found, shape = np.shape(values), (len(completion.tokens), *TOKEN_FIELDS[name].shape)
+            if found != shape:
+                raise ValueError(
+                    "every sampled token needs its log-probability and further fields:"
+                    f" {name} must have the shape {list(shape)}, not {list(found)}; check the"
+                    " rollout engine"
+                )
+        for name, values in completion.prompt_fields.items():
+            self.further_fields[name].put_last(values)
+        self._append({"tokens": completion.tokens, **recorded})
 
     def _append(self, given: Mapping[str, Sequence[Any]]) -> None:
         """Append tokens with the values of their recorded fields, of others the defaults."""
         for name, values in self.token_fields.items():
             more = given.get(name)
             if more is None:
-                more = TOKEN_FIELDS[name].defaults(len(given["tokens"])).tolist()
+                more = TOKEN_FIELDS[name].defaults(len(given["tokens"]))
+                more = more if isinstance(values, Packed) else more.tolist()
             values.extend(more)
 
     @property
@@ -401,6 +426,13 @@ class TokenBatch:
         changed._check(dict(changed.tensors()) if "loss_mask" in given else given)
         return changed
 
+    def without(self, name: str) -> TokenBatch:
+        """Return a copy that lacks a further field."""
+        changed = copy(self)
+        left = {key: value for key, value in self.further_fields.items() if key != name}
+        object.__setattr__(changed, "further_fields", left)
+        return changed
+
     def positions(self, trajectory_ids: Sequence[int]) -> Tensor:
         """Return the positions of the given trajectories, in the given order, as an index."""
         ids = torch.tensor(list(trajectory_ids), dtype=torch.int64)
@@ -469,6 +501,7 @@ class Microbatch(TokenBatch):
     it, so that the host never has to ask the device.
 
     The model goes through the N nodes of `forest`: the distinct among the T positions, and padding.
+    Further fields of inputs have values [N, ...] of nodes, 0 of padding.
     """
 
     forest: Forest

@@ -14,7 +14,7 @@ import queue
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,21 @@ def guarded(function: Callable[[], T]) -> T:
     except BaseException as error:  # a panic in Rust is no Exception
         text = f"{type(error).__name__}: {error}{where(error)}"
         raise EnvironmentFailed(text, is_late=isinstance(error, TimeoutError)) from error
+
+
+def describe_failures(
+    name: str, player: str, num_episodes: int, failures: Sequence[tuple[int, str]]
+) -> str | None:
+    """Return one line about the (seed, reason) of each episode of a scripted or random player that
+    environment `name` ended by an error; None if there are none.
+    """
+    if not failures:
+        return None
+    seed, reason = failures[0]
+    return (
+        f"{name}: {len(failures)} of {num_episodes} {player} episodes ended by an error, the first"
+        f" with seed {seed}: {' '.join(reason.split())}"
+    )
 
 
 def where(error: BaseException) -> str:
@@ -133,7 +148,8 @@ class Worker:
             self.end(lambda: None)
             if isinstance(error.__cause__, ValueError):
                 raise error.__cause__ from None
-            raise ValueError(f"environment {name} cannot be built: {error}") from error
+            remedy = "; raise --environment-timeout" if error.is_late else ""
+            raise ValueError(f"environment {name} cannot be built: {error}{remedy}") from error
 
     def end(self, last: Callable[[], Any]) -> None:
         """Call `last` after all earlier calls have returned, then let the thread end."""

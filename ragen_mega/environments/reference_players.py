@@ -18,7 +18,7 @@ import numpy as np
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import Board
 from ragen_mega.environments.episode import Episode, EpisodeConfig, is_success
-from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, describe_failures, guarded
 from ragen_mega.environments.protocol import (
     Action,
     Environment,
@@ -59,6 +59,10 @@ class Baselines:
     """Best play when the outcome of every action is seen before the next one."""
     is_exact: bool
     """The random player is computed from all outcomes, not sampled."""
+    errors_say: str | None = None
+    """One line about episodes of the players that an error ended, which count as lost; None if
+    there are none.
+    """
 
 
 def baselines(
@@ -85,9 +89,11 @@ def baselines(
     episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
     environment = episode.environment
     solver: Solver | None = getattr(environment, "solver", None)
+    errors_say = None
     try:
         if solver is None:
-            solved = [References(_measure_random(name, worker, episode, prompts), None, None)]
+            rate, errors_say = _measure_random(name, worker, episode, prompts)
+            solved = [References(rate, None, None)]
         else:
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
     finally:
@@ -106,6 +112,7 @@ def baselines(
             [references.optimum_closed_loop for references in solved]
         ),
         is_exact=solver is not None and all(references.is_exact for references in solved),
+        errors_say=errors_say,
     )
 
 
@@ -178,9 +185,9 @@ def _solve(
 
 def _measure_random(
     name: str, worker: Worker, episode: Episode, prompts: Sequence[Prompt]
-) -> float | None:
-    """Return the success rate of uniformly random actions over sampled episodes; None if that takes
-    too long or the possible answers are unknown.
+) -> tuple[float | None, str | None]:
+    """Return the success rate of uniformly random actions over sampled episodes, None if that takes
+    too long or the possible answers are unknown; and a line about errors.
 
     An episode in which the environment fails counts as lost. Raises ValueError if all fail.
     """
@@ -190,10 +197,12 @@ def _measure_random(
         with contextlib.suppress(EnvironmentFailed):
             worker.wait(partial(episode.start, prompts[0][0], board=prompts[0][1]))
         if not is_drawn(episode):
-            return None
-    failures: list[EnvironmentFailed] = []
+            return None, None
+    failures: list[tuple[int, str]] = []
+    num_episodes = 0
 
     def measure() -> float | None:
+        nonlocal num_episodes
         successes = 0
         for seed, rows in prompts:
             rng = np.random.default_rng(stable_seed(seed, "random player"))
@@ -203,16 +212,17 @@ def _measure_random(
                 try:
                     successes += guarded(partial(_play_randomly, episode, seed, rows, rng))
                 except EnvironmentFailed as error:
-                    failures.append(error)
-        return successes / (EPISODES_PER_PROMPT * len(prompts))
+                    failures.append((seed, str(error)))
+                num_episodes += 1
+        return successes / num_episodes
 
     try:
         rate = worker.wait(measure)
     except EnvironmentFailed:  # a call does not return
         rate = None
     if len(failures) == EPISODES_PER_PROMPT * len(prompts):
-        raise ValueError(f"environment {name} fails whatever is done: {failures[0]}")
-    return rate
+        raise ValueError(f"environment {name} fails whatever is done: {failures[0][1]}")
+    return rate, describe_failures(name, "random", num_episodes, failures)
 
 
 def _play_randomly(

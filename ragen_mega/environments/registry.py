@@ -6,6 +6,7 @@ entry point group `ragen_mega.environments`.
 """
 
 import inspect
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ ENVIRONMENTS = Registry(
         "tasks": f"{_ADAPTERS}.tasks:FileTasks",
         "agent": "ragen_mega.agents.runner:AgentProgram",
     },
+    forms={"gymnasium": (re.compile(r"[\w/]+-v\d+"), ("gym", "Gymnasium"))},
 )
 # RAGEN's scripts and paper swap the names of the two transfer bandits; these are the scripts'.
 _IMPLIED: dict[str, dict[str, Any]] = {

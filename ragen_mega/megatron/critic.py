@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.algorithm.value_loss import value_loss
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import QwenCritic, transformer_config
 from ragen_mega.megatron.trainer import Trainer
@@ -55,7 +56,7 @@ class MegatronCritic:
         def compute(micro: Microbatch, output: Tensor) -> Tensor:
             return micro.per_position(output) * micro.loss_mask
 
-        return self.trainer.per_token(batch, compute)
+        return self.trainer.per_token(batch.without(ROUTES), compute)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """Take one step of clipped value regression towards `returns`. Returns its metrics."""
@@ -67,7 +68,7 @@ class MegatronCritic:
             )
             return value, torch.stack([value.detach().float(), is_clipped.sum()]), values.detach()
 
-        sums, _, step = self.trainer.step(minibatch, loss, 2)
+        sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 2)
         mask = minibatch.loss_mask
         num_tokens = max(1, int(mask.sum()))
         residual = (minibatch.returns - minibatch.values)[mask]

@@ -41,6 +41,7 @@ from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
+from ragen_mega.megatron.routing import MixtureLayer, Routing
 
 
 @dataclass
@@ -50,6 +51,8 @@ class PackedForest(PackedSeqParams):
     """
 
     forest: Forest | None = None
+    routing: Routing | None = None
+    """The experts that the nodes go through; None: the routers choose, or there are none."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the nodes' rotary angles [N, 1, head_dim / 2], for local layers."""
 
@@ -95,6 +98,8 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         layer, norm = _local_layer(config), RMSNorm
     attention = ATTENTION[attention_implementation(config)]
     layer.submodules.self_attention.submodules.core_attention = attention
+    if config.num_moe_experts:
+        layer.module = MixtureLayer
     return TransformerBlockSubmodules([layer] * num_layers, layer_norm=norm)
 
 

@@ -21,6 +21,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, layer_spec
+from ragen_mega.megatron.routing import Routing
 from ragen_mega.models.cuts import trainer_vocab_size
 from ragen_mega.models.shape import ModelShape, check_config, cut_error
 
@@ -156,6 +157,9 @@ class QwenModel(GPTModel):
             pg_collection=groups,
         )
         self.hf, self.shape = hf, shape
+        for parameter in self.parameters():
+            if parameter.device.type == "cpu":  # as megatron-core makes routers on every machine
+                parameter.data = parameter.data.to(distributed.device())
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():
@@ -246,13 +250,15 @@ class QwenCritic(QwenModel):
         return self.output_layer(hidden_states) if self.post_process else hidden_states
 
 
-def model_inputs(batch: Microbatch) -> dict[str, Any]:
+def model_inputs(batch: Microbatch, routing: Routing | None = None) -> dict[str, Any]:
     """Return the arguments of `QwenModel.forward` for one packed microbatch."""
+    packed = PackedForest.of(batch.forest, batch.input_ids.device)
+    packed.routing = routing
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
         attention_mask=None,
-        packed_seq_params=PackedForest.of(batch.forest, batch.input_ids.device),
+        packed_seq_params=packed,
     )
 
 

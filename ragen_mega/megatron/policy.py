@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data import distributed
+from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import build_policy_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
@@ -85,6 +87,7 @@ class MegatronPolicy:
         )
         self.pass_logprobs: Tensor | None = None
         """[T] of the latest update's minibatch, under the weights before it."""
+        self._records_routes = train.routing_replay == "policy"
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
         self._traffic = Traffic()
@@ -128,9 +131,25 @@ class MegatronPolicy:
         """[T] log-probability of each sampled label at the rollout temperature, 0 elsewhere."""
         return self.logprobs_and_entropies(batch)[0]
 
-    def logprobs_and_entropies(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    def with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
+        """Add the old log-probabilities with their entropies. Under `--routing-replay policy` the
+        routes of this pass are added, which later passes replay.
+        """
+        if not self._records_routes:
+            logprobs, entropies = self.logprobs_and_entropies(batch)
+            return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
+        shape = self.module.shape
+        size = batch.num_positions, shape.num_layers, shape.experts_per_token
+        routes = torch.zeros(size, dtype=torch.uint8)
+        logprobs, entropies = self.logprobs_and_entropies(batch, routes)
+        routes = distributed.sum_over_ranks(routes)
+        return batch.with_fields(old_logprobs=logprobs, entropies=entropies, routes=routes)
+
+    def logprobs_and_entropies(
+        self, batch: TokenBatch, routes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`logprobs`, and [T] entropy in nats of the distribution that each label was drawn from;
-        the same pass gives both.
+        the same pass gives both. `routes`: see `Trainer.per_token`.
         """
 
         def compute(micro: Microbatch, output: Tensor) -> Tensor:
@@ -147,7 +166,8 @@ class MegatronPolicy:
             found = of_rows.new_zeros(micro.num_positions, 2)
             return found.index_copy_(0, micro.rows, of_rows)
 
-        logprobs, entropies = self.trainer.per_token(batch, compute, 2).t().contiguous()
+        both = self.trainer.per_token(batch, compute, 2, routes=routes)
+        logprobs, entropies = both.t().contiguous()
         return logprobs, entropies
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
@@ -223,7 +243,7 @@ class MegatronPolicy:
             value = -(micro.weights[micro.rows] * micro.per_row(logprobs)).sum()
             return value, value.detach().float().reshape(1), torch.zeros_like(micro.weights)
 
-        sums, _, step = self.trainer.step(minibatch, loss, 1)
+        sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 1)
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
 
     def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,6 +28,7 @@ from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
+from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
@@ -36,6 +37,7 @@ from ragen_mega.megatron.model import QwenModel, model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
+from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
@@ -142,9 +144,15 @@ class Trainer:
         load_weights(self.module, read)
         self.optimizer.reload_model_params()
 
-    def per_token(self, batch: TokenBatch, compute: PerToken, *columns: int) -> Tensor:
+    def per_token(
+        self, batch: TokenBatch, compute: PerToken, *columns: int, routes: Tensor | None = None
+    ) -> Tensor:
         """[T] of `compute`, or [T, columns], over all trajectories of `batch`, without gradients;
         for labels that were sampled equal on every rank.
+
+        A mixture's tokens go through the experts that a batch has as `routes`. The experts that
+        they went through are written into the argument `routes` [T, layers, k] uint8, of this
+        rank's tokens and layers.
         """
         batch = batch.by_segment()
         self.memory.require("parameters")
@@ -154,10 +162,14 @@ class Trainer:
             self.model.eval()
             # delayed scaling learns them from a pass, and only where gradients are enabled
             if self._lacks_scales:
-                self._run(micros[:1], compute, forward_only=True)
+                self._run(micros[:1], compute, self._routings(micros[:1]), forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
-                outputs = self._run(micros, compute, forward_only=True)[: len(parts)]
+                routings = self._routings(micros, records=routes is not None)
+                outputs = self._run(micros, compute, routings, forward_only=True)[: len(parts)]
+            if routes is not None:
+                for part, micro, routing in zip(parts, micros, routings):
+                    routing.write(routes, batch.positions(part.ids), micro.forest.sources)
             if self._reports and parts:
                 positions, values = _joined(batch, parts, outputs)
                 result[positions] = values.cpu()
@@ -190,12 +202,18 @@ class Trainer:
         micros = self._microbatches(batch, parts, at_least=1)
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
-            self._run(micros[:1], loss, forward_only=False)
+            self._run(micros[:1], loss, self._routings(micros[:1]), forward_only=False)
             self.model.zero_grad_buffer()
             self._lacks_scales = self._lacks_gradient_scales = False
-        results = self._run(micros, loss, forward_only=False)[: len(parts)]
-        nodes = sum(m.forest.num_nodes - m.forest.padding for m in micros[: len(parts)])
-        totals, square, nodes, values = self._exchange(batch, parts, results, nodes, num_metrics)
+        routings = self._routings(micros, counts=True)
+        results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
+        counted = sums_of(routings[: len(parts)], self.module.shape, distributed.device())
+        nodes = [_num_nodes(batch, parts)]
+        if replays := ROUTES in batch.further_fields:
+            nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+        totals, square, counted, nodes, values = self._exchange(
+            batch, parts, results, counted, nodes, num_metrics
+        )
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
         # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
@@ -203,15 +221,17 @@ class Trainer:
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
-        return (
-            totals,
-            values,
-            {
-                "grad_norm": float(norm),
-                "skipped": float(not math.isfinite(norm)),
-                "computed_share": float(nodes) / batch.num_positions,
-            },
-        )
+        computed = (nodes / batch.num_positions).tolist()
+        metrics = {
+            "grad_norm": float(norm),
+            "skipped": float(not math.isfinite(norm)),
+            "computed_share": computed[0],
+        }
+        if replays:
+            metrics["routing_unshared"] = computed[0] - computed[1]
+        if counted.numel():
+            metrics |= routing_metrics(counted, self.module.shape, replays=replays)
+        return totals, values, metrics
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the reduced, clipped gradient of every local parameter after `step` (not with the
@@ -233,23 +253,32 @@ class Trainer:
         return self.module.post_process and self.groups.tp.rank() == 0
 
     def _exchange(
-        self, batch: TokenBatch, parts: list[Part], results: list[Any], nodes: int, num_metrics: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the metric sums [M], the square of the gradient norm [1], the number of nodes [1]
-        and the values [T] of a pass, exchanged among all ranks. The host waits for the device once.
+        self,
+        batch: TokenBatch,
+        parts: list[Part],
+        results: list[Any],
+        counted: Tensor,
+        nodes: list[int],
+        num_metrics: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the metric sums [M], the square of the gradient norm [1], what routers have
+        counted, the numbers of nodes and the values [T] of a pass, exchanged among all ranks. The
+        host waits for the device once.
         """
-        found = self._squared_norm()
-        index, positions = torch.tensor([num_metrics]), torch.empty(0, dtype=torch.int64)
+        found = torch.cat([self._squared_norm(), counted.flatten()])
+        sizes = [1, counted.numel(), num_metrics, len(nodes)]
+        positions = torch.empty(0, dtype=torch.int64)
+        totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
         if self._reports and parts:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
             positions, values = _joined(batch, parts, [values for _, values in results])
-            found = torch.cat([sums, found, found.new_full((1,), nodes), values.double()])
-            index = torch.arange(num_metrics + 2)
-        found = found.cpu()
-        totals, whole = found.new_zeros(num_metrics + 2), torch.zeros(batch.num_positions)
-        totals[index], whole[positions] = found[: len(index)], found[len(index) :].float()
+            found = torch.cat([found, sums, values.double()])
+            totals[-len(nodes) :] = torch.tensor(nodes)
+        found, values = found.cpu().tensor_split([sum(sizes[:3])])
+        totals[: len(found)], whole[positions] = found, values.float()
         values = _on_all_ranks(whole, batch.loss_mask)
-        return *distributed.sum_over_ranks(totals).split([num_metrics, 1, 1]), values
+        square, counts, totals, nodes = distributed.sum_over_ranks(totals).split(sizes)
+        return totals, square, counts.view_as(counted), nodes, values
 
     def _parts(self, batch: TokenBatch) -> list[Part]:
         """Return this data-parallel rank's microbatches."""
@@ -279,16 +308,29 @@ class Trainer:
             number = int(distributed.max_over_ranks(torch.tensor(number)))
         idle = [Part([int(batch.lengths.argmin())], [0])] * (number - len(parts))
         if self.groups.pp.size() > 1 and number:
-            sizes = [int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts + idle]
+            sizes = [_num_nodes(batch, [part]) for part in parts + idle]
             multiple = -(-max(sizes) // multiple) * multiple
         cut = partial(microbatch, multiple=multiple, device=distributed.device())
         weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
+        if (routes := batch.further_fields.get(ROUTES)) is not None and parts:
+            positions = torch.cat([batch.positions(part.ids) for part in parts])
+            check_routes(routes[positions], self.module.shape)
         return [cut(batch, part) for part in parts] + [cut(weightless, part) for part in idle]
+
+    def _routings(self, micros: list[Microbatch], **options: bool) -> list[Routing | None]:
+        """Return the routing of each microbatch on this rank; None in a model without experts."""
+        if not self.module.shape.num_experts:
+            return [None] * len(micros)
+        tp = self.groups.tp
+        part = (tp.rank(), tp.size()) if self.module.config.sequence_parallel else (0, 1)
+        num_experts = self.module.shape.num_experts
+        return [Routing(micro, num_experts, part=part, **options) for micro in micros]
 
     def _run(
         self,
         micros: list[Microbatch],
         function: Callable[[Microbatch, Tensor], Any],
+        routings: list[Routing | None],
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -297,8 +339,8 @@ class Trainer:
         """
 
         def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
-            micro = next(iterator)
-            return model(**model_inputs(micro)), partial(loss_function, micro)
+            micro, routing = next(iterator)
+            return model(**model_inputs(micro, routing)), partial(loss_function, micro)
 
         def loss_function(micro: Microbatch, output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:
@@ -308,7 +350,7 @@ class Trainer:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
+            data_iterator=zip(micros, routings),
             model=[self.model],
             num_microbatches=len(micros),
             seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
@@ -361,6 +403,11 @@ def _schedule_of(
         wd_incr_steps=train.num_steps,
         wd_incr_style="constant",
     )
+
+
+def _num_nodes(batch: TokenBatch, parts: Sequence[Part]) -> int:
+    """Return the number of nodes of microbatches, without padding."""
+    return sum(int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts)
 
 
 def _joined(

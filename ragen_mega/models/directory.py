@@ -7,10 +7,11 @@ import json
 import re
 from pathlib import Path
 
+from ragen_mega.config.recorded import beside
 from ragen_mega.models.families import find_family
 from ragen_mega.models.shape import ModelShape
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "vocab.json")
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
@@ -34,6 +35,21 @@ def find_gguf(path: Path) -> Path | None:
     return found[0] if found else None
 
 
+def check_hub_name(flag: str, name: str) -> None:
+    """Raise ValueError for the path of no model, unless it may be a name on the hub."""
+    path = Path(name)
+    is_local = path.exists() or path.parent.is_dir() or path.suffix == ".gguf"
+    if _HUB_NAME.fullmatch(name) and not is_local:
+        return
+    state = "is no GGUF file" if path.exists() else "does not exist"
+    fetched = Path("models", name)
+    hint = f" (did you mean {fetched}?)" if fetched.is_dir() else beside(path)
+    raise ValueError(
+        f"{flag} {name} {state}{hint}; give the directory of a model, a file that ends in .gguf, or"
+        " a name on the hub as owner/model"
+    )
+
+
 def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> ModelShape | None:
     """Return the shape of the model that `flag` names, None if that is a GGUF file or a hub model,
     or if its sizes are invalid. Raises ValueError if it is a local path that cannot hold a model.
@@ -43,12 +59,7 @@ def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> Mod
         _check_content(flag, file)
         return None
     if not path.is_dir():
-        if path.exists() or not _HUB_NAME.fullmatch(name):
-            state = "is no GGUF file" if path.exists() else "does not exist"
-            raise ValueError(
-                f"{flag} {name} {state}; give the directory of a model, a file that ends in .gguf,"
-                " or a name on the hub as owner/model"
-            )
+        check_hub_name(flag, name)
         return None
     shape = _shape(_read_config(flag, path))
     for file in (*_WEIGHTS[:2], *_TOKENIZER):
@@ -119,6 +130,8 @@ def _read_config(flag: str, path: Path) -> dict:
                 f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
                 f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
             )
+        elif any(path.glob("step_*/state.json")):
+            what = f"holds the checkpoints of a run; give {path.parent / 'huggingface'}"
         elif snapshots := sorted(path.glob("snapshots/*/config.json")):
             what = (
                 f"is the hub's cache of a model; give {snapshots[-1].parent}, one of its versions"

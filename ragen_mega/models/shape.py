@@ -25,7 +25,7 @@ def check_config(hf: PretrainedConfig) -> None:
             f"num_attention_heads ({shape.num_heads}) in config.json must be a multiple of"
             f" num_key_value_heads ({shape.num_kv_heads}); is the file damaged?"
         )
-    chosen = dict(shape.further).get("moe_router_topk", 0)
+    chosen = shape.experts_per_token
     if chosen > shape.num_experts:
         raise ValueError(
             f"num_experts_per_tok ({chosen}) in config.json must be at most num_experts"
@@ -106,6 +106,11 @@ class ModelShape:
         """Experts of a layer, 0 in a dense model."""
         return dict(self.further).get("num_moe_experts", 0)
 
+    @property
+    def experts_per_token(self) -> int:
+        """Experts of a layer that a token goes through, 0 in a dense model."""
+        return dict(self.further).get("moe_router_topk", 0)
+
     def experts(self, weight: Weight) -> Sequence[int | None]:
         """Return the experts that have this parameter of their own; None alone if no experts have
         it.
@@ -156,7 +161,7 @@ class ModelShape:
         """Elements of a layer's matrices by which a token is multiplied: of the experts only those
         that the router chooses.
         """
-        chosen = dict(self.further).get("moe_router_topk", 1)
+        chosen = self.experts_per_token or 1
         return sum(
             self.num_elements(weight) * min(chosen, len(self.experts(weight)))
             for weight in self.family.layer

@@ -258,7 +258,9 @@ class Console:
         with self._display() as bars:
             fields = {"text": progress.text, "is_run": False}
             task = bars.add_task(progress.name, total=progress.total, **fields)
-            progress._report = lambda now: bars.update(task, completed=now.done, text=now.text)
+            progress._report = lambda now: bars.update(
+                task, completed=now.done, total=now.total, text=now.text
+            )
             try:
                 yield
             finally:

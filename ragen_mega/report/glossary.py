@@ -95,6 +95,8 @@ GLOSSARY = {
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/skipped": "Share of updates that were skipped as not finite.",
     "critic/computed_share": "Share of the tokens that updates computed; the others were shared.",
+    "critic/routing_load": "Load of the critic's experts, see actor/routing_load.",
+    "critic/routing_entropy": "Entropy of the critic's routers, see actor/routing_entropy.",
     "critic/lr": "Learning rate of the critic.",
     "actor/loss": "Clipped surrogate with its entropy and KL terms.",
     "actor/entropy": "Entropy of the policy, nats a token. A collapse or a jump is a sign of the"
@@ -115,6 +117,17 @@ GLOSSARY = {
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",
     "actor/computed_share": "Share of the tokens that updates computed; the others were shared.",
+    "actor/routing_load": "Tokens of the expert that gets most over the mean of all experts of its"
+    " layer, mean over layers: 1 is an even load, which a mixture computes fastest.",
+    "actor/routing_entropy": "Entropy of a router's probabilities of all experts, nats a token,"
+    " mean over layers. Near 0, routers have stopped to explore.",
+    "actor/routing_overlap": "Share of the replayed experts that the routers would have chosen"
+    " themselves (--routing-replay).",
+    "actor/routing_drift": "Probability that a router gives to its own choices beyond what it gives"
+    " to the replayed ones, mean over tokens and layers. Small beside an overlap below 1: near"
+    " ties. Large: the weights have moved away from the routes.",
+    "actor/routing_unshared": "Share of the tokens that updates computed although others begin with"
+    " the same tokens, because their routes differ.",
     "actor/lr": "Learning rate of the actor.",
     "guard/rollbacks": "How often --guard react has gone back to a checkpoint so far.",
     "guard/filter_share": "Share of the groups that the filter keeps which the guard leaves.",

@@ -24,6 +24,10 @@ class Context:
         self._window = window
         self._num_turns = 0
         self.tokens: list[int] = []
+        self.num_recorded = 0
+        """Number of first tokens for which an engine has given the recorded fields: with the last
+        sampled token they come with the next answer.
+        """
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Return the first prompt."""
@@ -35,6 +39,7 @@ class Context:
     def answer(self, tokens: list[int]) -> None:
         """Note that the policy has sampled `tokens`."""
         self.tokens += tokens
+        self.num_recorded = len(self.tokens) - 1
         self._turns.append((self._present, tokens))
 
     def go_on(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
@@ -52,7 +57,7 @@ class Context:
         prompt = self._renderer.start(self._episode.beginning(firsts[0]), self._episode.tools)
         for (_, tokens), following in zip(seen, firsts[1:], strict=True):
             prompt += tokens + self._observe(tokens, following)
-        self.tokens = prompt
+        self.tokens, self.num_recorded = prompt, 0
         return prompt[:], True
 
     def _observe(self, answer: list[int], messages: Sequence[Message]) -> list[int]:

@@ -107,6 +107,20 @@ def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = Tr
     )
 
 
+def check_ends(groups: Sequence[TrajectoryGroup]) -> None:
+    """Raise ValueError if an error ended every episode, so that nothing is known about a policy."""
+    num_episodes = sum(len(group.trajectories) for group in groups)
+    errors = environment_errors(groups)
+    if not errors or len(errors) < num_episodes:
+        return
+    trajectory, reason = errors[0]
+    raise ValueError(
+        f"{trajectory.environment} must finish an episode, and an error ended each of"
+        f" {num_episodes}; mend it. The first, with seed {trajectory.seed}:"
+        f" {' '.join(reason.split())[:_MAX_REASON]}"
+    )
+
+
 class PolicyErrors:
     """Finds the actions that end their environment again and again: at least three times in the
     last twenty steps with a failure, more often than they succeed and more than twice as often as

@@ -23,7 +23,7 @@ from ragen_mega.environments.reference_players import (
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.collector import check_starts
-from ragen_mega.rollout.endings import describe_errors, environment_errors
+from ragen_mega.rollout.endings import check_ends, describe_errors, environment_errors
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.player import Advance, PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -99,6 +99,11 @@ def evaluate_each(
     """
     results = {}
     for name, held_out in sets.items():
+        reference = held_out.reference
+        if reference is None:
+            reference = reference_players(held_out.config, name, held_out.prompts)
+            if reference.errors_say:
+                console.say(reference.errors_say)
         num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
         max_turns = held_out.config.expected_turns
         with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
@@ -110,7 +115,7 @@ def evaluate_each(
                 held_out.settings,
                 prompts=held_out.prompts,
                 samples_per_prompt=samples_per_prompt,
-                reference=held_out.reference,
+                reference=reference,
                 advance=progress.turn,
                 send_again=send_again,
                 watch=watch and partial(watch, name),
@@ -135,7 +140,7 @@ def evaluate(
     """Play `samples_per_prompt` episodes of environment `name` from each of these initial states.
 
     `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what `JointCollection.play` and `check_starts` do.
+    that were played. Raises what `JointCollection.play`, `check_starts` and `check_ends` do.
     """
     groups = evaluation_tasks(config, name, prompts, samples_per_prompt=samples_per_prompt)
     reference = reference or reference_players(config, name, prompts)
@@ -161,6 +166,7 @@ def _score(
 ) -> EvaluationResult:
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     check_starts(trajectories)
+    check_ends(played)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)

@@ -235,7 +235,9 @@ class Player:
         while not is_over:
             most = seat.episode.budget.max_response_length
             max_tokens = min(most, max_context - len(context.tokens))
-            sampling = self._sampling(attempt, len(trajectory.turns), max_tokens)
+            sampling = self._sampling(
+                attempt, len(trajectory.turns), max_tokens, context.num_recorded
+            )
             await self.wait_for_turn(attempt.session)
             completion = None
             while completion is None:
@@ -351,7 +353,9 @@ class Player:
             ) from error
         await self._wait_for_weights(loaded)
 
-    def _sampling(self, attempt: Attempt, num_turns: int, max_tokens: int) -> SamplingParams:
+    def _sampling(
+        self, attempt: Attempt, num_turns: int, max_tokens: int, num_recorded: int
+    ) -> SamplingParams:
         """Return the parameters that sample the turn after `num_turns` others, with its seed."""
         settings, task = self._settings, attempt.task
         stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
@@ -361,6 +365,7 @@ class Player:
             top_p=settings.top_p,
             stop_token_ids=self._renderer.stop_token_ids,
             seed=text_seed(repr((*stream, num_turns))),
+            num_recorded=num_recorded,
         )
 
     def _unplayed(

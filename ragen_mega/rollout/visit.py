@@ -7,11 +7,11 @@ import random
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
-from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, reply_body
+from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.environments.protocol import text_seed
@@ -110,7 +110,7 @@ class _Pending:
     """A request, with every connection on which it was repeated."""
 
     connections: list[Connection]
-    task: asyncio.Task[dict[str, Any]]
+    task: asyncio.Task[Reply]
     has_listener: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -139,11 +139,11 @@ class Visit:
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
         self._seed = tuple(seed)
-        self._times_asked: Counter[tuple[int, ...]] = Counter()
+        self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
         self._arrivals: deque[Arrival] = deque()
         self._has_arrival = asyncio.Event()
         self._pending: dict[str, _Pending] = {}
-        self._running: set[asyncio.Task[dict[str, Any]]] = set()
+        self._running: set[asyncio.Task[Reply]] = set()
         self._is_over = False
 
     @property
@@ -214,8 +214,8 @@ class Visit:
             self._running.add(twin.task)
         twin.task.add_done_callback(lambda task: _hand_over(task, arrival))
 
-    async def _answer(self, request: ChatRequest, pending: _Pending) -> dict[str, Any]:
-        """Return the body of the reply. Raises RequestError if the request is refused."""
+    async def _answer(self, request: ChatRequest, pending: _Pending) -> Reply:
+        """Return the answers to a request. Raises RequestError if the request is refused."""
         try:
             call = self._call(request)
             self.limit_reached = None
@@ -224,7 +224,11 @@ class Visit:
             raise
         tokens, asked = call.tokens, self._asked(request)
         prompt = tuple(tokens)
-        samplings = [self._sampling(request, prompt, asked) for _ in range(request.num_answers)]
+        # The last token before the call was sampled, and nothing has been recorded with it yet.
+        num_recorded = max(0, len(tokens) - len(call.added) - 1)
+        samplings = [
+            self._sampling(request, prompt, asked, num_recorded) for _ in range(request.num_answers)
+        ]
         completions = await asyncio.gather(
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
@@ -253,8 +257,14 @@ class Visit:
                 **({ASKED: asked} if asked else {}),
                 **info,
             }
-        numbers = range(first, len(call.answers))
-        return reply_body(request, call, numbers, self._renderer.tokenizer.decode)
+        # Replies are kept for repetitions of their requests, and need no conversations.
+        request = replace(request, messages=())
+        reply = Reply(request, call, range(first, len(call.answers)), num_prompt=len(tokens))
+        if not request.wants_logprobs:
+            return reply
+        decode = self._renderer.tokenizer.decode
+        texts = [[decode([token]) for token in a.completion.tokens] for a in reply.answers]
+        return replace(reply, token_texts=texts)
 
     def _call(self, request: ChatRequest) -> Call:
         if len(self.tree.calls) >= self._limits.max_calls:
@@ -275,20 +285,26 @@ class Visit:
         }
 
     def _sampling(
-        self, request: ChatRequest, tokens: tuple[int, ...], asked: dict[str, float]
+        self,
+        request: ChatRequest,
+        prompt: tuple[int, ...],
+        asked: dict[str, float],
+        num_recorded: int,
     ) -> SamplingParams:
         """Return the parameters of one sample of what follows a prompt, with its seed."""
         limits = self._limits
-        times = self._times_asked[tokens]
-        self._times_asked[tokens] += 1
+        digest = text_seed(repr(prompt))
+        times = self._times_asked[digest]
+        self._times_asked[digest] += 1
         own = {"temperature": limits.temperature, "top_p": limits.top_p}
         if limits.agent.agent_sampling == "agent":
             own |= asked
-        room = limits.max_context - len(tokens)
+        room = limits.max_context - len(prompt)
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
             stop_token_ids=limits.stop_token_ids,
-            seed=text_seed(repr((*self._seed, tokens, times, request.seed))),
+            seed=text_seed(repr((*self._seed, prompt, times, request.seed))),
+            num_recorded=num_recorded,
             **own,
         )
 
@@ -299,7 +315,7 @@ class Visit:
         ]
 
 
-def _hand_over(task: asyncio.Task[dict[str, Any]], arrival: Arrival) -> None:
+def _hand_over(task: asyncio.Task[Reply], arrival: Arrival) -> None:
     """Give the result of an answer to one of the requests that wait for it."""
     if arrival.reply.cancelled():
         return

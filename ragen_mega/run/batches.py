@@ -83,9 +83,9 @@ class Batches:
             return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
         if source == "update" and config.train.trains_actor(log.step):
             return batch
-        logprobs, entropies = self.policy.logprobs_and_entropies(batch)
-        log.add("mismatch", engine_vs_policy(batch, logprobs))
-        return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
+        batch = self.policy.with_old_logprobs(batch)
+        log.add("mismatch", engine_vs_policy(batch, batch.old_logprobs))
+        return batch
 
     def with_trace_logprobs(
         self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], batch: TokenBatch
@@ -115,10 +115,10 @@ class Batches:
         end = self.renderer.end_of_turn
         mask = behind_first_message(batch.by_segment(), end) | batch.loss_mask
         wide = batch.with_fields(loss_mask=mask)
-        logprobs = self.policy.logprobs(wide)
-        log.add("mismatch", engine_vs_policy(batch, logprobs))
-        of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, logprobs)
-        return wide.with_fields(old_logprobs=logprobs, rollout_logprobs=of_engine)
+        wide = self.policy.with_old_logprobs(wide)
+        log.add("mismatch", engine_vs_policy(batch, wide.old_logprobs))
+        of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, wide.old_logprobs)
+        return wide.with_fields(rollout_logprobs=of_engine)
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
         """Yield the minibatches of a step, of the same trajectories on every rank and at every

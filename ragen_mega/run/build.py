@@ -16,8 +16,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
@@ -44,7 +46,7 @@ from ragen_mega.rollout.tasks import (
     evaluation_prompts,
     prompt_examples,
 )
-from ragen_mega.run.check import check, recipe_note, sizes_without_effect
+from ragen_mega.run.check import check, import_agents, recipe_note, sizes_without_effect
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -60,6 +62,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.warm_start.agent_play import example_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -79,6 +82,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     join_job(config)
     world_size = distributed.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
+    import_agents(config.environment)
     config = locate(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
@@ -99,7 +103,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
-        name: reference_players(config.environment, name, prompts[name]) for name in names
+        name: _references(config, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
@@ -146,7 +150,9 @@ def build_run(
                 f" take {len(renderer.start(shown))} tokens"
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
-    for note in on_main(lambda: check_play(config, renderer)):
+    notes = [known.errors_say for known in references.values() if known.errors_say]
+    notes += on_main(lambda: check_play(config, renderer))
+    for note in notes:
         console.say(note)
     start = Start(base, None)
     if config.has_warm_start:
@@ -183,6 +189,8 @@ def build_run(
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     run.log.repeat_from(run.step)
     if checkpoint is None:
+        for note in notes:
+            logger.note(0, note)
         run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
         run.step_version = run.engine.weight_version
     return run
@@ -196,6 +204,7 @@ def build_sampling(
     """
     config = replace(config, logging=replace(config.logging, name=name))
     hf = load_config(str(base))
+    set_fields(config, hf)
     renderer = load_renderer(str(base), think=config.environment.think)
     return build_engine(config, hf), renderer, hf
 
@@ -309,6 +318,13 @@ def base_directory(config: StarPOConfig) -> Path:
     return base
 
 
+def _references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
+    """Return reference players of an environment or of an agent with an example. Collective."""
+    if is_agent(name) and config.agent.agent_example is not None:
+        return on_main(lambda: example_references(config, name, prompts))
+    return reference_players(config.environment, name, prompts)
+
+
 def known_references(
     config: StarPOConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Baselines] | None:
@@ -319,6 +335,27 @@ def known_references(
     ):
         return None
     return {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
+
+
+def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Have tokens keep the routes of this model if the run replays them, and not those of another
+    run of this process. Raises ValueError for a model that has none.
+    """
+    TOKEN_FIELDS.pop(ROUTES, None)
+    shape, source = ModelShape.of(hf), config.train.routing_replay
+    if source == "none":
+        return
+    if not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {source} repeats choices of experts, and a {hf.model_type} model has"
+            " none; drop --routing-replay"
+        )
+    add_routes(
+        shape.num_layers,
+        shape.experts_per_token,
+        shape.num_experts,
+        by_engine=source == "engine",
+    )
 
 
 def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
@@ -335,6 +372,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_context=rollout.max_context_length,
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
+            records_routes=config.train.routing_replay == "engine",
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -376,6 +414,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         expert_parallel_size=rollout.rollout_expert_parallel_size,
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
+        returns_routes=config.train.routing_replay == "engine",
         random_seed=config.train.seed + rank,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
@@ -392,6 +431,7 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
@@ -452,8 +492,10 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if config.rollout.sglang_arguments:
-        on_main(lambda: server_settings(config).check_command_line())
+    if config.rollout.rollout_engine == "sglang":
+        settings = server_settings(config)  # raises for what no server here can do
+        if config.rollout.sglang_arguments:
+            on_main(settings.check_command_line)
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.launcher import forget_foreign_ranks
@@ -84,10 +85,21 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     check_finished(config)
 
 
+def import_agents(config: EnvironmentConfig) -> None:
+    """Import agents with their libraries, which take longer on a busy machine than an environment
+    may take to be built. Raises ValueError if one cannot be imported.
+    """
+    for name in filter(is_agent, config.evaluated):
+        from ragen_mega.agents.runner import import_agent  # it needs the extra `agents`
+
+        import_agent(name.partition(":")[2])
+
+
 def check_environments(config: EnvironmentConfig) -> None:
     """Raise ValueError, in one line, if an environment cannot be built under its options, those of
     the curriculum included.
     """
+    import_agents(config)
     for step in (None, *config.curriculum_steps):
         for name in config.evaluated:
             options = config.options(name) if step is None else config.training_options(name, step)
@@ -100,12 +112,15 @@ def _check_models(config: StarPOConfig) -> None:
     if model.load is None:
         shape = ModelShape.from_config(
             {
-                "model_type": "qwen2",
+                "model_type": "qwen2" if model.num_experts is None else "qwen3_moe",
                 "num_hidden_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "num_attention_heads": model.num_attention_heads,
                 "num_key_value_heads": model.num_query_groups,
                 "intermediate_size": model.ffn_hidden_size,
+                "moe_intermediate_size": model.ffn_hidden_size // model.experts_per_token,
+                "num_experts": model.num_experts,
+                "num_experts_per_tok": model.experts_per_token,
                 "vocab_size": 512,
             }
         )

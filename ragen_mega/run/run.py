@@ -17,6 +17,7 @@ from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.distributed import device, on_each, on_main
+from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
@@ -258,7 +259,8 @@ class Run:
         with log.stage("diagnose"):
             found = diagnose(
                 on_main(lambda: probes(groups)),
-                self.policy.logprobs,
+                # the engine has not routed a thought behind the prompt of another
+                lambda batch: self.policy.logprobs(batch.without(ROUTES)),
                 reasoning_length=self.renderer.thought_length,
             )
             if found:  # the average counts once the step is done, see `advance`

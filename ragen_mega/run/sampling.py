@@ -48,6 +48,7 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         "agent": values["agent"],
         "rollout": values["rollout"],
         "seed": config.train.seed,
+        "routes": config.train.routing_replay == "engine",
         "judges": [name for name in config.advantage.reward_terms if is_judge(name)],
         "versions": _versions(),
     }

@@ -5,8 +5,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ragen_mega.config.recorded import beside
-from ragen_mega.models.directory import find_gguf
+from ragen_mega.models.directory import check_hub_name, find_gguf
 from ragen_mega.models.huggingface import brief
 from ragen_mega.storage.gguf_files import dequantised
 
@@ -21,8 +20,7 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
         return dequantised(file)
     if path.is_dir():
         return path
-    if path.is_absolute() or name.count("/") > 1 or beside(path).strip() and path.parent.name:
-        raise ValueError(f"--load {name}: there is no such directory{beside(path)}")
+    check_hub_name("--load", name)
     try:
         return Path(
             snapshot_download(

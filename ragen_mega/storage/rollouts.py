@@ -159,25 +159,29 @@ def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[li
 
 def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
     rows = recorded_fields()
-    values = {name: tensor.tolist() for name, tensor in tensors.items() if name not in rows}
-    sizes = list(zip(values["group_ids"], values["group_sizes"], strict=True))
+
+    def values(name: str) -> list[Any]:
+        return tensors[name].tolist()
+
+    sizes = list(zip(values("group_ids"), values("group_sizes"), strict=True))
     group_ids = [group_id for group_id, size in sizes for _ in range(size)]
-    spans = list(pairwise(accumulate((length for length, _ in values["lengths"]), initial=0)))
+    spans = list(pairwise(accumulate((length for length, _ in values("lengths")), initial=0)))
     columns = []
     for name, row in rows.items():
         # a file from before a field was registered gives its defaults
         column = tensors[name].numpy() if name in tensors else row.defaults(spans[-1][1])
         columns.append([Packed(column[start:end]) for start, end in spans])
-    turns = zip(values["turns"], values["rewards"], strict=True)
-    ranks = values.get("ranks", [0] * len(group_ids))  # rollouts of earlier versions have none
+    turns = zip(values("turns"), values("rewards"), strict=True)
+    # rollouts of earlier versions have none
+    ranks = values("ranks") if "ranks" in tensors else [0] * len(group_ids)
     trajectories = []
     for group_id, fact, seeds, rank, ends, (_, num_turns), *recorded in zip(
         group_ids,
         facts,
-        values["seeds"],
+        values("seeds"),
         ranks,
-        values["ends"],
-        values["lengths"],
+        values("ends"),
+        values("lengths"),
         *columns,
         strict=True,
     ):

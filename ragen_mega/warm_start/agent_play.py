@@ -5,48 +5,87 @@ answers.
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.registry import Registry
 from ragen_mega.data.types import Trajectory
-from ragen_mega.environments.pool import EnvironmentFailed, guarded
-from ragen_mega.rollout.collector import collect
+from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
+from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
+from ragen_mega.rollout.collector import collect, in_groups
+from ragen_mega.rollout.endings import check_ends, environment_errors
 from ragen_mega.rollout.engine import NoEngine
+from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_maker, play_settings, tasks_for_group
+from ragen_mega.rollout.tasks import (
+    episode_maker,
+    evaluation_tasks,
+    play_settings,
+    tasks_for_group,
+)
 from ragen_mega.rollout.visit import Example, ExampleAnswers
 from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 EXAMPLES = Registry("agent example", "--agent-example", {})
 MOST_EPISODES = 2048
-"""Most episodes that are played; the warm start repeats them."""
+"""Number of different episodes; the warm start repeats them."""
 _OTHERS = 64
 """Episodes whose answers are given to the calls of others."""
+_RANDOM_EPISODES = 4
+"""Episodes per prompt with random answers."""
 _WHOLE = 1 << 20
 """Tokens that no episode has."""
 
 
 def example_play(
-    config: StarPOConfig, name: str, renderer: ChatRenderer, count: int
-) -> list[Trajectory]:
-    """Return episodes of agent `name`, at most `count` and MOST_EPISODES, with the answers of
-    `agent_example` under the loss mask.
+    config: StarPOConfig, name: str, renderer: ChatRenderer, indices: Sequence[int]
+) -> dict[int, Trajectory]:
+    """Return index -> episode of agent `name`, with the answers of `agent_example` under the loss
+    mask. Indices MOST_EPISODES apart have the same episode.
 
     Each answer is the example's own with probability `warm_start_skill`, else one that the example
     gave to a call of the same role and number in another episode: it has the right form alone.
     """
-    skill = config.warm_start.warm_start_skill
+    example = _with_skill(config, name, renderer, config.warm_start.warm_start_skill)
+    distinct = list(dict.fromkeys(index % MOST_EPISODES for index in indices))
+    played = _play(config, renderer, example, _tasks(config, name, distinct))
+    episodes = dict(zip(distinct, played, strict=True))
+    return {index: episodes[index % MOST_EPISODES] for index in indices}
+
+
+def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
+    """Return the success of ideal and of random answers, in the sense of `example_play`, on the
+    same prompts.
+    """
+    whole, renderer = _unlimited(config)
+    rates, errors_say = [], None
+    for player, skill, count in (("random", 0.0, _RANDOM_EPISODES), ("ideal", 1.0, 1)):
+        groups = evaluation_tasks(whole.environment, name, prompts, samples_per_prompt=count)
+        example = _with_skill(whole, name, renderer, skill)
+        played = _play(whole, renderer, example, list(chain.from_iterable(groups)))
+        rates.append(sum(trajectory.success for trajectory in played) / len(played))
+        failures = [(each.seed, why) for each, why in environment_errors(in_groups(played))]
+        errors_say = errors_say or describe_failures(name, player, len(played), failures)
+    rate, ideal = rates
+    low, high = wilson_interval(rate * len(prompts), len(prompts))
+    return Baselines(
+        name, len(prompts), rate, low, high, ideal, None, is_exact=False, errors_say=errors_say
+    )
+
+
+def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: float) -> Example:
+    """Return an example whose answers are ideal with probability `skill`."""
     ideal = _ideal(config.agent.agent_example)
     if skill == 1:
-        return _play(config, name, renderer, ideal, count)
+        return ideal
     others: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for trajectory in _play(config, name, renderer, ideal, _OTHERS):
+    for trajectory in _play(config, renderer, ideal, _tasks(config, name, range(_OTHERS))):
         for call, text in _calls(trajectory, renderer):
             others[call["role"], call["index"]].append(text)
 
@@ -54,26 +93,33 @@ def example_play(
         known = others.get((call.role, call.index))
         return draw.choice(known) if known and draw.random() >= skill else ideal(call, draw)
 
-    return _play(config, name, renderer, answer, count)
+    return answer
 
 
 def example_texts(config: StarPOConfig, name: str) -> list[str]:
     """Return everything that is said in episodes of agent `name`: the corpus of a tokenizer."""
-    renderer = ChatRenderer(train_tokenizer([]), think=config.environment.think)
-    # The limits are those of another tokenizer; here every byte is a token.
-    whole = replace(
-        config,
-        rollout=replace(config.rollout, max_context_length=_WHOLE),
-        environment=replace(config.environment, max_response_length=_WHOLE // 2),
-    )
+    whole, renderer = _unlimited(config)
     texts = []
-    for trajectory in _play(whole, name, renderer, _ideal(config.agent.agent_example), 200):
+    ideal = _ideal(config.agent.agent_example)
+    for trajectory in _play(whole, renderer, ideal, _tasks(config, name, range(200))):
         texts.append("system\nuser\nassistant\ntool\n")
         for call, text in _calls(trajectory, renderer):
             texts += [message["content"] for message in call["messages"]]
             texts += [json.dumps(tool, ensure_ascii=False) for tool in call["tools"]]
             texts.append(text)
     return texts
+
+
+def _unlimited(config: StarPOConfig) -> tuple[StarPOConfig, ChatRenderer]:
+    """Return a renderer for which every byte is a token, and `config` without the limits of another
+    tokenizer.
+    """
+    whole = replace(
+        config,
+        rollout=replace(config.rollout, max_context_length=_WHOLE),
+        environment=replace(config.environment, max_response_length=_WHOLE // 2),
+    )
+    return whole, ChatRenderer(train_tokenizer([]), think=config.environment.think)
 
 
 def _calls(
@@ -86,23 +132,28 @@ def _calls(
             yield turn.info[CALL], renderer.decode_action(tokens)
 
 
+def _tasks(config: StarPOConfig, name: str, indices: Sequence[int]) -> list[Task]:
+    """Return the tasks of these episodes, which no evaluation has."""
+    maker = episode_maker(config.environment, name)
+    return [
+        task
+        for seed in (SCRIPTED_SEEDS + index for index in indices)
+        for task in tasks_for_group(seed, name, seed, maker, group_size=1)
+    ]
+
+
 def _play(
-    config: StarPOConfig, name: str, renderer: ChatRenderer, example: Example, count: int
+    config: StarPOConfig, renderer: ChatRenderer, example: Example, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     """Play episodes of an agent with an example as its model. Raises ValueError if none of them
-    asks for an answer, and for an example that fails.
+    asks for an answer or all end by an error, and for an example that fails.
     """
     settings = play_settings(
         config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
     )
     settings = replace(settings, answers=ExampleAnswers(renderer, example))
-    maker = episode_maker(config.environment, name)
-    tasks = [
-        task
-        for seed in range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + min(count, MOST_EPISODES))
-        for task in tasks_for_group(seed, name, seed, maker, group_size=1)
-    ]
     played = collect(NoEngine(), renderer, tasks, settings)
+    check_ends(played)
     return [trajectory for group in played for trajectory in group.trajectories]
 
 

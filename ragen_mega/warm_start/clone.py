@@ -6,6 +6,7 @@ how to describe the state, not how to play.
 """
 
 import copy
+import json
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from ragen_mega.data.packing import count_minibatches, minibatches
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
-from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant, where
 from ragen_mega.environments.protocol import Message, Observation
 from ragen_mega.environments.scripted import check_skill, scripted_response
 from ragen_mega.rollout.context import Context
@@ -56,6 +57,8 @@ class ScriptedEpisode:
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
     """Responses of the player, each with its result."""
     error: str | None = None
+    is_of_answer: bool = False
+    """Whether the error was raised in a method of the environment that an answer was given to."""
 
 
 class _Player:
@@ -86,6 +89,7 @@ class _Player:
                 result = self._ask(partial(episode.respond, response))
             except EnvironmentFailed as error:
                 played.turns.append((response, failed_turn(error)))
+                played.is_of_answer = bool(where(error.__cause__))
                 raise
             played.turns.append((response, result))
 
@@ -98,19 +102,21 @@ def scripted_episodes(
     seeds: Sequence[int],
     *,
     skill: float,
+    name: str | None = None,
     timeout: float = EnvironmentConfig.environment_timeout,
     max_turns: int | None = None,
     in_sentences: bool = False,
 ) -> Iterator[ScriptedEpisode]:
     """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds;
-    `in_sentences` is that of `scripted_response`.
+    `in_sentences` is that of `scripted_response`. `name`: the environment's in messages (default:
+    that of its class).
 
     Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
     and are reused. Raises ValueError if the environment cannot be built or none of the first
     episodes has a turn.
     """
     first = _Player(make_episode, timeout)
-    kind = type(first.episode.environment).__name__
+    name = name or type(first.episode.environment).__name__
     check_skill(first.episode.environment, skill)
     free: queue.SimpleQueue[_Player] = queue.SimpleQueue()
     free.put(first)
@@ -138,10 +144,10 @@ def scripted_episodes(
                 answered += len(played.turns) > (played.error is not None)
                 if not answered and index in (NUM_PLAYERS, len(seeds)):
                     raise ValueError(
-                        f"environment {kind} fails whatever is done, e.g. from seed {played.seed}:"
+                        f"environment {name} fails whatever is done, e.g. from seed {played.seed}:"
                         f" {played.error}; mend it"
                         + ", or let random_answer(draw) return what its parse reads"
-                        * hasattr(first.episode.environment, "parse")
+                        * (played.is_of_answer and hasattr(first.episode.environment, "parse"))
                     )
                 yield played
     finally:
@@ -154,6 +160,7 @@ def scripted_texts(
     seeds: Sequence[int],
     *,
     skill: float,
+    name: str | None = None,
     timeout: float = EnvironmentConfig.environment_timeout,
 ) -> list[str]:
     """Return everything that is said in scripted episodes, one string per message: the corpus of
@@ -161,12 +168,19 @@ def scripted_texts(
     """
     # The chat template's words, as often as they will occur.
     texts = ["system\nuser\nassistant\n"] * len(seeds)
-    for played in scripted_episodes(make_episode, seeds, skill=skill, timeout=timeout):
-        texts.extend(message.content for message in played.messages)
-        for response, result in played.turns:
-            texts.append(response)
-            texts.extend(message.content for message in result.messages)
+    for played in scripted_episodes(make_episode, seeds, skill=skill, name=name, timeout=timeout):
+        texts.extend(said_in(played))
     return texts
+
+
+def said_in(played: ScriptedEpisode) -> Iterator[str]:
+    """Yield the tools and messages of an episode, each as the text that the policy sees."""
+    tools = (played.begun and played.begun.tools) or ()
+    yield from (json.dumps(tool, ensure_ascii=False) for tool in tools)
+    yield from (message.content for message in played.messages)
+    for response, result in played.turns:
+        yield response
+        yield from (message.content for message in result.messages)
 
 
 def as_trajectory(

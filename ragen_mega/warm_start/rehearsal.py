@@ -2,7 +2,7 @@
 them and the limits hold them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -16,6 +16,7 @@ from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
+from ragen_mega.environments.pool import describe_failures
 from ragen_mega.environments.random_player import is_drawn
 from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
@@ -26,6 +27,7 @@ from ragen_mega.warm_start.clone import (
     SCRIPTED_SEEDS,
     ScriptedEpisode,
     as_trajectory,
+    said_in,
     scripted_episodes,
 )
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -46,7 +48,7 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
     its own, of `max_response_length`. Never above the given one.
     """
     trained, evaluated = config.environment.shares, config.environment.evaluated
-    played = {name: list(rehearse(config, name)) for name in evaluated if not is_agent(name)}
+    played = {name: begun(rehearse(config, name)) for name in evaluated if not is_agent(name)}
     if config.model.load is not None:
         directory = str(local_directory(config.model.load))
         renderer = load_renderer(directory, think=config.environment.think)
@@ -64,26 +66,28 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
 
 
 def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
-    """Return scripted episodes of an environment, as far as they could be played, with thoughts in
-    the words that the policy will see or imitate.
+    """Return scripted episodes of an environment, with thoughts in the words that the policy will
+    see or imitate.
     """
-    played = scripted_episodes(
+    return scripted_episodes(
         episode_maker(config.environment, name),
         range(SCRIPTED_SEEDS, SCRIPTED_SEEDS + EPISODES),
         skill=config.warm_start.warm_start_skill,
+        name=name,
         timeout=config.environment.environment_timeout,
         in_sentences=config.model.load is not None,
     )
-    return (episode for episode in played if episode.turns)
+
+
+def begun(played: Iterable[ScriptedEpisode]) -> list[ScriptedEpisode]:
+    """Return the episodes that have a turn."""
+    return [episode for episode in played if episode.turns]
 
 
 def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
     yield "system\nuser\nassistant\n"
     for episode in played:
-        yield from (message.content for message in episode.messages)
-        for response, result in episode.turns:
-            yield response
-            yield from (message.content for message in result.messages)
+        yield from said_in(episode)
 
 
 def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[ScriptedEpisode]) -> int:
@@ -109,22 +113,26 @@ def _needed_by_agent(config: StarPOConfig, renderer: ChatRenderer, name: str) ->
     if config.agent.agent_example is None:
         return config.rollout.max_context_length
     needed = 0
-    for trajectory in example_play(config, name, renderer, EPISODES):
+    for trajectory in example_play(config, name, renderer, range(EPISODES)).values():
         for start, end in trajectory.segments:
             needed = max(needed, end - start + (_LENGTH - 1) * sum(trajectory.loss_mask[start:end]))
     return needed
 
 
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
-    """Return lines about limits that scripted play does not fit into. Raises ValueError if an
-    environment cannot read the answers of scripted play, or a reward, estimator, filter or metric
-    of the user's fails on it or answers with something else.
+    """Return lines about errors in scripted play, and limits that it does not fit into. Raises
+    ValueError if an environment cannot read the answers of scripted play, or a reward, estimator,
+    filter or metric of the user's fails on it or answers with something else.
     """
     notes = []
     for name in config.environment.shares:
         if is_agent(name):
             continue
-        if played := list(rehearse(config, name)):
+        rehearsed = list(rehearse(config, name))
+        failures = [(each.seed, each.error) for each in rehearsed if each.error is not None]
+        if errors := describe_failures(name, "scripted", len(rehearsed), failures):
+            notes.append(errors)
+        if played := begun(rehearsed):
             unread = _unreadable_note(name, played)
             # Without a warm start nobody imitates scripted play, and it may guess at the form.
             if unread and (config.has_warm_start or is_drawn(played[0].begun)):

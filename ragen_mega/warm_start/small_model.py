@@ -2,17 +2,17 @@
 play.
 """
 
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.rewards import shape_trajectory
@@ -50,7 +50,9 @@ from ragen_mega.warm_start.clone import (
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 TAIL = 0.25
-"""Steps on a falling learning rate after those until the loss was flat, as a share of them."""
+"""Steps on a falling learning rate after those until the loss was flat, as a share of them; flags
+of steps bound both together.
+"""
 
 
 class Start(NamedTuple):
@@ -89,21 +91,31 @@ def take_warm_start(config: StarPOConfig) -> None:
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
-    """Return the small Qwen2 of runs without --load."""
-    return Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_query_groups,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
+    """Return the small Qwen2 or Qwen3-MoE of runs without --load."""
+    shared = {
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
         # Contexts are short and the widths far below Qwen's: its own 1e6 and 0.02 make the warm
         # start 2 to 4 times slower.
-        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
-        initializer_range=0.1,
-        dtype="float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+    if config.num_experts is None:
+        return Qwen2Config(**shared)
+    return Qwen3MoeConfig(
+        **shared,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.experts_per_token,
+        moe_intermediate_size=config.ffn_hidden_size // config.experts_per_token,
+        norm_topk_prob=True,
     )
 
 
@@ -120,6 +132,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             make_episode,
             range(200),
             skill=config.warm_start.warm_start_skill,
+            name=name,
             timeout=config.environment.environment_timeout,
         )
         with _declared(config, name) as environment:
@@ -251,8 +264,8 @@ def _fit(
     until_flat: bool = False,
 ) -> list[float]:
     """Take steps on (batch, number of steps, minibatch size) of each stage, under one progress bar.
-    `until_flat`: at most so many, and then some on the last stage while the learning rate falls.
-    Returns their losses.
+    `until_flat`: at most so many, the last of them while the learning rate falls. Returns their
+    losses.
     """
     losses: list[float] = []
     with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
@@ -265,10 +278,12 @@ def _fit(
         taken = 0
         for batch, num_steps, size in stages:
             fitted = partial(fit, step, batch, batch_size=size, seed=seed)
+            num_steps = _before_fall(num_steps, until_flat)
             taken += fitted(num_steps=num_steps, report=report, until_flat=until_flat)
         if not until_flat:
             return losses
-        num_falling = max(1, round(TAIL * taken))
+        num_falling = min(round(TAIL * taken), progress.total - taken)
+        progress.total = taken + num_falling
         left = iter(range(num_falling - 1, -1, -1))
 
         def fall(metrics: dict[str, float]) -> None:
@@ -297,14 +312,14 @@ def scripted_play(
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
             if is_agent(name):
-                examples = example_play(config, name, renderer, len(indices))
-                own |= zip(indices, cycle(examples))
+                own |= example_play(config, name, renderer, indices)
                 progress.advance(len(indices))
                 continue
             episodes = scripted_episodes(
                 episode_maker(config.environment, name),
                 [SCRIPTED_SEEDS + index for index in indices],
                 skill=config.warm_start.warm_start_skill,
+                name=name,
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
                 in_sentences=config.model.load is not None,
@@ -357,6 +372,11 @@ def _that_fit(config: StarPOConfig, written: Sequence[Trajectory], what: str) ->
     return kept
 
 
+def _before_fall(num_steps: int, until_flat: bool) -> int:
+    """Return how many steps may come before the learning rate falls."""
+    return math.ceil(num_steps / (1 + TAIL)) if until_flat else num_steps
+
+
 def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
     """Return the optimizer's settings of a stage of the warm start; `lr` is the policy's."""
     return replace(
@@ -365,7 +385,7 @@ def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
         decoupled_lr=None,
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="constant" if config.warm_start.warm_start_until_flat else "cosine",
-        lr_warmup=num_steps // 20,
+        lr_warmup=_before_fall(num_steps, config.warm_start.warm_start_until_flat) // 20,
         num_steps=max(1, num_steps),  # none are allowed, and then none are taken
         weight_decay=0.0,
         adam_beta2=0.99,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.gpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "fake_device.md"
 NUM_TRAJECTORIES, LENGTH = 16, 36
-Implementation = Literal["local", "transformer_engine"]
+Implementation = Literal["local", "transformer_engine", "mixture"]
+"""Layers; those of a mixture of experts are Transformer Engine's."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,18 @@ def make_batch(vocab: int, num_trajectories: int, turn: int) -> TokenBatch:
 
 
 def build(
-    implementation: Implementation, hf: Qwen2Config, max_tokens: int, recompute: str = "none"
+    implementation: Implementation,
+    hf: PretrainedConfig,
+    max_tokens: int,
+    recompute: str = "none",
+    num_expert_ranks: int = 1,
 ) -> MegatronPolicy:
-    parallel = ParallelConfig(bf16=True, transformer_impl=implementation, recompute=recompute)
+    parallel = ParallelConfig(
+        bf16=True,
+        transformer_impl="local" if implementation == "local" else "transformer_engine",
+        recompute=recompute,
+        expert_model_parallel_size=num_expert_ranks,
+    )
     policy = MegatronPolicy(
         hf,
         initialize(parallel),
@@ -91,8 +101,26 @@ def config(num_layers: int, hidden: int = 64, vocab: int = 128) -> Qwen2Config:
     )
 
 
+def mixture(num_layers: int) -> Qwen3MoeConfig:
+    """A mixture of four experts, two for each token."""
+    return Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+    )
+
+
 def run(implementation: Implementation, num_layers: int, max_tokens: int) -> Run:
-    policy = build(implementation, config(num_layers), max_tokens)
+    hf = mixture(num_layers) if implementation == "mixture" else config(num_layers)
+    policy = build(implementation, hf, max_tokens)
     batch, passes = make_batch(128, NUM_TRAJECTORIES, LENGTH // 3), []
     policy.module.register_forward_pre_hook(lambda *_: passes.append(None))
     old = policy.logprobs(batch)
@@ -126,9 +154,9 @@ def budgets() -> dict[tuple[str, str, str], float]:
     }
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("implementation", get_args(Implementation))
 def test_budgets(implementation: Implementation) -> None:
-    if implementation == "transformer_engine" and Machine.here().transformer_engine is None:
+    if implementation != "local" and Machine.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
     quarter = NUM_TRAJECTORIES * LENGTH // 4
     few, many, deep = (

@@ -16,6 +16,8 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
+from tests.cuda.test_budgets import build, make_batch, mixture
+from tests.support.forked_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 counts = pytest.importorskip("tests.fake_cuda.counts", reason="counts are the fake device's")
@@ -64,6 +66,23 @@ def test_a_pass_waits_once_and_a_step_twice(num_layers: int, max_tokens: int) ->
     for model in (policy, critic):
         model.update(ready)  # Adam makes its moments
         assert waits(lambda model=model: model.update(ready)) == 2
+
+
+@pytest.mark.forks
+def test_experts_on_two_devices_wait_once_a_layer() -> None:
+    """All-to-all takes numbers of rows that the host knows: how many of a rank's tokens go to which
+    expert is copied there once a layer, for the gradients too.
+    """
+
+    def work() -> None:
+        num_layers, batch = 3, make_batch(128, 4, 12)
+        policy = build("mixture", mixture(num_layers), 1000, num_expert_ranks=2)
+        assert waits(lambda: policy.logprobs(batch)) == 1 + num_layers
+        sampled = batch.loss_mask.float()
+        ready = batch.with_fields(advantages=sampled, old_logprobs=policy.logprobs(batch))
+        assert waits(lambda: policy.update(ready)) == 3 + num_layers
+
+    on_ranks(work, 2)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,32 @@ def test_a_batch_and_its_microbatches_have_the_field() -> None:
     assert_aligned(batch, played)
 
 
+def test_a_field_of_inputs_belongs_to_the_token_of_its_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token of every segment has its value too, and the last one, a mere label, not."""
+    row = replace(TOKEN_FIELDS["routes"], is_of_inputs=True)
+    monkeypatch.setitem(TOKEN_FIELDS, "routes", row)
+    played = [play(index) for index in range(6)]
+    assert sum(len(one.breaks) for one in played) > 1
+    batch = pack(played)
+    values = [
+        expected(one)[place]
+        for one in played
+        for start, end in one.segments
+        for place in range(start, end - 1)
+    ]
+    assert batch.further_fields["routes"].tolist() == values
+    for most_nodes in (0.0, 1.0):
+        for part in parts_of(batch, range(6), 40, most_nodes=most_nodes):
+            micro = microbatch(batch, part, multiple=8, device=torch.device("cpu"))
+            of_nodes, forest = micro.further_fields["routes"], micro.forest
+            assert forest.is_shared == bool(most_nodes and sum(part.shared))
+            chosen = batch.select(part.ids).further_fields["routes"]
+            assert torch.equal(of_nodes[torch.from_numpy(forest.sources)], chosen)
+            assert not of_nodes[forest.num_nodes - forest.padding :].any()
+
+
 def test_nodes_that_trajectories_share_have_the_field_of_the_first() -> None:
     batch = pack([play(2), play(3)])
     micro = microbatch(batch, Part([0, 1], [0, 4]), multiple=8, device=torch.device("cpu"))

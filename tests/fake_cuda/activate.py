@@ -96,6 +96,12 @@ def _in_plain_torch(dispatch: ModuleType) -> None:
     kernels.in_plain_torch(dispatch)
 
 
+def _permute_in_plain_torch(triton_permutation: ModuleType) -> None:
+    from tests.fake_cuda import permutation
+
+    permutation.in_plain_torch(triton_permutation)
+
+
 def _activate() -> None:
     if reason := build.obstacle():
         print(f"error: RAGEN_FAKE_CUDA is set, and {reason}", file=sys.stderr)
@@ -115,6 +121,8 @@ def _activate() -> None:
         export = "transformer_engine.pytorch.onnx_extensions"
         sys.modules[export] = _NoExport(export)
         sys.meta_path.insert(0, _Around("transformer_engine.common", _install_stand_in))
+        triton_permutation = "transformer_engine.pytorch.triton.permutation"
+        sys.meta_path.insert(0, _Around(triton_permutation, _permute_in_plain_torch))
 
 
 _activate()

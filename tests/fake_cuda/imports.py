@@ -23,7 +23,7 @@ PACKAGES = "transformer_engine.pytorch megatron.core httpx2 liger_kernel cut_cro
 TRAINER = "ragen_mega.train ragen_mega.engines.embedded.engine ragen_kernels.triton_policy".split()
 TOOLS = [
     f"tools.benchmarks.{name}"
-    for name in "bench_kernels bench_step bench_reshard fp8_report".split()
+    for name in "bench_kernels bench_step bench_reshard bench_mixture fp8_report".split()
 ] + ["tools.parity", "tools.sglang_probe"]
 TESTS = ["tests/kernels", "tests/integration/test_transformer_engine.py"]
 TESTS += [f"tests/integration/test_{name}.py" for name in ("offload", "sglang_engine")]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.agents.call_tree import CALL
+from ragen_mega.config import parse
 from ragen_mega.storage.rollouts import RolloutStore
+from tests.support.agents import check_logprobs
 from tests.support.runs import launch, metrics
 
 FLAGS = """
@@ -28,12 +30,16 @@ FLAGS = """
         pytest.param("sub_agent", "openai", 800, marks=pytest.mark.slow, id="sub-agent"),
         pytest.param("compacting", "openai", 800, marks=pytest.mark.slow, id="compacting"),
         pytest.param("openai_agents", "agents", 1200, marks=pytest.mark.slow, id="openai-agents"),
+        pytest.param(
+            "openai_agents_chat", "agents", 1200, marks=pytest.mark.slow, id="openai-agents-by-chat"
+        ),
+        pytest.param("anthropic", "anthropic", 800, marks=pytest.mark.slow, id="anthropic"),
         pytest.param("langgraph", "langgraph", 1200, marks=pytest.mark.slow, id="langgraph"),
         pytest.param("smolagents", "smolagents", 8000, marks=pytest.mark.slow, id="smolagents"),
     ],
 )
 def test_three_steps(tmp_path: Path, agent: str, package: str, context: int) -> None:
-    pytest.importorskip(package, reason=f"pip install the package of {agent}")
+    pytest.importorskip(package, reason="pip install -e '.[agent-frameworks]'")
     flags = ["--agent", f"tests.support.agents:{agent}", "--max-context-length", str(context)]
     run = launch(tmp_path, agent, 1, *FLAGS, *flags)
     rows = metrics(run)
@@ -49,5 +55,8 @@ def test_three_steps(tmp_path: Path, agent: str, package: str, context: int) -> 
         for member in played:
             assert all(CALL in turn.info for turn in member.turns)
             assert sum(member.loss_mask) == sum(turn.end - turn.start for turn in member.turns)
+        if step == 0:
+            temperature = parse(FLAGS + flags).rollout.temperature
+            assert check_logprobs(run / "warm_start", played, temperature) > 100
     if agent in ("sub_agent", "compacting"):
         assert all(member.breaks for member in played)

@@ -2,20 +2,23 @@
 and repeated.
 """
 
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from ragen_mega.agents.call_tree import CALL
+from ragen_mega.agents.runner import AGENTS
 from ragen_mega.commands.replay import main as replay
 from ragen_mega.config import parse
+from ragen_mega.data.types import Trajectory
 from ragen_mega.storage.rollouts import RolloutStore
+from tests.support.agents import check_logprobs
 from tests.support.runs import launch, metrics
+from tests.support.sglang_server import PYTHON, needs_sglang
 
+pytestmark = pytest.mark.forks
 AGENT = '''
 import json
 import re
@@ -75,60 +78,79 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ).split()
 
 
-def test_an_agent_is_trained_resumed_and_recorded_to_the_token(tmp_path, flags):
-    whole = launch(tmp_path, "whole", 1, *flags, "--num-steps", "3")
-    launch(tmp_path, "parts", 1, *flags, "--num-steps", "2")
-    parts = launch(tmp_path, "parts", 1, *flags, "--num-steps", "3", "--resume")
-    rows = [
-        [{key: row[key] for key in row if not key.startswith("eval/")} for row in metrics(run)]
-        for run in (whole, parts)  # each start evaluates after its last step
-    ]
-    assert rows[0] == rows[1]
-    files = [RolloutStore(run / "rollouts") for run in (whole, parts)]
-    for step in range(3):
-        tokens, others = (
-            [
-                (list(member.tokens), list(member.rollout_logprobs), member.breaks)
-                for group in run.read(step).groups
-                for member in group.trajectories
-            ]
-            for run in files
-        )
-        assert tokens == others
+def played(run: Path, step: int) -> list[Trajectory]:
+    groups = RolloutStore(run / "rollouts").read(step).groups
+    return [member for group in groups for member in group.trajectories]
+
+
+def test_an_agent_is_trained_resumed_and_recorded_to_the_token(
+    tmp_path, flags, monkeypatch, capsys
+):
+    whole = launch(tmp_path, "whole", 1, *flags, "--num-steps", "2")
+    parts = tmp_path / "parts"
+    shutil.copytree(whole, parts)
+    (parts / "summary.json").unlink()  # as if it had been killed in its second step
+    shutil.rmtree(parts / "checkpoints" / "step_00000002")
+    for file in (parts / "rollouts").glob("step_00000001*"):
+        file.unlink()
+    launch(tmp_path, "parts", 1, *flags, "--num-steps", "2", "--resume")
+    assert metrics(whole) == metrics(parts)
+    tokens, others = (
+        [
+            (list(member.tokens), list(member.rollout_logprobs), member.breaks)
+            for member in played(run, 1)
+        ]
+        for run in (whole, parts)
+    )
+    assert tokens == others
 
     # Under the weights that sampled them, the recorded tokens have the recorded log-probabilities.
-    model = AutoModelForCausalLM.from_pretrained(whole / "warm_start", dtype=torch.float32)
     temperature = parse(flags).rollout.temperature
-    num_checked = 0
-    for group in files[0].read(0).groups:
-        for trajectory in group.trajectories:
-            records = [turn.info[CALL] for turn in trajectory.turns]
-            assert len(records) == 5 and {record["role"] for record in records} == {
-                "main",
-                "checker",
-            }
-            assert sum(turn.end - turn.start for turn in trajectory.turns) == sum(
-                trajectory.loss_mask
-            )
-            for start, end in trajectory.segments:
-                tokens = torch.tensor([trajectory.tokens[start:end]])
-                logits = model(tokens).logits[0, :-1] / temperature
-                exact = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-                recorded = torch.tensor(trajectory.rollout_logprobs[start + 1 : end])
-                mask = torch.tensor(trajectory.loss_mask[start + 1 : end])
-                assert (exact - recorded)[mask].abs().max() < 1e-4
-                num_checked += int(mask.sum())
-    assert num_checked > 200
+    assert check_logprobs(whole / "warm_start", played(whole, 0), temperature) > 200
+    for trajectory in played(whole, 0):
+        records = [turn.info[CALL] for turn in trajectory.turns]
+        assert len(records) == 5 and {record["role"] for record in records} == {"main", "checker"}
+        sampled = sum(turn.end - turn.start for turn in trajectory.turns)
+        assert sampled == sum(trajectory.loss_mask)
 
     # The agent, answered from the record, does what it has done; another agent does not.
     said = ["--run", str(whole), "--step", "1", "--agent-calls"]
     assert not replay(said)  # the exit code 0
     other = AGENT.replace('f"check {question}"', '"check that"')
     (tmp_path / "my_agent_of_test.py").write_text(other)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragen_mega.commands.program", "replay", *said],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "the record has no answer" in done.stdout
+    monkeypatch.delitem(sys.modules, "my_agent_of_test")
+    AGENTS._known.clear()
+    with pytest.raises(SystemExit, match="1"):
+        replay(said)
+    assert "the record has no answer" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_agents_play_alike_on_several_ranks(tmp_path, flags):
+    """From the same weights two ranks sample the tokens that one samples, each at its own door."""
+    flags = [*flags, "--num-query-groups", "2"]
+    one = launch(tmp_path, "one", 1, *flags, "--num-steps", "1")
+    model, expected = one / "warm_start", played(one, 0)
+    for name, layout in {"data": "", "tensor": "--tensor-model-parallel-size 2"}.items():
+        more = f"--num-steps 2 --load {model} {layout}".split()
+        two = launch(tmp_path, name, 2, *flags, *more)
+        assert all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in metrics(two))
+        assert all(row["rollout/environment_errors"] == 0 for row in metrics(two))
+        found = played(two, 0)
+        assert [member.tokens for member in found] == [member.tokens for member in expected]
+        assert [member.breaks for member in found] == [member.breaks for member in expected]
+        assert check_logprobs(model, found, parse(flags).rollout.temperature) > 200
+
+
+@needs_sglang[0]
+@needs_sglang[1]
+@pytest.mark.slow
+def test_agents_play_with_the_real_sglang_server(tmp_path, flags):
+    server = f"--rollout-engine sglang --sglang-python {PYTHON} --num-steps 2"
+    run = launch(tmp_path, "sglang", 1, *flags, *server.split())
+    assert all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in metrics(run))
+    assert all(row["rollout/environment_errors"] == 0 for row in metrics(run))
+    found = played(run, 0)
+    assert all(len(member.turns) == 5 for member in found)
+    temperature = parse(flags).rollout.temperature
+    assert check_logprobs(run / "warm_start", found, temperature) > 200

@@ -124,7 +124,8 @@ MISTAKES = [
     ("--pipeline-model-parallel-size 2 --num-layers 3", "(2) must divide the model's layers (3)"),
     # files
     ("--boards none.jsonl", "none.jsonl & check the path"),
-    ("--load ./none", "./none does not exist; give the directory of a model"),
+    ("--load ./none", "./none does not exist & give the directory of a model"),
+    ("--load none.gguf", "none.gguf does not exist & give the directory of a model"),
     ("--load runs/taken", "runs/taken is a run, not a model; give runs/taken/huggingface"),
     ("--load mixtral", "mixtral & one of qwen2, qwen3, qwen3_moe, llama, mistral, not 'mixtral'"),
     ("--warm-start-from runs/none", "runs/none lacks base, warm_start"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.packing import pack
@@ -51,7 +51,11 @@ SIZES = dict(
 MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=128, tie_word_embeddings=False),
-}
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=128, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
 RECIPES_HERE = [name for name in RECIPES if obstacle_to_recipe(name, Machine.here()) is None]
 Build = Callable[..., Any]
 

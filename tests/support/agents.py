@@ -5,7 +5,13 @@ Every agent is `run(task, base_url, api_key)`, as `--agent tests.support.agents:
 """
 
 import json
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ragen_mega.data.types import Trajectory
 
 PRICES = {"apple": 3, "pear": 4, "plum": 9}
 QUESTION = "What do an apple and a pear cost together?"
@@ -156,35 +162,85 @@ def compacting(task: dict[str, Any], base_url: str, api_key: str) -> float:
     return reward(text)
 
 
-async def openai_agents(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """An agent on the OpenAI Agents SDK, which hands over to a second one."""
+async def openai_agents(
+    task: dict[str, Any], base_url: str, api_key: str, *, use_responses: bool = True
+) -> float:
+    """An agent on the OpenAI Agents SDK, which hands over to a second one; every other episode is
+    streamed.
+    """
     from agents import (
         Agent,
         MaxTurnsExceeded,
         ModelBehaviorError,
-        OpenAIChatCompletionsModel,
+        OpenAIProvider,
+        RunConfig,
         Runner,
         function_tool,
-        set_tracing_disabled,
     )
     from openai import AsyncOpenAI
 
-    set_tracing_disabled(True)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
-        helper = Agent(name="helper", instructions="Help.", model=model)
+        provider = OpenAIProvider(openai_client=client, use_responses=use_responses)
+        settings = RunConfig(model_provider=provider, tracing_disabled=True)
         agent = Agent(
             name="buyer",
             instructions="Use the tools.",
             tools=[function_tool(look_up), function_tool(add)],
-            handoffs=[helper],
-            model=model,
+            handoffs=[Agent(name="helper", instructions="Help.", model="policy")],
+            model="policy",
         )
+        given = (agent, f"{QUESTION} ({task['seed']})")
         try:
-            done = await Runner.run(agent, f"{QUESTION} ({task['seed']})", max_turns=MAX_TURNS)
+            if task["outcome_seed"] % 2:
+                done = Runner.run_streamed(*given, max_turns=MAX_TURNS, run_config=settings)
+                assert [event async for event in done.stream_events()]
+            else:
+                done = await Runner.run(*given, max_turns=MAX_TURNS, run_config=settings)
         except (MaxTurnsExceeded, ModelBehaviorError):
             return 0.0
     return reward(done.final_output)
+
+
+async def openai_agents_chat(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same agent on chat completions."""
+    return await openai_agents(task, base_url, api_key, use_responses=False)
+
+
+def anthropic(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The loop that people write with the `anthropic` package."""
+    from anthropic import Anthropic
+
+    tools = [
+        {
+            "name": schema["function"]["name"],
+            "description": schema["function"]["description"],
+            "input_schema": schema["function"]["parameters"],
+        }
+        for schema in SCHEMAS
+    ]
+    with Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": f"{QUESTION} ({task['seed']})"}]
+        for _ in range(MAX_TURNS):
+            with client.messages.stream(
+                model="policy", max_tokens=100, messages=messages, tools=tools
+            ) as events:
+                reply = events.get_final_message()
+            used = [block for block in reply.content if block.type == "tool_use"]
+            if not used:
+                break
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": call_tool(block.name, json.dumps(block.input)),
+                }
+                for block in used
+            ]
+            messages += [
+                {"role": "assistant", "content": reply.content},
+                {"role": "user", "content": results},
+            ]
+    return reward("".join(block.text for block in reply.content if block.type == "text"))
 
 
 def langgraph(task: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -225,3 +281,22 @@ def example(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str 
     if "final_answer" in names:
         return {"tool_calls": [{"name": "final_answer", "arguments": {"answer": "seven"}}]}
     return "It costs seven."
+
+
+def check_logprobs(model_path: Path, trajectories: list[Trajectory], temperature: float) -> int:
+    """Compare recorded log-probabilities of sampled tokens with those of transformers under the
+    weights that sampled them; returns their number.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    num_checked = 0
+    for trajectory in trajectories:
+        for start, end in trajectory.segments:
+            tokens = torch.tensor([trajectory.tokens[start:end]])
+            with torch.no_grad():
+                logits = model(tokens).logits[0, :-1] / temperature
+            exact = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+            recorded = torch.tensor(trajectory.rollout_logprobs[start + 1 : end])
+            mask = torch.tensor(trajectory.loss_mask[start + 1 : end])
+            assert (exact - recorded)[mask].abs().max() < 1e-4
+            num_checked += int(mask.sum())
+    return num_checked

@@ -16,10 +16,15 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from numba.core.registry import cpu_target
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401 else every run does
 
+import ragen_mega.engines.embedded.engine  # noqa: F401 likewise: 1 s of each
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")
+for tables in (cpu_target.typing_context, cpu_target.target_context):
+    tables.refresh()  # numba would do so at each rank's first call
 
 
 def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
@@ -43,11 +48,10 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # for good, or the next collection would go through every import again
     processes = [_FORK.Process(target=rank, args=(index,)) for index in range(num_ranks)]
     for process in processes:
         process.start()
-    gc.unfreeze()
     weakref.finalize(processes[0], shutil.rmtree, folder, ignore_errors=True)
     return processes
 

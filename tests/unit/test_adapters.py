@@ -58,7 +58,9 @@ def test_what_cannot_be_played_is_one_line(name: str, rule: str) -> None:
 # Gymnasium
 
 
-@pytest.mark.parametrize("name", [TAXI, "Blackjack-v1", "FrozenLake-v1", "CliffWalking-v1"])
+@pytest.mark.parametrize(
+    "name", [TAXI, "Blackjack-v1", "FrozenLake-v1", "CliffWalking-v1", "CartPole-v1"]
+)
 def test_a_gymnasium_environment_plays_as_itself(name: str) -> None:
     ours, theirs = make(f"gymnasium:{name}"), gymnasium.make(name)
     draw = random.Random(0)

@@ -7,11 +7,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import httpx2
@@ -21,99 +21,12 @@ import pytest
 
 from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.config.sections.agent import AgentConfig
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
-from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection, collect
-from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection
 from ragen_mega.rollout.player import PlaySettings
-from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from ragen_mega.warm_start.tokenizer import train_tokenizer
-
-RENDERER = ChatRenderer(train_tokenizer([]), think=False)
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-Say = Callable[[str], str]
-
-
-class TalkingEngine(RolloutEngine):
-    """A policy that answers the text of a prompt with `say(text)`; it keeps what was asked."""
-
-    def __init__(self, say: Say, seconds: float = 0.0) -> None:
-        self.say, self.seconds = say, seconds
-        self.asked: list[tuple[list[int], SamplingParams]] = []
-        self.num_running = self.most_running = 0
-        self.sessions: set[int] = set()
-
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, *, session: int
-    ) -> Completion:
-        assert session not in self.sessions
-        self.sessions.add(session)
-        self.most_running = max(self.most_running, len(self.sessions))
-        self.asked.append((tokens, sampling))
-        await asyncio.sleep(self.seconds)
-        self.sessions.discard(session)
-        answer = RENDERER.encode_answer(self.say(RENDERER.tokenizer.decode(tokens)))
-        answer = answer[: sampling.max_tokens]
-        ended = answer[-1] == RENDERER.end_of_turn
-        logprobs = [-float(len(tokens) + place) for place in range(len(answer))]
-        return Completion(answer, logprobs, "stop" if ended else "length")
-
-
-def play(
-    run: Callable[..., Any],
-    say: Say = lambda text: "yes",
-    *,
-    count: int = 1,
-    engine: TalkingEngine | None = None,
-    options: dict[str, Any] | None = None,
-    seed: int = 7,
-    **settings: Any,
-) -> list[Trajectory]:
-    """Trajectories of an agent, which is a function or the URL of one."""
-    name = "agent:door_agents:run"
-    if isinstance(run, str):
-        name = f"agent:{run}"
-    module = sys.modules["door_agents"] = ModuleType("door_agents")
-    module.run = run
-    AGENTS._known.clear()
-    config = EnvironmentConfig(
-        environments=name, environment_options=json.dumps({name: options or {}})
-    )
-    tasks = tasks_for_group(0, name, seed, episode_maker(config, name), group_size=count)
-    settings = {"max_context_length": 4000, "temperature": 1.0, "seed": 3} | settings
-    agent = AgentConfig(**{key: settings.pop(key) for key in [*settings] if key in AGENT_FIELDS})
-    engine = engine or TalkingEngine(say)
-    played = collect(engine, RENDERER, tasks, PlaySettings(agent=agent, **settings))
-    return [trajectory for group in played for trajectory in group.trajectories]
-
-
-AGENT_FIELDS = AgentConfig.__dataclass_fields__
-
-
-def ask(client: openai.OpenAI, *texts: str, **parameters: Any) -> Any:
-    """Ask with messages that alternate between the user and the assistant."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return client.chat.completions.create(**{"model": "policy", "messages": messages} | parameters)
-
-
-def refusal(ask_badly: Callable[[], Any]) -> SimpleNamespace:
-    """Status, code, parameter and message of the error that a request gets."""
-    with pytest.raises(openai.APIStatusError) as caught:
-        ask_badly()
-    error = caught.value
-    return SimpleNamespace(
-        status=error.status_code, code=error.code, param=error.param, text=error.body["message"]
-    )
-
-
-def sampled(trajectory: Trajectory) -> list[str]:
-    return [
-        RENDERER.decode_action(trajectory.tokens[turn.start : turn.end])
-        for turn in trajectory.turns
-    ]
+from tests.support.door import RENDERER, TOOLS, TalkingEngine, ask, play, refusal, sampled
 
 
 def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
@@ -560,6 +473,20 @@ def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
     trajectory once.
     """
     heard: dict[int, list[str]] = {}
+    memory: list[int] = []
+
+    class ForgetfulEngine(TalkingEngine):
+        num_answered = 0
+
+        async def generate(
+            self, tokens: list[int], sampling: SamplingParams, *, session: int
+        ) -> Completion:
+            completion = await super().generate(tokens, sampling, session=session)
+            self.asked.clear()  # for what the door keeps is measured
+            self.num_answered += 1
+            if self.num_answered % (256 * 5) == 0:
+                memory.append(psutil.Process().memory_info().rss)
+            return completion
 
     def run(task: dict[str, Any], client: openai.OpenAI) -> float:
         texts = [f"episode {task['outcome_seed']}"]
@@ -569,18 +496,16 @@ def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
         heard[task["outcome_seed"]] = texts[1::2]
         return 1.0
 
-    engine = TalkingEngine(lambda text: hashlib.sha256(text.encode()).hexdigest()[:8])
-    memory, began = psutil.Process().memory_info().rss, time.monotonic()
+    engine = ForgetfulEngine(lambda text: hashlib.sha256(text.encode()).hexdigest()[:8])
+    began = time.process_time()
     played = play(run, engine=engine, count=256)
-    print(
-        f"{time.monotonic() - began:.1f} s,"
-        f" {(psutil.Process().memory_info().rss - memory) >> 20} MiB more"
-    )
-    assert len(engine.asked) == 256 * 20
+    print(f"{time.process_time() - began:.1f} CPU s, {[size >> 20 for size in memory]} MiB")
+    assert engine.num_answered == 256 * 20
     for trajectory in played:
         assert sampled(trajectory) == heard[trajectory.outcome_seed]
         assert len(trajectory.turns) == 20 and trajectory.breaks == []
     assert len({text for texts in heard.values() for text in texts}) == 256 * 20
+    assert memory[3] - memory[0] < 256 * 15 * 16384  # a call keeps its own messages and tokens
 
 
 def test_agents_are_held_between_calls_and_go_on():

@@ -73,6 +73,9 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
     ("flags", "message"),
     [
         ("--lrr 1", "did you mean --lr"),
+        ("--scores m:f", r"did you mean --score\?"),
+        ("--loss-type dapo", "--policy-loss or --loss-aggregation"),
+        ("actor.optim.lr=1", "flags begin with --.*coming_from.md"),
         ("--clip-grad x", "--clip-grad"),
         ("stray", "unexpected 'stray': flags begin with --"),
         (
@@ -198,6 +201,9 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     [
         ("--environments lake", "unknown environment 'lake'"),
         ("--eval-environments lake", "unknown environment 'lake'"),
+        ("--environments Taxi-v4", r"did you mean gymnasium:Taxi-v4\?"),
+        ("--environments gym:Taxi-v4", r"did you mean gymnasium:Taxi-v4\?"),
+        ("--environments sokoban,bandit:x", "bandit is a name itself, .* whole number"),
         ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
         ('--curriculum {"4":{"frozen_lake":{"depth":3}}}', "depth"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_every_distinct_prefix_is_one_node(texts: list[list[int]], multiple: int
         assert depths[below] == len(prefix_of[below]) - 1
     for padding in range(len(prefix_of), forest.num_nodes):
         assert not (forest.ends[: len(prefix_of)] > padding).any()
+
+
+@given(TEXTS, st.randoms(use_true_random=False))
+def test_positions_of_other_routes_are_other_nodes(
+    texts: list[list[int]], random: random.Random
+) -> None:
+    batch = batch_of(texts)
+    rows = [[[random.choice((0, 0, 3))] * 2] for _ in batch.tokens]  # [T, 1, 2]
+    routes = torch.tensor(rows, dtype=torch.uint8)
+    order = PrefixOrder.of(batch.tokens, batch.cu_seqlens, routes=routes)
+    forest = Forest.of(order.lengths, order.shared)
+    joint = batch.with_fields(tokens=batch.tokens + 10 * routes[:, 0, 0].long())
+    assert forest.num_nodes == len(set(prefixes(joint)))
+    of_nodes = forest.per_node(routes := routes[batch.positions(order.ids)])
+    assert torch.equal(of_nodes[torch.from_numpy(forest.sources)], routes)
 
 
 @given(

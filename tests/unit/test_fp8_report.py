@@ -5,9 +5,6 @@ with local layers.
 import json
 import math
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +24,6 @@ from tools.benchmarks.fp8_report import (
     summarize,
     tables,
 )
-
-ROOT = Path(__file__).parents[2]
 
 HF = Qwen2Config(
     vocab_size=61,
@@ -247,13 +242,10 @@ def test_every_variant_is_a_valid_configuration() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_and_exit_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/benchmarks/fp8_report.py")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: the FP8 report needs") and done.stderr.count("\n") == 1
+def test_without_a_gpu_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        fp8_report.main([])
+    out, err = capsys.readouterr()
+    assert (left.value.code, out) == (2, "")
+    assert err.startswith("error: the FP8 report needs") and err.count("\n") == 1
     assert distributed.rank() == 0

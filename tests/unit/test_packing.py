@@ -145,5 +145,5 @@ def test_bad_batches_are_refused() -> None:
         batch.with_fields(old_logprobs=torch.zeros(3))
     with pytest.raises(FloatingPointError, match="advantages"):
         batch.with_fields(advantages=torch.full((7,), float("nan")))
-    with pytest.raises(ValueError, match="2 tokens, 1 values of rollout_logprobs"):
+    with pytest.raises(ValueError, match=r"rollout_logprobs must have the shape \[2\], not \[1\]"):
         two_turns().append_action(Completion([1, 2], [0.0], "stop"))

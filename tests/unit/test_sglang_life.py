@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -23,6 +25,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.data import distributed
+from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import server, supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
@@ -42,7 +45,7 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=True,
 )
 SERVER = """#!{python} -I
-import base64, json, os, pathlib, re, sys, time
+import array, base64, json, os, pathlib, re, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -80,6 +83,11 @@ class Handler(BaseHTTPRequestHandler):
                 "finish_reason": {{"type": "abort" if is_aborted else "length"}},
                 "weight_version": Handler.version,
                 "output_token_logprobs": [[-0.5, 5, None]], "cached_tokens": 0}}}}
+            if body.get("return_routed_experts"):
+                start, end = body["routed_experts_start_len"], len(body["input_ids"])
+                experts = [i % 4 for t in range(start, end) for i in (t, t + 1)]
+                data = base64.b64encode(array.array("i", experts).tobytes()).decode()
+                answer["meta_info"]["routed_experts"] = data
             if is_aborted and body["input_ids"] == [9]:  # as of one that is not queued yet
                 answer, status = {{"error": {{"message": "Request 9 was aborted"}}}}, 400
         content = json.dumps(answer).encode()
@@ -114,7 +122,11 @@ GENERATE = [("/generate", None)]
 def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     engines: list[SGLangEngine] = []
 
-    def start(device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> SGLangEngine:
+    def start(
+        device: Literal["cpu", "cuda"] = "cpu",
+        returns_routes: bool = False,
+        **options: Any,
+    ) -> SGLangEngine:
         program = tmp_path / "python"
         program.write_text(SERVER.format(python=sys.executable))
         program.chmod(0o700)
@@ -126,6 +138,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             kv_cache_tokens=64,
             hang_timeout=60.0,
             device=device,
+            returns_routes=returns_routes,
         )
         engines.append(SGLangEngine(CONFIG, settings, **options))
         return engines[-1]
@@ -209,6 +222,29 @@ def test_memory_is_taken_by_statements(build: Callable[..., SGLangEngine], trans
         generate(engine)
         assert asked(engine) == START + GENERATE
     assert engine.weight_version == 2 and engine.counts.restarts == 0
+
+
+def test_a_server_is_asked_for_routes_from_the_first_that_is_lacking(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOKEN_FIELDS, ROUTES, None)  # there is none afterwards
+    add_routes(1, 2, 4)
+    with pytest.raises(ValueError, match="routing_replay engine"):
+        build(returns_routes=True)
+    engine = build("cuda", returns_routes=True)
+    free = itertools.count(10**9, 10**8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 2 * 10**9))
+    engine._shape = SimpleNamespace(
+        vocab_size=64, num_layers=1, num_experts=4, experts_per_token=2
+    )  # of a mixture, with the weights of a dense model
+    with engine.awake():
+        engine.load_weights(shards())
+        engine.start()
+        sampling = SamplingParams(3, num_recorded=2)
+        completion = asyncio.run(engine.generate([1, 2, 3, 4], sampling, session=0))
+    assert completion.prompt_fields[ROUTES].tolist() == [[[2, 3]], [[3, 0]]]
+    assert completion.further_fields[ROUTES].tolist() == [[[0, 2]]]  # not known yet
+    assert "--enable-return-routed-experts" in engine.server.settings.arguments(Path("model"), 1)
 
 
 @pytest.mark.parametrize("frees", [True, False])

@@ -154,7 +154,8 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "def close(answer, reference, row):\n"
         "    return 1 / (1 + abs(int(answer) - reference) * row['weight'])\n\n\n"
         "def large(answer, reference, row):\n    return 2\n\n\n"
-        "def broken(answer, reference, row):\n    return row['missing']\n"
+        "def broken(answer, reference, row):\n    return row['missing']\n\n\n"
+        "def short(answer, reference):\n    return 1\n"
     )
     name = write([row | {"weight": 3} for row in SUMS])
     world = make(name, score="my_scores:close")
@@ -162,7 +163,12 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     twice = 2 * int(question.split()[2])
     result = calls.step(world, str(twice + 1))
     assert result.reward == 0.25 and not result.info["success"]
-    for score, words in (("large", "0 to 1"), ("broken", "my_scores.py:10"), ("none", "cannot")):
+    for score, words in (
+        ("large", "0 to 1"),
+        ("broken", "my_scores.py:10"),
+        ("none", "cannot"),
+        ("short", r"called with \(answer, reference, row\)"),
+    ):
         with pytest.raises(ValueError, match=words) as caught:
             make(name, score=f"my_scores:{score}")
         assert "\n" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""Time a weight sync, trainer shards -> rollout engine, at the shapes of Qwen2.5 0.5B to 72B,
-against the bound of its links.
+"""Time a weight sync, trainer shards -> rollout engine, at the shapes of a real model, against the
+bound of its links.
 
     python tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --rollout-tensor-parallel-size 2 --json reshard.json
@@ -33,7 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
-from random_models import SHAPES, model_config
+from random_models import model_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -60,11 +60,15 @@ from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-MODELS = [name for name in SHAPES if name.startswith("Qwen2.5-")]
 MIN_VOCAB = 4096
 FLAGS = (
     *OUTPUTS,
-    flag("--model", "whose shapes are sent", "Qwen2.5-0.5B", choices=MODELS),
+    flag(
+        "--model",
+        "whose shapes are sent: a name in ragen_mega/planning/model_shapes.json, or a directory"
+        " with a config.json",
+        "Qwen2.5-0.5B",
+    ),
     flag("--tensor-model-parallel-size", "of the trainer", 2, metavar="TP"),
     flag("--pipeline-model-parallel-size", "of the trainer", 1, metavar="PP"),
     flag(
@@ -102,9 +106,11 @@ def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedCo
         sizes.append((pp, vocab))
     for num_layers, vocab_size in sizes:
         hf = model_config(arguments.model, num_hidden_layers=num_layers, vocab_size=vocab_size)
-        largest = hf.hidden_size * max(hf.vocab_size, hf.intermediate_size) * itemsize
+        shape = ModelShape.of(hf)
+        widest = 2 * shape.ffn_size * max(1, shape.num_experts)  # gates and ups, of all experts
+        largest = shape.hidden_size * max(shape.vocab_size, widest) * itemsize
         per_rank = 3 * arguments.bucket_mb * 2**20 + 3 * largest
-        if ModelShape.of(hf).num_parameters * itemsize + num_ranks * per_rank <= budget:
+        if shape.num_parameters * itemsize + num_ranks * per_rank <= budget:
             return hf
     raise ValueError(
         f"{arguments.model} with {pp} layers on {num_ranks} ranks does not fit into"

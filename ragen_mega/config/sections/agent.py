@@ -16,7 +16,7 @@ def is_agent(name: str) -> bool:
 
 @dataclass(frozen=True)
 class AgentConfig(Section):
-    """Agents of --agent, which play by asking an OpenAI-compatible server of the run."""
+    """Agents of --agent, which ask a server of the run as they ask OpenAI or Anthropic."""
 
     agent_reward: str | None = None
     """Import path of a function `reward(episode)`, which gets task, calls, result and error of an

@@ -39,6 +39,14 @@ class TrainConfig(Section):
     any do, `auto` where it saves at least 3% of the positions, and never with --fp8, which rounds
     by what else is in a tensor.
     """
+    routing_replay: Literal["none", "policy", "engine"] = "none"
+    """Experts of a mixture that a token goes through in training. The weights of its router, or
+    rounding, may choose others than it had when its log-probability was computed, and the ratio of
+    the two then jumps. `engine` (called R3, arXiv:2510.11370) repeats in every pass of the policy
+    and of the reference policy the choices that the engine made when it sampled; `policy` (R2) in
+    the update those of the pass of --old-logprobs recompute; with `none` every pass chooses for
+    itself. Routers are trained under all three.
+    """
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     decoupled_lr: Positive | None = None

@@ -36,7 +36,7 @@ class WarmStartConfig(Section):
     """
     warm_start_until_flat: bool = False
     """End both stages as soon as their loss is flat, and let the learning rate fall then; the steps
-    above are their most.
+    above are their most, the fall included.
     """
     warm_start_optimizer: Literal["adam", "muon"] = "adam"
     """Optimizer that imitates: muon takes 40% of adam's steps to the same likelihood, at twice the

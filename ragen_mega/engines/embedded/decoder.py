@@ -224,13 +224,14 @@ class Decoder:
         norm [T, hidden], or of the `wanted` tokens [W].
 
         The cache has room for them, and tokens of one row stand in order. In the last layer only
-        wanted tokens are queries: of the others only keys and values are needed. `workspace` is for
-        T tokens; None makes a new one.
+        wanted tokens are queries: of the others only keys and values are needed, or else the
+        experts, where the cache records them. `workspace` is for T tokens; None makes a new one.
         """
         work = workspace or self.workspace(len(tokens))
         queries = np.arange(len(tokens))
+        records = cache.routes is not None
         work.hidden.copy_(self._embedding[torch.from_numpy(tokens)])
-        for layer, blocks in zip(self._layers, cache.layers, strict=True):
+        for number, (layer, blocks) in enumerate(zip(self._layers, cache.layers, strict=True)):
             self._normalize(work, layer.input_norm)
             layer.qkv.put(work.normalized, work.qkv)
             qkv = work.qkv_array
@@ -238,7 +239,7 @@ class Decoder:
                 qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, self._epsilon, self._cosines,
                 self._sines, rows, positions, cache.table, blocks,
             )  # fmt: skip
-            if wanted is not None and layer is self._layers[-1]:
+            if wanted is not None and not records and layer is self._layers[-1]:
                 queries, hidden = wanted, work.hidden[torch.from_numpy(wanted)]
                 work = self.workspace(len(wanted))
                 work.hidden.copy_(hidden)
@@ -249,12 +250,16 @@ class Decoder:
             layer.output.add(work.attended, work.hidden)
             self._normalize(work, layer.mlp_norm)
             if layer.router is not None:
-                self._add_experts(work, layer)
+                chosen = self._add_experts(work, layer)
+                if records:
+                    cache.put_routes(number, rows, positions, chosen.numpy())
                 continue
             layer.gate_up[0].put(work.normalized, work.gate_up)
             kernels.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
             layer.down[0].add(work.gated, work.hidden)
         self._normalize(work, self._norm)
+        if wanted is not None and records:
+            return work.normalized[torch.from_numpy(wanted)]
         return work.normalized
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -265,14 +270,14 @@ class Decoder:
         self._head.put_exactly(hidden, out)
         return out
 
-    def _add_experts(self, work: Workspace, layer: _Layer) -> None:
+    def _add_experts(self, work: Workspace, layer: _Layer) -> Tensor:
         """Add to the hidden states what the experts that the router chooses for each token make of
-        the normalized ones.
+        the normalized ones. Returns their numbers [T, k].
         """
         sizes = dict(self.shape.further)
         logits = work.normalized @ layer.router.t()  # [T, experts]
         scores = logits.softmax(-1) if sizes["moe_router_pre_softmax"] else logits
-        weights, chosen = scores.topk(sizes["moe_router_topk"])  # [T, k]
+        weights, chosen = scores.topk(self.shape.experts_per_token)  # [T, k]
         if not sizes["moe_router_pre_softmax"]:
             weights = weights.softmax(-1)
         for expert in chosen.unique().tolist():
@@ -283,6 +288,7 @@ class Decoder:
             made = torch.empty(len(tokens), self.shape.hidden_size, dtype=gated.dtype)
             layer.down[expert].put(gated, made)
             work.hidden.index_add_(0, tokens, made.mul_(weights[tokens, places, None]))
+        return chosen
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
         hidden, out = work.hidden_array, work.normalized_array

@@ -67,7 +67,11 @@ class EmbeddedEngine(RolloutEngine):
         max_context: int,
         max_sessions: int,
         dtype: torch.dtype = torch.float32,
+        records_routes: bool = False,
     ) -> None:
+        """`records_routes`: completions say which experts their tokens went through
+        (`fields.ROUTES`).
+        """
         if max_context < 2 or max_sessions < 1:
             raise ValueError(
                 f"max_context must be at least 2 and max_sessions at least 1, not {max_context} and"
@@ -79,6 +83,7 @@ class EmbeddedEngine(RolloutEngine):
         self._max_context = max_context
         self.num_slots = self._max_sessions = max_sessions
         self._dtype = dtype
+        self._records_routes = records_routes
         self._decoder: Decoder | None = None
         self._slots: SlotTable | None = None
         self._slot_of: dict[int, int] = {}
@@ -105,6 +110,7 @@ class EmbeddedEngine(RolloutEngine):
             num_slots=self._max_sessions,
             max_context=self._max_context,
             dtype=self._dtype,
+            records_routes=self._records_routes,
         )
         try:
             yield

@@ -1,4 +1,5 @@
-"""Keys and values of all running trajectories, in blocks that rows with the same beginning share.
+"""Keys and values of all running trajectories, and the experts that their tokens went through, in
+blocks that rows with the same beginning share.
 
 Source: PagedAttention (arXiv:2309.06180, section 4). On a CPU decoding is bound by reading the
 cache: a block that several rows share comes from memory once, and from the nearest caches after
@@ -21,7 +22,13 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
+        self,
+        shape: ModelShape,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: torch.dtype,
+        records_routes: bool = False,
     ) -> None:
         per_slot = -(-max_context // BLOCK)
         num_blocks = num_slots * per_slot
@@ -32,6 +39,11 @@ class KVCache:
         # Per layer [blocks, kv_heads, keys or values, d, BLOCK], so that scores and sums are both
         # taken along lines of positions. Pages that are never written take no memory.
         self.layers = [np.zeros(size, dtype=numbers.numpy().dtype) for _ in range(shape.num_layers)]
+        # [blocks, BLOCK, layers, k]
+        self.routes: NDArray[np.uint8] | None = None
+        if records_routes:
+            route = (shape.num_layers, shape.experts_per_token)
+            self.routes = np.zeros((num_blocks, BLOCK, *route), np.uint8)
         self.table = np.zeros((num_slots, per_slot), dtype=np.int64)
         self._num_held = np.zeros(num_slots, dtype=np.int64)  # blocks of each slot
         self._references = np.zeros(num_blocks, dtype=np.int64)
@@ -67,6 +79,23 @@ class KVCache:
             self.table[target, full] = self._copy(int(self.table[source, full]))
         self._num_held[target] = full + (rest > 0)
 
+    def put_routes(
+        self,
+        layer: int,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        experts: NDArray[np.int64],
+    ) -> None:
+        """Record the experts [T, k] of a layer that tokens at positions [T] of slots [T] go
+        through.
+        """
+        self.routes[self.table[slots, positions // BLOCK], positions % BLOCK, layer] = experts
+
+    def routes_of(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """Return the experts [end - start, layers, k] of the positions [start, end) of a slot."""
+        positions = np.arange(start, end)
+        return self.routes[self.table[slot, positions // BLOCK], positions % BLOCK]
+
     def _take(self) -> int:
         block = self._free.pop()
         self._references[block] = 1
@@ -74,8 +103,8 @@ class KVCache:
 
     def _copy(self, block: int) -> int:
         copy = self._take()
-        for layer in self.layers:
-            layer[copy] = layer[block]
+        for values in self.layers if self.routes is None else (*self.layers, self.routes):
+            values[copy] = values[block]
         return copy
 
     def _drop(self, block: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragen_mega.data.fields import routes_of_completion
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
@@ -60,8 +61,9 @@ class _Rows:
         self.ids = np.zeros(places, dtype=np.int64)
         self.logprobs = np.zeros(places, dtype=real)
         self.uniforms = np.zeros(places)
-        # Tokens before the current completion.
+        # Tokens before the current completion, and the first of them whose routes the caller has.
         self.prompt_length = np.zeros(num_slots, dtype=np.int64)
+        self.num_recorded = np.zeros(num_slots, dtype=np.int64)
         # Tokens whose keys are cached, and the position of the token that is fed next.
         self.length = np.zeros(num_slots, dtype=np.int64)
         # The completion ends when the trajectory has this many tokens.
@@ -80,11 +82,23 @@ class SlotTable:
 
     @torch.inference_mode()
     def __init__(
-        self, shape: ModelShape, *, num_slots: int, max_context: int, dtype: torch.dtype
+        self,
+        shape: ModelShape,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: torch.dtype,
+        records_routes: bool,
     ) -> None:
         self._max_context = max_context
         self._rows = _Rows(num_slots, max_context, shape.vocab_size, dtype)
-        self._cache = KVCache(shape, num_slots=num_slots, max_context=max_context, dtype=dtype)
+        self._cache = KVCache(
+            shape,
+            num_slots=num_slots,
+            max_context=max_context,
+            dtype=dtype,
+            records_routes=records_routes,
+        )
         # [slots, V]; in fresh memory every step would fault in all its pages.
         self._logits = torch.from_numpy(np.empty((num_slots, shape.vocab_size), self._rows.real))
         self.computed_tokens = 0
@@ -192,6 +206,7 @@ class SlotTable:
             sampling.seed, limit - len(tokens)
         )
         rows.prompt_length[slot] = len(tokens)
+        rows.num_recorded[slot] = sampling.num_recorded
         rows.limit[slot] = limit
         rows.running[slot] = True
         rows.greedy[slot] = sampling.temperature == 0.0
@@ -221,10 +236,15 @@ class SlotTable:
             slot = int(slots[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
+            fields = ()
+            if self._cache.routes is not None:
+                routes = self._cache.routes_of(slot, rows.num_recorded[slot], rows.length[slot])
+                fields = routes_of_completion(routes, span.stop - span.start)
             completion = Completion(
                 rows.ids[slot, span].tolist(),
                 rows.logprobs[slot, span].tolist(),
                 "stop" if stopped[place] else "length",
+                *fields,
             )
             finished.append((slot, completion))
         return finished

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
 from ragen_mega.engines.sglang.requests import Requests, is_aborted, read_completion, request_body
+from ragen_mega.engines.sglang.routes import with_routes
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from ragen_mega.engines.sglang.weights import (
     BUCKET_BYTES,
@@ -28,6 +29,7 @@ from ragen_mega.engines.sglang.weights import (
     WeightTransfer,
     send,
 )
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -75,7 +77,7 @@ class SGLangEngine(RolloutEngine):
             settings.max_running_requests, settings.kv_cache_tokens // settings.max_context
         )
         self._settings = settings
-        self._vocab = model_config.vocab_size
+        self._shape = ModelShape.of(model_config)
         self._transfer = TRANSFERS[transfer](
             model_config,
             self.shard,
@@ -174,7 +176,7 @@ class SGLangEngine(RolloutEngine):
         Raises WeightsLost if a lost server cannot be replaced.
         """
         self._require(_Stage.STARTED)
-        sampling.check(tokens, vocab=self._vocab)
+        sampling.check(tokens, vocab=self._shape.vocab_size)
         if session in self._active:
             raise ValueError(
                 f"session {session} already generates; await one completion before asking for the"
@@ -183,7 +185,9 @@ class SGLangEngine(RolloutEngine):
         room = self._settings.max_context - len(tokens)
         if room <= 0:
             return Completion([], [], "length")
-        body = request_body(tokens, sampling, max_tokens=min(sampling.max_tokens, room))
+        records = self._settings.returns_routes
+        max_tokens = min(sampling.max_tokens, room)
+        body = request_body(tokens, sampling, max_tokens=max_tokens, asks_routes=records)
         self._active.add(session)
         try:
             while True:
@@ -210,6 +214,10 @@ class SGLangEngine(RolloutEngine):
         completion = read_completion(
             answer, sampling, version=self.weight_version, log=self.server.log
         )
+        if records:
+            num_unknown = len(tokens) - sampling.num_recorded
+            about = answer["meta_info"]
+            completion = with_routes(completion, about, self._shape, num_unknown=num_unknown)
         self.counts.completions += 1
         self.counts.prompt_tokens += len(tokens)
         self.counts.cached_tokens += answer["meta_info"]["cached_tokens"]

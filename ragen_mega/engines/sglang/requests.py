@@ -15,9 +15,13 @@ from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient
 _MAX_SEED = 2**31 - 1
 
 
-def request_body(tokens: list[int], sampling: SamplingParams, *, max_tokens: int) -> dict[str, Any]:
+def request_body(
+    tokens: list[int], sampling: SamplingParams, *, max_tokens: int, asks_routes: bool = False
+) -> dict[str, Any]:
     """Return the body of a request to `/generate`."""
+    routes = {"return_routed_experts": True, "routed_experts_start_len": sampling.num_recorded}
     return {
+        **(routes if asks_routes else {}),
         "input_ids": tokens,
         "return_logprob": True,
         "sampling_params": {

@@ -124,7 +124,7 @@ class GymnasiumWorld:
         if self._known:
             self.instruction, self.max_turns = self._known.instruction, self._known.max_turns
         elif limit := self._environment.spec.max_episode_steps:
-            self.max_turns = min(_MAX_TURNS, -(-limit // Budget.max_actions_per_turn))
+            self.max_turns = min(_MAX_TURNS, -(-limit // Budget().max_actions_per_turn))
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
         observation, info = self._environment.reset(seed=seed)

@@ -34,7 +34,7 @@ from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
 """Columns that are looked for, the first that a row has; a dot leads into an object."""
-SCORES = Registry("task score", "option score of tasks", {"exact": f"{__name__}:exact"})
+SCORES = Registry("task score", "--score", {"exact": f"{__name__}:exact"})
 _NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?")
 _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
@@ -303,6 +303,7 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
+    SCORES.check_call(name, score, "answer", "reference", "row")
     _number(score(str(_listed(first.reference)[0]), first.reference, first.row))
     return score
 
