@@ -483,12 +483,12 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     if error := server_error(shape, tp, ep):
         raise ValueError(error)
     if config.rollout.rollout_engine == "sglang" and capability is None:
-        check_cpu_cut(shape, tp, ep)
         if config.train.routing_replay == "engine":
             raise ValueError(
                 "routing_replay engine needs GPUs with rollout_engine sglang, which keeps routes in"
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
+        check_cpu_cut(shape, tp, ep)
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
