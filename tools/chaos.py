@@ -408,7 +408,8 @@ def play_round(
         problems.append("a traceback was printed")
     damaged = None
     damages &= hit != "end" and not summary.exists()
-    if damages and (intact_checkpoints := run.intact_checkpoints(tainted)):
+    intact_checkpoints = run.intact_checkpoints(tainted)
+    if damages and len(intact_checkpoints) > 1:  # with none left a run does not begin anew
         damaged = damage(intact_checkpoints[0], generator)
         tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)

@@ -122,6 +122,32 @@ LAYOUTS = {
                 recompute="full",
             ),
         ),
+        Layout("pp3", 3, ParallelConfig(pipeline_model_parallel_size=3)),
+        Layout(
+            "pp2_vp2",
+            2,
+            ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+        ),
+        Layout(
+            "tp2_pp2_vp2_sp_recompute",
+            4,
+            ParallelConfig(
+                tensor_model_parallel_size=2,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=2,
+                sequence_parallel=True,
+                recompute="full",
+            ),
+        ),
+        Layout(
+            "dp2_pp2_vp2_distributed_optimizer",
+            4,
+            ParallelConfig(
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=2,
+                use_distributed_optimizer=True,
+            ),
+        ),
         Layout("dp2_tp2", 4, ParallelConfig(tensor_model_parallel_size=2)),
         Layout(
             "dp2_tp2_sp_distributed_optimizer",
@@ -151,6 +177,15 @@ LAYOUTS = {
             ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
         ),
         Layout(
+            "pp2_vp2_ep2",
+            4,
+            ParallelConfig(
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=2,
+                expert_model_parallel_size=2,
+            ),
+        ),
+        Layout(
             "dp2_tp2_sp_ep2_distributed_optimizer",
             4,
             ParallelConfig(
@@ -172,7 +207,7 @@ def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrained
         vocab_size=97,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=4,
+        num_hidden_layers=5,  # which no number of stages divides
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -323,10 +358,10 @@ def run_layout(layout: Layout, directory: Path) -> None:
                 for kind in ("loss", "grad_norm"):
                     key = Key(kind, architecture, name, f"step {step}")
                     results[key] = torch.tensor(float(metrics[kind]), dtype=torch.float64)
-                exported = [("parameter", export_weights(model.module, groups))] if step else []
+                exported = [("parameter", export_weights(model.chunks, groups))] if step else []
                 if step == 0 and not layout.parallel.use_distributed_optimizer:
                     gradients = model.trainer.gradients()
-                    exported = [("gradient", export_weights(model.module, groups, gradients))]
+                    exported = [("gradient", export_weights(model.chunks, groups, gradients))]
                 for kind, tensors in exported:
                     for parameter, tensor in tensors:
                         key = Key(kind, architecture, name, parameter)

@@ -193,7 +193,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         source = open_source(arguments.source, console.say)
         console.say(f"from {source.description}")
         shape = ModelShape.of(source.hf)
-        if error := cut_error(shape, *(getattr(parallel, name) for name in sizes)):
+        if error := cut_error(shape, *parallel.cut):
             raise ValueError(error)
         slots = list(model_slots(shape))
         described = {name: source.reader.describe(name) for slot in slots for name in slot.names}

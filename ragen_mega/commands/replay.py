@@ -191,6 +191,8 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
     if settings["parallel"]["tensor_model_parallel_size"] == 1:
         settings["parallel"]["sequence_parallel"] = False
+    if settings["parallel"]["pipeline_model_parallel_size"] == 1:
+        settings["parallel"]["virtual_pipeline_model_parallel_size"] = 1
     config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
     logging = replace(
         config.logging,

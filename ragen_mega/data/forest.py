@@ -67,9 +67,10 @@ class PrefixOrder:
         """Number of distinct positions."""
         return sum(self.lengths) - sum(self.shared)
 
-    def cut(self, num_parts: int, max_nodes: int) -> list["PrefixOrder"]:
-        """Cut into `num_parts` runs, or as many more as it takes to have at most `max_nodes`
-        distinct positions in each, so that the most expensive costs as little as possible.
+    def cut(self, num_parts: int, max_nodes: int, multiple: int = 1) -> list["PrefixOrder"]:
+        """Cut into `num_parts` runs, or into the next `multiple` of what it takes to have at most
+        `max_nodes` distinct positions in each, so that the most expensive costs as little as
+        possible.
 
         Positions that the two sides of a cut share are in both. A trajectory longer than
         `max_nodes` is a run of its own; there are fewer runs where there are not enough different
@@ -77,6 +78,7 @@ class PrefixOrder:
         """
         low, high = 1, sum(self.costs)
         most = max(len(self._starts(max_nodes, high)), num_parts)
+        most += -most % multiple
         if most == 1:
             return [self]
         while low < high:

@@ -250,7 +250,7 @@ def parts_of(
     costs = costs_of(batch, cost) if costs is None else costs
     routes = batch.further_fields.get(ROUTES)
     if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes, routes):
-        runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens)
+        runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens, num_stages)
         return [Part(run.ids, run.shared) for run in runs]
     found = microbatches(batch, max_tokens, ids, cost=cost, costs=costs, num_stages=num_stages)
     return [Part(chosen, [0] * len(chosen)) for chosen in found]
@@ -271,8 +271,9 @@ def microbatches(
     into the first microbatch with room. A pipeline of `num_stages` is idle for (num_stages - 1) /
     (microbatches + num_stages - 1) of a pass (1F1B, arXiv:2104.04473 sec. 2.2), so there are at
     least 4 x num_stages microbatches as long as there are trajectories, of near-equal cost: all
-    wait for the slowest. A trajectory longer than `max_tokens` is a microbatch of its own.
-    `costs`: see `parts_of`.
+    wait for the slowest. Their number is a multiple of num_stages, since the interleaved schedule
+    passes so many at a time through a chunk of layers. A trajectory longer than `max_tokens` is a
+    microbatch of its own. `costs`: see `parts_of`.
     """
     lengths = batch.lengths.tolist()
     if num_stages > 1:
@@ -304,8 +305,8 @@ def _balanced(
     ids, lengths, costs = zip(*items)
 
     def split(sizes: Sequence[int]) -> list[list[int]]:
-        least = max(4 * num_stages, -(-sum(lengths) // max_tokens))
-        for num_parts in range(min(least, len(items)), len(items) + 1):
+        least = num_stages * max(4, -(-sum(lengths) // (max_tokens * num_stages)))
+        for num_parts in (*range(least, len(items), num_stages), len(items)):
             found = balanced_split(sizes, num_parts)
             if all(len(part) == 1 or tokens(part) <= max_tokens for part in found):
                 break

@@ -38,18 +38,16 @@ from megatron.core.dist_checkpointing.utils import (
     extract_sharded_tensors_and_factories,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from ragen_mega.data import distributed
+from ragen_mega.megatron.adam import MAIN
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
 BACKEND, VERSION = "ragen_mega_safetensors", 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MAIN = "param"
-"""The float32 master copy of a lower-precision parameter, under megatron-core's name."""
 STEPS = "steps.json"
 """File of a checkpoint: role -> how often its optimizer and its schedule have stepped."""
 
@@ -127,7 +125,6 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
         with torch.no_grad():
             for name, sharded in parameters.items():
                 sharded.data.copy_(loaded[role]["model"][name])
-            trainer.optimizer.reload_model_params()
             for name, sharded in parameters.items():
                 values = loaded[role]["optimizer"][name]
                 _write_adam(trainer, sharded.data, values, num_updates)
@@ -136,12 +133,14 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
 
 
 def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
-    """Name -> this rank's part of a parameter; `.data` is the parameter itself. The layers' extra
-    state is left out.
+    """Name, after the number of the chunk -> this rank's part of a parameter; `.data` is the
+    parameter itself. The layers' extra state is left out.
     """
-    sharded, _ = extract_sharded_tensors_and_factories(trainer.module.sharded_state_dict())
+    state = {str(number): c.sharded_state_dict() for number, c in enumerate(trainer.chunks)}
+    nested, _ = extract_sharded_tensors_and_factories(state)
+    sharded = {f"{chunk}.{name}": part for chunk in nested for name, part in nested[chunk].items()}
     assert {id(part.data) for part in sharded.values()} == {
-        id(parameter) for parameter in trainer.module.parameters()
+        id(parameter) for parameter in trainer.chunks.parameters()
     }
     return sharded
 
@@ -177,19 +176,19 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[st
     """Return Adam's tensors of a parameter: kind -> tensor of its shape, in host memory or (meta)
     without data. With the distributed optimizer a collective over its ranks.
     """
-    optimizer, main, part = _find_optimizer_part(trainer, parameter)
-    held = {} if main is None else optimizer.optimizer.state.get(main, {}) | {_MAIN: main}
-    values = {}
-    for kind in _kinds(parameter):
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if kind in held:  # Adam holds nothing before the first step
-            whole[part] = held[kind].detach().flatten()
-        if isinstance(optimizer, DistributedOptimizer):
-            # Every element is zero on all ranks but one; as integers their sum is exact to the
-            # bit (-0.0 too).
-            dist.all_reduce(whole.view(torch.int32), group=optimizer.data_parallel_group)
-        # never more than one of them is on the device
-        values[kind] = whole.reshape(parameter.shape).to(place)
+    item, values = trainer.updated[parameter], {}
+    with trainer.memory.borrowed("optimizer", item.tensors):
+        held = item.state | {MAIN: item.main}
+        for kind in _kinds(parameter):
+            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if held.get(kind) is not None:  # Adam holds nothing before the first step
+                whole[item.part] = held[kind].detach().flatten()
+            if isinstance(item.optimizer, DistributedOptimizer):
+                # Every element is zero on all ranks but one; as integers their sum is exact to the
+                # bit (-0.0 too).
+                dist.all_reduce(whole.view(torch.int32), group=item.optimizer.data_parallel_group)
+            # never more than one of them is on the device
+            values[kind] = whole.reshape(parameter.shape).to(place)
     return values
 
 
@@ -197,17 +196,18 @@ def _write_adam(
     trainer: Trainer, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int
 ) -> None:
     """Load tensors of the parameter's shape, as `_read_adam` returned them after `step` steps."""
-    optimizer, main, part = _find_optimizer_part(trainer, parameter)
-    if main is None:
+    item = trainer.updated[parameter]
+    if (main := item.main) is None:
         return
     local = {
-        kind: value.flatten()[part].reshape(main.shape).to(main.device)
+        kind: value.flatten()[item.part].reshape(main.shape).to(main.device)
         for kind, value in values.items()
     }
-    if _MAIN in local:
-        main.copy_(local.pop(_MAIN))
-    inner = optimizer.optimizer
-    inner.state[main] = {kind: value.clone() for kind, value in local.items()}
+    inner = item.optimizer.optimizer
+    with trainer.memory.borrowed("optimizer", item.tensors):
+        if MAIN in local:
+            main.copy_(local.pop(MAIN))
+        inner.state[main] = {kind: value.clone() for kind, value in local.items()}
     if isinstance(inner, torch.optim.Adam):  # AdamW too; a tensor of its own for each parameter
         inner.state[main]["step"] = torch.tensor(float(step))
     else:  # fused implementations count once per group
@@ -226,45 +226,8 @@ def _count_steps(trainer: Trainer) -> int:
     return max(distributed.gather_objects(max(counts, default=0)))
 
 
-def _find_optimizer_part(
-    trainer: Trainer, parameter: nn.Parameter
-) -> tuple[MegatronOptimizer, Tensor | None, slice]:
-    """Return the optimizer of a parameter, the tensor that Adam updates for it, and which part of
-    the flattened parameter that is; no tensor if other data-parallel ranks hold all of it.
-    """
-    for optimizer in trainer.optimizers:
-        if isinstance(optimizer, DistributedOptimizer):
-            if not any(parameter in buffer.param_index_map for buffer in optimizer.buffers):
-                continue
-            if (main := _shards(optimizer).get(parameter)) is None:
-                return optimizer, None, slice(0, 0)
-            owned = optimizer._get_model_param_range_map(parameter)["param"]
-            return optimizer, main, slice(owned.start, owned.end)
-        main = getattr(parameter, "main_param", parameter)
-        if any(
-            main is other for group in optimizer.optimizer.param_groups for other in group["params"]
-        ):
-            return optimizer, main, slice(None)
-    raise AssertionError(f"no optimizer updates a parameter of shape {list(parameter.shape)}")
-
-
-def _shards(optimizer: DistributedOptimizer) -> dict[nn.Parameter, Tensor]:
-    """Return a map: model parameter -> the part of it that this rank updates.
-
-    The optimizer's own `model_param_group_index_map` gives the wrong part where float32 parameters
-    (the value head) stand among bfloat16 ones: the inner optimizer lists those first.
-    """
-    groups = (
-        *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-        *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-    )
-    return {
-        parameter: shard for models, shards in groups for parameter, shard in zip(models, shards)
-    }
-
-
 def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
-    return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, _MAIN)
+    return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, MAIN)
 
 
 class _Stage(SaveShardedStrategy):

@@ -11,7 +11,7 @@ from ragen_mega.algorithm.value_loss import value_loss
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
-from ragen_mega.megatron.model import QwenCritic, transformer_config
+from ragen_mega.megatron.model import build_critic_model, transformer_config
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights
 
@@ -31,8 +31,8 @@ class MegatronCritic:
     ) -> None:
         self.groups = groups
         self.value_clip = loss.value_clip
-        self.module = QwenCritic(hf, transformer_config(hf, parallel), groups)
-        self.trainer = Trainer(self.module, groups, parallel, train, lr=train.critic_lr)
+        self.chunks = build_critic_model(hf, transformer_config(hf, parallel), groups)
+        self.trainer = Trainer(self.chunks, groups, parallel, train, lr=train.critic_lr)
         self.trainer.cost = self.trainer.cost._replace(per_label=0)  # its head has one row
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
@@ -46,7 +46,7 @@ class MegatronCritic:
         it.
         """
         self.trainer.memory.require("parameters")
-        return export_weights(self.module, self.groups)
+        return export_weights(self.chunks, self.groups)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """[T] value of the state in which each label is chosen, 0 where the label was not

@@ -40,6 +40,9 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
             create_gloo_process_groups=False,
         )
         _groups_are_for = wanted
+    # what the last layout of this process has set would stay
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
     return ProcessGroupCollection.use_mpu_process_groups()
 

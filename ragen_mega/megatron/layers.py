@@ -86,9 +86,11 @@ class PackedForest(PackedSeqParams):
         return packed, move(paths, device)
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Build the layers and final norm of this pipeline stage, as `config.transformer_impl` says."""
-    num_layers = get_num_layers_to_build(config)
+def layer_spec(config: TransformerConfig, chunk: int = 0) -> TransformerBlockSubmodules:
+    """Build the layers and final norm of a chunk of this pipeline stage, as
+    `config.transformer_impl` says.
+    """
+    num_layers = get_num_layers_to_build(config, chunk)
     if config.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(
             config.num_moe_experts, config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm

@@ -5,6 +5,7 @@ weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits.
 arXiv:2407.10671, arXiv:2505.09388.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -23,7 +25,7 @@ from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, layer_spec
 from ragen_mega.megatron.routing import Routing
 from ragen_mega.models.cuts import trainer_vocab_size
-from ragen_mega.models.shape import ModelShape, check_config, cut_error
+from ragen_mega.models.shape import ModelShape, check_config, cut_error, stage_layers
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -39,8 +41,8 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """
     check_config(hf)
     shape = ModelShape.of(hf)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if error := cut_error(shape, tp, pp, parallel.expert_model_parallel_size):
+    tp = parallel.tensor_model_parallel_size
+    if error := cut_error(shape, *parallel.cut):
         raise ValueError(error)
     if shape.num_experts and tp > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -87,6 +89,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        **_pipeline_fields(shape, parallel),
         sequence_parallel=parallel.sequence_parallel,
         # megatron-core would wait for the device after every exchange, because of a torch bug that
         # was fixed long ago
@@ -114,6 +117,25 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     )
 
 
+def _pipeline_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that place layers on pipeline stages."""
+    _, pp, _, vp = parallel.cut
+    if pp == 1:
+        return {}
+    stages = stage_layers(shape.num_layers, pp, vp)
+    runs = [[LayerType.decoder] * len(stage[chunk]) for chunk in range(vp) for stage in stages]
+    runs[0].insert(0, LayerType.embedding)
+    runs[-1].append(LayerType.loss)
+    fields: dict[str, Any] = {"pipeline_model_parallel_layout": runs}
+    if vp > 1:
+        # A stage sends to its neighbours while it computes. One batch of messages would mix those
+        # of activations and gradients up where both neighbours are one rank.
+        fields |= dict(
+            virtual_pipeline_model_parallel_size=vp, overlap_p2p_comm=True, batch_p2p_comm=False
+        )
+    return fields
+
+
 def _mixture_fields(
     shape: ModelShape, parallel: ParallelConfig, implementation: str
 ) -> dict[str, Any]:
@@ -134,7 +156,9 @@ def _mixture_fields(
 
 
 class QwenModel(GPTModel):
-    """This rank's part of the policy; on the last stage its output is hidden states, not logits."""
+    """A chunk of the policy: all that this rank holds, or a part of it under the interleaved
+    schedule. The output of the last chunk of the last stage is hidden states, not logits.
+    """
 
     def __init__(
         self,
@@ -142,19 +166,22 @@ class QwenModel(GPTModel):
         config: TransformerConfig,
         groups: ProcessGroupCollection,
         share_embeddings: bool,
+        chunk: int = 0,
     ) -> None:
-        shape = ModelShape.of(hf)
+        shape, stage = ModelShape.of(hf), groups.pp.rank()
+        is_last = chunk == num_chunks(config) - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_spec(config),
+            transformer_layer_spec=layer_spec(config, chunk),
             vocab_size=trainer_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1,
+            pre_process=stage == chunk == 0,
+            post_process=is_last and stage == groups.pp.size() - 1,
             share_embeddings_and_output_weights=share_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             pg_collection=groups,
+            vp_stage=chunk,
         )
         self.hf, self.shape = hf, shape
         for parameter in self.parameters():
@@ -180,6 +207,11 @@ class QwenModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states  # [N/sp, 1, H]
+
+    @property
+    def layer_offset(self) -> int:
+        """Number of the first layer of this chunk."""
+        return self.decoder.layers[0].layer_number - 1
 
     @property
     def expert_offset(self) -> int:
@@ -239,9 +271,13 @@ class QwenCritic(QwenModel):
     """The same backbone with a scalar head in place of the vocabulary."""
 
     def __init__(
-        self, hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
+        self,
+        hf: PretrainedConfig,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        chunk: int = 0,
     ) -> None:
-        super().__init__(hf, config, groups, share_embeddings=False)
+        super().__init__(hf, config, groups, share_embeddings=False, chunk=chunk)
         if self.post_process:
             self.output_layer = ValueHead(config)
 
@@ -262,8 +298,23 @@ def model_inputs(batch: Microbatch, routing: Routing | None = None) -> dict[str,
     )
 
 
+def num_chunks(config: TransformerConfig) -> int:
+    """Return the number of chunks that each rank holds of a model."""
+    return config.virtual_pipeline_model_parallel_size or 1
+
+
 def build_policy_model(
     hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
-) -> QwenModel:
-    """Build this rank's part of the policy, with tied embeddings if the checkpoint ties them."""
-    return QwenModel(hf, config, groups, share_embeddings=hf.tie_word_embeddings)
+) -> nn.ModuleList:
+    """Build the chunks of the policy on this rank, with tied embeddings if the checkpoint ties
+    them.
+    """
+    build = partial(QwenModel, hf, config, groups, hf.tie_word_embeddings)
+    return nn.ModuleList(map(build, range(num_chunks(config))))
+
+
+def build_critic_model(
+    hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
+) -> nn.ModuleList:
+    """Build the chunks of the critic on this rank."""
+    return nn.ModuleList(map(partial(QwenCritic, hf, config, groups), range(num_chunks(config))))

@@ -4,7 +4,6 @@ write for an actor.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.checkpoint import BACKEND
 from ragen_mega.megatron.checkpoint import VERSION as BACKEND_VERSION
 from ragen_mega.models.layout import Slot, model_slots
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, stage_layers
 from ragen_mega.storage.integrity import describe_file, write_manifest
 from ragen_mega.storage.model_readers import FORMAT, ROLE, VERSION
 from ragen_mega.storage.model_writers import Kind, TensorFile
@@ -77,11 +76,8 @@ class MegatronWriter:
         save_config(CheckpointingConfig(BACKEND, BACKEND_VERSION), str(self._directory))
         torch.save({}, self._directory / "common.pt")
         files = {path.name: describe_file(path) for path in sorted(self._directory.iterdir())}
-        layout = {
-            name: size
-            for name, size in asdict(self._parallel).items()
-            if name.endswith("model_parallel_size")
-        }
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        layout = {name: getattr(self._parallel, name) for name in names}
         facts = {"format": FORMAT, "version": VERSION, "layout": layout}
         write_manifest(self._directory, facts, files)
 
@@ -89,8 +85,8 @@ class MegatronWriter:
         """Return the first rank of the pipeline stage that holds a parameter; rank numbers run over
         tensor-parallel ranks first.
         """
-        num_stages = self._parallel.pipeline_model_parallel_size
-        stage = 0 if slot.key.startswith("embedding.") else num_stages - 1
+        stages = stage_layers(slot.shape.num_layers, self._parallel.pipeline_model_parallel_size)
+        stage = 0 if slot.key.startswith("embedding.") else len(stages) - 1
         if slot.layer is not None:
-            stage = slot.layer * num_stages // slot.shape.num_layers
+            (stage,) = (s for s, (layers,) in enumerate(stages) if slot.layer in layers)
         return stage * self._parallel.tensor_model_parallel_size

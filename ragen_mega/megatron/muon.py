@@ -15,8 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
-from ragen_mega.megatron.model import QwenModel
-from ragen_mega.megatron.weights import slots
+from ragen_mega.megatron.weights import held
 from ragen_mega.models.layout import Slot
 
 MOMENTUM = 0.9
@@ -90,36 +89,43 @@ class Muon(torch.optim.Optimizer):
 
 
 def chain_muon(
-    build_adam: Callable[[], MegatronOptimizer], module: QwenModel, config: OptimizerConfig
+    build_adam: Callable[[], MegatronOptimizer], chunks: nn.ModuleList, config: OptimizerConfig
 ) -> ChainedOptimizer:
     """Build Muon for the matrices of the layers; for everything else, embedding, head, norms and
     biases, the optimizer that `build_adam` builds for what requires gradients.
     """
-    parameters = dict(module.named_parameters())
-    ours = [slot for slot in slots(module) if slot.layer is not None and slot.weight.is_matrix]
-    matrices = [parameters[slot.parameter] for slot in ours]
+    ours = [
+        (slot, parameter)
+        for slot, parameter in held(chunks)
+        if slot.layer is not None and slot.weight.is_matrix
+    ]
+    matrices = [parameter for _, parameter in ours]
     _require_gradients(matrices, False)
     adam = build_adam()
     _require_gradients(matrices, True)
     rest = getattr(adam, "chained_optimizers", [adam])
     dense, experts = (
-        [slot for slot in ours if (slot.expert is not None) == is_expert]
+        [(slot, matrix) for slot, matrix in ours if (slot.expert is not None) == is_expert]
         for is_expert in (False, True)
     )
 
-    def build(chosen: list[Slot], ranks_of_norm: dist.ProcessGroup) -> MegatronOptimizer:
-        inner = Muon([parameters[slot.parameter] for slot in chosen], chosen, module.tp_group)
+    tp_group, groups = chunks[-1].tp_group, chunks[-1].pg_collection
+
+    def build(
+        chosen: list[tuple[Slot, nn.Parameter]], ranks_of_norm: dist.ProcessGroup
+    ) -> MegatronOptimizer:
+        inner = Muon([matrix for _, matrix in chosen], [slot for slot, _ in chosen], tp_group)
         inner.param_groups[0] |= _GROUP | {"max_lr": config.lr, "min_lr": config.min_lr}
         if config.bf16:
             muon = Float16OptimizerWithFloat16Params(inner, config, None, None)
         else:
             muon = FP32Optimizer(inner, config, None)
-        muon.grad_stats_parallel_group, muon.tp_group = ranks_of_norm, module.tp_group
+        muon.grad_stats_parallel_group, muon.tp_group = ranks_of_norm, tp_group
         return muon
 
     muons = [build(dense, rest[0].get_grad_stats_parallel_group())]
     if experts:
-        muons.append(build(experts, module.pg_collection.tp_ep_pp))
+        muons.append(build(experts, groups.tp_ep_pp))
     return ChainedOptimizer([*muons, *rest])
 
 

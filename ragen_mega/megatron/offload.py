@@ -23,6 +23,8 @@ NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
 """Yields the current tensors, parameters first: a storage belongs to the kind and the name under
 which it appears first.
 """
+KindTensors = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Yields the current tensors of a kind, or some of them, by name."""
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
@@ -44,6 +46,7 @@ class Offloadable:
         self.forget: Callable[[], None] | None = None
         """Called when anything leaves, to free what can be recomputed from the parameters."""
         self._tensors = tensors
+        self._parked: set[Kind] = set()
         self._away: dict[Kind, dict[str, tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[str, Tensor] = {}
 
@@ -57,14 +60,7 @@ class Offloadable:
             if kind in (kinds or KINDS) and kind not in self._away
         }
         for kind, storages in leaving.items():
-            if kind != "gradients":
-                _copy_to(self._host, storages)
-        for kind, storages in leaving.items():
-            self._away[kind] = {
-                name: (storage, storage.nbytes()) for name, storage in storages.items()
-            }
-            for storage in storages.values():
-                storage.resize_(0)
+            self._send(kind, storages)
         if leaving and self.forget is not None:
             self.forget()
         if leaving and not cpu.is_active():
@@ -75,22 +71,32 @@ class Offloadable:
         """Bring kinds (none named: all) back to the device, parameters and optimizer as they left.
         Returns the bytes.
         """
-        num_bytes = 0
-        for kind in kinds or KINDS:
-            for name, (storage, size) in self._away.pop(kind, {}).items():
-                storage.resize_(size)
-                if kind == "gradients":
-                    _bytes(storage).zero_()
-                else:
-                    _bytes(storage).copy_(self._host[name], non_blocking=True)
-                num_bytes += size
-        return num_bytes
+        returning = [kind for kind in kinds or KINDS if kind not in self._parked]
+        return sum(self._bring(kind, self._away.pop(kind, {})) for kind in returning)
+
+    def park(self, kind: Kind) -> None:
+        """Let a kind leave for good: only `borrowed` brings tensors of it back."""
+        self._parked.add(kind)
+        self.offload(kind)
+
+    @contextmanager
+    def borrowed(self, kind: Kind, tensors: KindTensors) -> Iterator[None]:
+        """Have some tensors of a kind on the device for the block, also those that it creates. They
+        leave again unless the whole kind is on the device.
+        """
+        if (away := self._away.get(kind)) is None:
+            yield
+            return
+        names = [name for name in (f"{kind}/{name}" for name, _ in tensors()) if name in away]
+        self._bring(kind, {name: away.pop(name) for name in names})
+        yield
+        self._send(kind, {f"{kind}/{name}": t.untyped_storage() for name, t in tensors()})
 
     def require(self, *kinds: Kind) -> None:
         """Bring these kinds back before a use. Raises RuntimeError if a kind is away and nobody
         brings it back.
         """
-        missing = [kind for kind in kinds if kind in self._away]
+        missing = [kind for kind in kinds if kind in self._away and kind not in self._parked]
         if missing and self.bring_back is None:
             raise RuntimeError(
                 f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before"
@@ -130,6 +136,23 @@ class Offloadable:
             yield
         finally:
             _fill(storages, self._host)
+
+    def _send(self, kind: Kind, storages: Mapping[str, torch.UntypedStorage]) -> None:
+        if kind != "gradients":
+            _copy_to(self._host, storages)
+        away = self._away.setdefault(kind, {})
+        for name, storage in storages.items():
+            away[name] = storage, storage.nbytes()
+            storage.resize_(0)
+
+    def _bring(self, kind: Kind, storages: Mapping[str, tuple[torch.UntypedStorage, int]]) -> int:
+        for name, (storage, size) in storages.items():
+            storage.resize_(size)
+            if kind == "gradients":
+                _bytes(storage).zero_()
+            else:
+                _bytes(storage).copy_(self._host[name], non_blocking=True)
+        return sum(size for _, size in storages.values())
 
     def _storages(self) -> dict[Kind, dict[str, torch.UntypedStorage]]:
         """Return the storages on the device: kind -> name -> storage."""

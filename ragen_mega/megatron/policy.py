@@ -74,9 +74,11 @@ class MegatronPolicy:
             "forking_share": not self.objective.min_entropy,
         }
         self._means = [name for name in _MEANS if not skipped.get(name)]
-        self.module = build_policy_model(hf, transformer_config(hf, parallel), groups)
+        self.chunks = build_policy_model(hf, transformer_config(hf, parallel), groups)
+        self.head = self.chunks[-1]
+        """The chunk that has the LM head on ranks of the last stage."""
         self.trainer = Trainer(
-            self.module,
+            self.chunks,
             groups,
             parallel,
             train,
@@ -104,7 +106,7 @@ class MegatronPolicy:
     def local_weights(self) -> list[nn.Parameter]:
         """Return this rank's part of the weights."""
         self.trainer.memory.require("parameters")
-        return list(self.module.parameters())
+        return list(self.chunks.parameters())
 
     def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every
@@ -115,16 +117,16 @@ class MegatronPolicy:
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
         if part is None:
-            yield from export_weights(self.module, self.groups, traffic=self._traffic)
+            yield from export_weights(self.chunks, self.groups, traffic=self._traffic)
         else:
-            yield from export_shards(self.module, self.groups, part, traffic=self._traffic)
+            yield from export_shards(self.chunks, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
         """Report the size and the speed of the last export, and its share of the speed of plain
         collectives on this machine.
         """
         if self._link_speed is None and self._traffic.moved_bytes:
-            self._link_speed = measure_bound(reshard_plan(self.module, self.groups))
+            self._link_speed = measure_bound(reshard_plan(self.chunks, self.groups))
         return self._traffic.metrics(self._link_speed)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -138,7 +140,7 @@ class MegatronPolicy:
         if not self._records_routes:
             logprobs, entropies = self.logprobs_and_entropies(batch)
             return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
-        shape = self.module.shape
+        shape = self.head.shape
         size = batch.num_positions, shape.num_layers, shape.experts_per_token
         routes = torch.zeros(size, dtype=torch.uint8)
         logprobs, entropies = self.logprobs_and_entropies(batch, routes)
@@ -156,11 +158,11 @@ class MegatronPolicy:
             hidden, labels, rows = self._head_rows(micro, output)
             both = linear_logprobs(
                 hidden,
-                self.module.head_weight(),
+                self.head.head_weight(),
                 labels,
                 temperature=self.temperature,
                 rows=rows,
-                **self.module.vocab_arguments(),
+                **self.head.vocab_arguments(),
             )
             of_rows = torch.stack([micro.per_row(values[rows]) for values in both], dim=-1)
             found = of_rows.new_zeros(micro.num_positions, 2)
@@ -189,7 +191,7 @@ class MegatronPolicy:
             hidden, labels, _ = self._head_rows(micro, output)
             value, stats = linear_policy_loss(
                 hidden,
-                self.module.head_weight(),
+                self.head.head_weight(),
                 labels,
                 micro.old_logprobs,
                 micro.advantages,
@@ -201,7 +203,7 @@ class MegatronPolicy:
                 rollout_logprobs=micro.rollout_logprobs,
                 cu_seqlens=micro.cu_seqlens,
                 temperature=self.temperature,
-                **self.module.vocab_arguments(),
+                **self.head.vocab_arguments(),
             )
             is_active = micro.weights != 0
             per_token = {
@@ -235,10 +237,10 @@ class MegatronPolicy:
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             hidden, labels, rows = self._head_rows(micro, output)
             logprobs, _ = logprob_entropy(
-                hidden[rows] @ self.module.head_weight().t(),
+                hidden[rows] @ self.head.head_weight().t(),
                 labels[rows],
                 temperature=self.temperature,
-                **self.module.vocab_arguments(),
+                **self.head.vocab_arguments(),
             )
             value = -(micro.weights[micro.rows] * micro.per_row(logprobs)).sum()
             return value, value.detach().float().reshape(1), torch.zeros_like(micro.weights)
@@ -250,7 +252,7 @@ class MegatronPolicy:
         """Return the hidden states and labels for the LM head, and the rows of them that it has to
         compute: one for each edge of the microbatch.
         """
-        hidden = self.module.head_input(output)
+        hidden = self.head.head_input(output)
         if micro.edges is None:
             return hidden[: micro.num_positions], micro.labels, micro.rows
         nodes, labels = micro.edges.nodes, micro.edges.labels

@@ -9,6 +9,7 @@ the control group, so that all ranks go on with the same numbers.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -32,13 +33,14 @@ from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
+from ragen_mega.megatron.adam import find_updated, update_in_parts
 from ragen_mega.megatron.layers import drop_quantised_weights
-from ragen_mega.megatron.model import QwenModel, model_inputs
+from ragen_mega.megatron.model import model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
-from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel
+from ragen_mega.megatron.weights import held, load_weights, mark_tensor_parallel
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Shared prefixes are merged only if at most this share of the positions is distinct: building the
@@ -57,7 +59,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: QwenModel,
+        chunks: nn.ModuleList,
         groups: ProcessGroupCollection,
         parallel: ParallelConfig,
         train: TrainConfig,
@@ -67,12 +69,14 @@ class Trainer:
         adam_eps: float = 1e-8,
         with_muon: bool = False,
     ) -> None:
-        mark_tensor_parallel(module)
-        self.module = module
+        mark_tensor_parallel(chunks)
+        self.chunks = chunks
+        """The models of this rank: one, or several under the interleaved schedule."""
+        config = chunks[0].config  # the same object for all
         self.groups = groups
         self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)
-        shape = module.shape
+        self.shape = shape = chunks[0].shape
         self.cost = Cost.of_model(
             shape.num_layers * shape.active_size,
             shape.num_layers * shape.q_size,
@@ -81,21 +85,22 @@ class Trainer:
         self.most_nodes = MAX_DISTINCT_SHARE[
             train.shared_prefixes if parallel.fp8 == "none" else "off"
         ]
-        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(module.config)
+        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(config)
         # Muon needs the gradients of whole matrices.
         is_distributed = parallel.use_distributed_optimizer and not with_muon
-        self.model = DistributedDataParallel(
-            module.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=is_distributed,
-                overlap_grad_reduce=groups.dp.size() > 1,
-            ),
-            module,
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=is_distributed,
+            overlap_grad_reduce=groups.dp.size() > 1,
         )
+        # passes of other chunks hide the reduction of a later one
+        self.models = [
+            DistributedDataParallel(config, reduction, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
         # gradients are reduced during the backward pass of the last microbatch
-        module.config.no_sync_func = self.model.no_sync
-        module.config.finalize_model_grads_func = _sum_gradients
+        config.no_sync_func = self._no_sync
+        config.finalize_model_grads_func = _sum_gradients
         min_lr = lr if train.lr_decay == "constant" else 0.0
         options = OptimizerConfig(
             optimizer="adam",
@@ -108,29 +113,27 @@ class Trainer:
             adam_eps=adam_eps,
             clip_grad=train.clip_grad,
             bf16=parallel.bf16,
-            params_dtype=module.config.params_dtype,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=is_distributed,
         )
-        build = partial(
-            get_megatron_optimizer,
-            options,
-            [self.model],
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
+        further = dict(use_gloo_process_groups=False, pg_collection=groups)
+        build = partial(get_megatron_optimizer, options, self.models, **further)
         with cpu.cuda_literals_as_cpu():
-            self.optimizer = chain_muon(build, module, options) if with_muon else build()
+            self.optimizer = chain_muon(build, chunks, options) if with_muon else build()
         self.schedule = _schedule_of(self.optimizer, train, lr, min_lr)
         # (highest, lowest) of each group's schedule
         self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        if cpu.is_active():
-            # torch's Adam then updates all parameters in one call, where it otherwise takes a dozen
-            # for each, which small models feel.
-            for group in self.optimizer.param_groups:
-                group["fused"] = True
+        # On a processor torch's Adam then updates all parameters in one call, where it otherwise
+        # takes a dozen for each, which small models feel.
+        for group in self.optimizer.param_groups if cpu.is_active() else ():
+            group["fused"] = True
+        self.updated = find_updated(chunks, self.optimizers)
         self.memory = Offloadable(self._tensors)
-        self.memory.forget = partial(drop_quantised_weights, module)
+        self.memory.forget = partial(drop_quantised_weights, chunks)
+        if parallel.optimizer_cpu_offload and not with_muon:
+            self.memory.park("optimizer")
+            update_in_parts(self.updated.values(), self.memory)
 
     def set_lr_factor(self, factor: float) -> None:
         """Let the learning rate be this share of what the schedule says, now and later."""
@@ -141,8 +144,10 @@ class Trainer:
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns."""
         self.memory.require("parameters", "optimizer")
-        load_weights(self.module, read)
-        self.optimizer.reload_model_params()
+        load_weights(self.chunks, read)
+        for item in self.updated.values():
+            with self.memory.borrowed("optimizer", item.tensors):
+                item.reload()
 
     def per_token(
         self, batch: TokenBatch, compute: PerToken, *columns: int, routes: Tensor | None = None
@@ -159,10 +164,11 @@ class Trainer:
         result = torch.zeros(batch.num_positions, *columns)
         parts = self._parts(batch)
         if micros := self._microbatches(batch, parts):
-            self.model.eval()
+            self.chunks.eval()
             # delayed scaling learns them from a pass, and only where gradients are enabled
             if self._lacks_scales:
-                self._run(micros[:1], compute, self._routings(micros[:1]), forward_only=True)
+                first = micros[: self._at_once]
+                self._run(first, compute, self._routings(first), forward_only=True)
                 self._lacks_scales = False
             with torch.no_grad():
                 routings = self._routings(micros, records=routes is not None)
@@ -186,9 +192,9 @@ class Trainer:
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
         """
         self.memory.require("parameters", "gradients", "optimizer")
-        if not self.model.training:  # it visits every module
-            self.model.train()
-        self.model.zero_grad_buffer()
+        if not self.chunks.training:  # it visits every module
+            self.chunks.train()
+        self._zero_gradients()
         self.optimizer.zero_grad()
         weights = aggregation_weights(
             batch.loss_mask,
@@ -202,12 +208,13 @@ class Trainer:
         micros = self._microbatches(batch, parts, at_least=1)
         # without scales the small gradients of the first pass would be zeros in FP8
         if self._lacks_gradient_scales:
-            self._run(micros[:1], loss, self._routings(micros[:1]), forward_only=False)
-            self.model.zero_grad_buffer()
+            first = micros[: self._at_once]
+            self._run(first, loss, self._routings(first), forward_only=False)
+            self._zero_gradients()
             self._lacks_scales = self._lacks_gradient_scales = False
         routings = self._routings(micros, counts=True)
         results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
-        counted = sums_of(routings[: len(parts)], self.module.shape, distributed.device())
+        counted = sums_of(routings[: len(parts)], self.shape, distributed.device())
         nodes = [_num_nodes(batch, parts)]
         if replays := ROUTES in batch.further_fields:
             nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
@@ -230,15 +237,15 @@ class Trainer:
         if replays:
             metrics["routing_unshared"] = computed[0] - computed[1]
         if counted.numel():
-            metrics |= routing_metrics(counted, self.module.shape, replays=replays)
+            metrics |= routing_metrics(counted, self.shape, replays=replays)
         return totals, values, metrics
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the reduced, clipped gradient of every local parameter after `step` (not with the
-        distributed optimizer).
+        """Return the reduced, clipped gradient of every local parameter after `step`, under the
+        name that its slot has (not with the distributed optimizer).
         """
         self.memory.require("gradients")
-        return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
+        return {slot.parameter: parameter.main_grad for slot, parameter in held(self.chunks)}
 
     @property
     def lr(self) -> float:
@@ -250,7 +257,26 @@ class Trainer:
         """Whether this rank holds results that others do not: one tensor-parallel rank of the last
         stage.
         """
-        return self.module.post_process and self.groups.tp.rank() == 0
+        return self.chunks[-1].post_process and self.groups.tp.rank() == 0
+
+    @property
+    def _at_once(self) -> int:
+        """Number of microbatches of which the schedule takes a multiple: with several chunks it
+        passes as many as there are stages through one before it turns to the next.
+        """
+        return self.groups.pp.size() if len(self.chunks) > 1 else 1
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the block on this rank."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
+
+    def _zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
 
     def _exchange(
         self,
@@ -297,8 +323,9 @@ class Trainer:
         self, batch: TokenBatch, parts: list[Part], at_least: int = 0
     ) -> list[Microbatch]:
         """Return the microbatches of one pass: those of `parts` and, so that this rank takes part
-        in as many collectives as others, some of no weight. There are `at_least` so many, and with
-        expert parallelism as many on all ranks, since tokens travel between them in every layer.
+        in as many collectives as others, some of no weight. There are `at_least` so many, with
+        expert parallelism as many on all ranks, since tokens travel between them in every layer,
+        and a multiple of what the schedule takes at once.
 
         In a pipeline all have one size: stages then need not exchange shapes, and they wait for the
         longest anyway.
@@ -306,6 +333,7 @@ class Trainer:
         number, multiple = max(at_least, len(parts)), self.alignment
         if self.groups.ep.size() > 1:
             number = int(distributed.max_over_ranks(torch.tensor(number)))
+        number += -number % self._at_once
         idle = [Part([int(batch.lengths.argmin())], [0])] * (number - len(parts))
         if self.groups.pp.size() > 1 and number:
             sizes = [_num_nodes(batch, [part]) for part in parts + idle]
@@ -314,16 +342,16 @@ class Trainer:
         weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
         if (routes := batch.further_fields.get(ROUTES)) is not None and parts:
             positions = torch.cat([batch.positions(part.ids) for part in parts])
-            check_routes(routes[positions], self.module.shape)
+            check_routes(routes[positions], self.shape)
         return [cut(batch, part) for part in parts] + [cut(weightless, part) for part in idle]
 
     def _routings(self, micros: list[Microbatch], **options: bool) -> list[Routing | None]:
         """Return the routing of each microbatch on this rank; None in a model without experts."""
-        if not self.module.shape.num_experts:
+        if not self.shape.num_experts:
             return [None] * len(micros)
         tp = self.groups.tp
-        part = (tp.rank(), tp.size()) if self.module.config.sequence_parallel else (0, 1)
-        num_experts = self.module.shape.num_experts
+        part = (tp.rank(), tp.size()) if self.chunks[0].config.sequence_parallel else (0, 1)
+        num_experts = self.shape.num_experts
         return [Routing(micro, num_experts, part=part, **options) for micro in micros]
 
     def _run(
@@ -348,10 +376,11 @@ class Trainer:
             loss, *result = function(micro, output)
             return loss, torch.ones((), dtype=torch.int, device=loss.device), result
 
-        return get_forward_backward_func()(
+        chunks = len(self.chunks) if len(self.chunks) > 1 else None
+        return get_forward_backward_func(self.groups.pp.size(), chunks)(
             forward_step_func=forward_step,
-            data_iterator=zip(micros, routings),
-            model=[self.model],
+            data_iterator=[zip(micros, routings) for _ in self.models],
+            model=self.models,
             num_microbatches=len(micros),
             seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
             micro_batch_size=1,
@@ -360,28 +389,27 @@ class Trainer:
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Yield everything large that this trainer keeps, whichever optimizer of megatron-core
-        holds it.
-        """
-        for name, parameter in self.module.named_parameters():
+        """Yield everything large that this trainer keeps."""
+        for name, parameter in self.chunks.named_parameters():
             yield "parameters", name, parameter
-        for index, buffer in enumerate(self.model.buffers + self.model.expert_parallel_buffers):
+        for index, buffer in enumerate(self._buffers()):
             yield "gradients", f"buffer_{index}", buffer.grad_data
-        for index, optimizer in enumerate(self.optimizers):
-            mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
-            for position, main in enumerate(mains):
-                name = f"{index}.{position}"
-                # for a float32 parameter this is (a part of) the parameter itself
-                yield "optimizer", f"{name}.main", main
-                for key, value in optimizer.optimizer.state.get(main, {}).items():
-                    if isinstance(value, Tensor) and value.dim():  # the number of steps stays
-                        yield "optimizer", f"{name}.{key}", value
+        for item in self.updated.values():
+            for name, tensor in item.tensors():
+                yield "optimizer", name, tensor
+
+    def _buffers(self) -> list[Any]:
+        """Return megatron-core's contiguous gradients, those of experts apart."""
+        return [
+            buffer
+            for model in self.models
+            for buffer in model.buffers + model.expert_parallel_buffers
+        ]
 
     def _squared_norm(self) -> Tensor:
         """[1] float64 on the device: of this rank's gradient buffers."""
-        buffers = self.model.buffers + self.model.expert_parallel_buffers
-        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
-        return norms.double().square().sum().reshape(1)
+        norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in self._buffers()]
+        return torch.stack(norms).double().square().sum().reshape(1)
 
 
 def _schedule_of(

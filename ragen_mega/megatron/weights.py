@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
+from torch import Tensor, nn
 
-from ragen_mega.megatron.model import QwenModel, ValueHead
+from ragen_mega.megatron.model import ValueHead
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
@@ -22,17 +21,16 @@ from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
 
 
-def slots(model: QwenModel) -> list[Slot]:
-    """Return one slot per parameter of this rank's part of the model."""
-    offsets = get_transformer_layer_offset(model.config), model.expert_offset
-    is_critic = isinstance(getattr(model, "output_layer", None), ValueHead)
-    return [
-        find_slot(name, model.shape, *offsets, is_critic=is_critic)
-        for name, _ in model.named_parameters()
-    ]
+def held(chunks: nn.ModuleList) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """Yield every parameter of this rank's chunks of a model, with its slot."""
+    for chunk in chunks:
+        is_critic = isinstance(getattr(chunk, "output_layer", None), ValueHead)
+        offsets = chunk.layer_offset, chunk.expert_offset
+        for name, parameter in chunk.named_parameters():
+            yield find_slot(name, chunk.shape, *offsets, is_critic=is_critic), parameter
 
 
-def mark_tensor_parallel(model: QwenModel) -> None:
+def mark_tensor_parallel(chunks: nn.ModuleList) -> None:
     """Tell megatron-core which parameters are slices; it does so itself only while it draws random
     initial weights. An unmarked slice counts as a duplicate of rank 0's, and the gradient norm, and
     so clipping, would be wrong. Transformer Engine's experts are never marked by megatron-core.
@@ -41,24 +39,23 @@ def mark_tensor_parallel(model: QwenModel) -> None:
     over data-parallel ranks where experts are not divided, although each tensor-parallel rank has
     sent it other tokens (both faults: NVIDIA/Megatron-LM pull request 5916).
     """
-    parameters = dict(model.named_parameters())
-    for slot in slots(model):
-        parameter, axis = parameters[slot.parameter], slot.weight.cut.axis
+    for slot, parameter in held(chunks):
+        axis = slot.weight.cut.axis
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)
         if slot.expert is not None:
             parameter.allreduce = False
 
 
-def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None:
-    """Fill this rank's part of the model. `read(name)` returns a full Hugging Face tensor or None
+def load_weights(chunks: nn.ModuleList, read: Callable[[str], Tensor | None]) -> None:
+    """Fill this rank's chunks of a model. `read(name)` returns a full Hugging Face tensor or None
     if there is none.
 
     A critic without a stored value head keeps its own. Raises ValueError on a missing or mis-shaped
     tensor, and if a number is not finite.
     """
-    parameters = dict(model.named_parameters())
-    for slot in slots(model):
+    tp = chunks[-1].tp_group
+    for slot, parameter in held(chunks):
         tensors = [read(name) for name in slot.names]
         if slot.names == (VALUE_HEAD,) and tensors[0] is None:
             continue
@@ -68,32 +65,26 @@ def load_weights(model: QwenModel, read: Callable[[str], Tensor | None]) -> None
                 f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
                 f" for, not {found}; is the checkpoint complete, and of this model?"
             )
-        local = slot.shard(tensors, model.tp_group.rank(), model.tp_group.size())
+        local = slot.shard(tensors, tp.rank(), tp.size())
         check_finite(", ".join(slot.names), local)
         with torch.no_grad():
-            parameters[slot.parameter].copy_(local)
+            parameter.copy_(local)
 
 
-_plans: WeakKeyDictionary[QwenModel, ReshardPlan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.ModuleList, ReshardPlan] = WeakKeyDictionary()
 
 
-def reshard_plan(model: QwenModel, groups: ProcessGroupCollection) -> ReshardPlan:
+def reshard_plan(chunks: nn.ModuleList, groups: ProcessGroupCollection) -> ReshardPlan:
     """Return the plan of the model's weight syncs: built by all ranks together at the first call,
     the same object from then on.
     """
-    if model not in _plans:
-        _plans[model] = _build_plan(model, groups, dict(model.named_parameters()))
-    return _plans[model]
-
-
-def _build_plan(
-    model: QwenModel, groups: ProcessGroupCollection, tensors: Mapping[str, Tensor]
-) -> ReshardPlan:
-    return ReshardPlan.build(groups, [(slot, tensors[slot.parameter]) for slot in slots(model)])
+    if chunks not in _plans:
+        _plans[chunks] = ReshardPlan.build(groups, held(chunks))
+    return _plans[chunks]
 
 
 def export_weights(
-    model: QwenModel,
+    chunks: nn.ModuleList,
     groups: ProcessGroupCollection,
     tensors: Mapping[str, Tensor] | None = None,
     traffic: Traffic | None = None,
@@ -102,17 +93,22 @@ def export_weights(
     pipeline ranks.
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second
-    time. `tensors` replaces the parameters by something of their shapes, such as gradients.
-    `traffic` counts what is moved.
+    time. `tensors` replaces the parameters by something of their shapes, such as gradients, under
+    the names that their slots have. `traffic` counts what is moved.
     """
     if tensors is None:
-        yield from gather(reshard_plan(model, groups), dict(model.named_parameters()), traffic)
+        yield from gather(reshard_plan(chunks, groups), _by_name(chunks), traffic)
     else:  # gradients have a dtype of their own
-        yield from gather(_build_plan(model, groups, tensors), tensors, traffic)
+        local = [(slot, tensors[slot.parameter]) for slot, _ in held(chunks)]
+        yield from gather(ReshardPlan.build(groups, local), tensors, traffic)
+
+
+def _by_name(chunks: nn.ModuleList) -> dict[str, Tensor]:
+    return {slot.parameter: parameter for slot, parameter in held(chunks)}
 
 
 def export_shards(
-    model: QwenModel,
+    chunks: nn.ModuleList,
     groups: ProcessGroupCollection,
     part: EngineShard,
     traffic: Traffic | None = None,
@@ -123,4 +119,4 @@ def export_shards(
     A collective over pipeline stages, and over the ranks that divide a parameter unless the server
     divides it alike. Raises ValueError where the model cannot be cut that way.
     """
-    return serve(reshard_plan(model, groups), dict(model.named_parameters()), part, traffic)
+    return serve(reshard_plan(chunks, groups), _by_name(chunks), part, traffic)

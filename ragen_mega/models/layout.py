@@ -30,7 +30,7 @@ class Slot:
     layer: int | None
     """The number of the layer, counted over all pipeline stages."""
     parameter: str
-    """The name in this rank's module, or in the module of a rank that holds all layers."""
+    """The name in the module of a rank that holds all layers; experts are counted on the rank."""
     expert: int | None = None
 
     @property
@@ -222,7 +222,7 @@ def find_slot(
     *,
     is_critic: bool = False,
 ) -> Slot:
-    """Return the slot of a parameter by its name in a model whose first layer is number
+    """Return the slot of a parameter by its name in a module whose first layer is number
     `layer_offset` of all, and whose first expert in a layer number `expert_offset`.
     """
     embedding, _, head = shape.family.outer
@@ -235,7 +235,8 @@ def find_slot(
         for key in (weight.key, weight.alias):
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
                 expert = int(match[1]) + expert_offset if match.groups() else None
-                return Slot(weight, shape, layer, parameter, expert)
+                prefix = "" if layer is None else f"decoder.layers.{layer}."
+                return Slot(weight, shape, layer, prefix + name, expert)
     raise ValueError(
         f"no Hugging Face name for Megatron parameter {parameter!r}; add it to the family"
         f" {shape.model_type} in ragen_mega/models/families"

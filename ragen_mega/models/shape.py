@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from ragen_mega.models.cuts import head_rows
@@ -191,7 +193,23 @@ class ModelShape:
         return self.num_layers * sum(self.layer_sizes()) + sum(outer)
 
 
-def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1) -> str | None:
+@lru_cache(maxsize=1024)
+def stage_layers(num_layers: int, pp: int, vp: int = 1) -> tuple[tuple[range, ...], ...]:
+    """Return the layers of each pipeline stage, one run of them for each of its `vp` chunks: the
+    first chunks of all stages come first. Where runs cannot be equally long, some have a layer
+    fewer: first the last one, which has the LM head, then the first one, which has the embedding,
+    then the neighbour of the last one, and so on.
+    """
+    number = pp * vp
+    lengths = [-(-num_layers // number)] * number
+    from_the_ends = chain.from_iterable(zip(reversed(range(number)), range(number)))
+    for run, _ in zip(from_the_ends, range(sum(lengths) - num_layers)):
+        lengths[run] -= 1
+    runs = [range(end - length, end) for end, length in zip(accumulate(lengths), lengths)]
+    return tuple(tuple(runs[stage::pp]) for stage in range(pp))
+
+
+def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1, vp: int = 1) -> str | None:
     """Return why the trainer cannot cut a model this way, None if it can."""
     if ep > 1 and not shape.num_experts:
         return (
@@ -213,10 +231,11 @@ def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1) -> str | None:
                 f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
                 "lower --tensor-model-parallel-size to a divisor"
             )
-    if shape.num_layers % pp:
+    if shape.num_layers < pp * vp:
+        chunks = f" x virtual_pipeline_model_parallel_size ({vp})" if vp > 1 else ""
         return (
-            f"pipeline_model_parallel_size ({pp}) must divide the model's layers"
-            f" ({shape.num_layers}); lower --pipeline-model-parallel-size to a divisor"
+            f"pipeline_model_parallel_size ({pp}){chunks} must be at most the model's layers"
+            f" ({shape.num_layers}); lower --pipeline-model-parallel-size"
         )
     return None
 

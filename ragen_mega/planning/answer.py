@@ -29,9 +29,9 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
     """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
     where one does not. Raises ValueError if the model cannot be cut this way.
     """
-    layout, (tp, pp, ep) = setting.parallel, setting.cut
+    layout, (tp, pp, ep, vp) = setting.parallel, setting.parallel.cut
     server = setting.engine_tp, setting.engine_ep
-    if error := cut_error(shape, tp, pp, ep) or server_error(shape, *server):
+    if error := cut_error(shape, *layout.cut) or server_error(shape, *server):
         raise ValueError(error)
     phases = plan(shape, setting)
     totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
@@ -42,6 +42,7 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "num_gpus": setting.num_ranks,
         "tensor_parallel": tp,
         "pipeline_parallel": pp,
+        "virtual_pipeline": vp,
         "expert_parallel": ep,
         "data_parallel": setting.dp,
         "rollout_tensor_parallel": setting.engine_tp,
@@ -71,10 +72,14 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def layout_words(report: dict[str, Any]) -> str:
-    """Name the layout; expert parallelism only where it divides experts."""
-    expert_parallel = f" EP {report['expert_parallel']}," * (report["expert_parallel"] > 1)
+    """Name the layout; chunks of stages and expert parallelism only where there are several."""
+    further = "".join(
+        f" {name} {report[key]},"
+        for name, key in (("VP", "virtual_pipeline"), ("EP", "expert_parallel"))
+        if report[key] > 1
+    )
     return (
-        f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']},{expert_parallel} DP"
+        f"TP {report['tensor_parallel']}, PP {report['pipeline_parallel']},{further} DP"
         f" {report['data_parallel']}, rollout TP {report['rollout_tensor_parallel']}"
     )
 

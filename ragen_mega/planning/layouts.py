@@ -12,10 +12,10 @@ from ragen_mega.planning.memory import (
     FILL,
     GIB,
     Setting,
+    device_state,
     engine_bytes,
     host_bytes,
     plan,
-    state_of,
 )
 from ragen_mega.planning.time import Play, default_play, step_seconds
 
@@ -31,7 +31,7 @@ LAYOUT = {
     "parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size",
         "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
-        "recompute", "offload",
+        "optimizer_cpu_offload", "recompute", "offload",
     ),
     "train": ("max_tokens_per_microbatch",),
     "rollout": (
@@ -58,8 +58,9 @@ def layouts(
     engines = sizes if config.rollout.rollout_engine == "sglang" else [1]
     modes = ("none", "rollout", "turns") if config.advantage.uses_critic else ("none", "rollout")
     room, experts = config.rollout.max_context_length, shape.num_experts
+    vp = config.parallel.virtual_pipeline_model_parallel_size
     usual = {
-        "pipeline_model_parallel_size": range(1, num_ranks + 1),
+        "pipeline_model_parallel_size": range(1 if vp == 1 else 2, num_ranks + 1),
         "tensor_model_parallel_size": sizes,
         "expert_model_parallel_size": [
             size for size in range(1, (experts or 1) + 1) if num_ranks % size == 0
@@ -72,7 +73,7 @@ def layouts(
     tried = [(now[name],) if name in now else values for name, values in usual.items()]
     kv = config.rollout.kv_cache_tokens
     for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
-        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep):
+        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep, vp):
             continue
         engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
         if num_ranks % engine_tp or server_error(shape, engine_tp, engine_ep):
@@ -136,7 +137,7 @@ def ranked(
     timed = []
     for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
         setting = Setting.from_config(candidate, num_ranks)
-        state = sum(state_of(shape, setting, 0, is_critic=False))
+        state = sum(device_state(shape, setting, 0, is_critic=False))
         if max(state, engine_bytes(shape, setting)[0]) > gpu_bytes:
             continue  # whatever else it needs
         phases = step_seconds(machine, shape, candidate, num_ranks, play)
@@ -156,12 +157,16 @@ def best(
     play: Play | None = None,
     fixed: Collection[str] = (),
 ) -> StarPOConfig | None:
-    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU, or else into all of
-    it, and are within `MARGIN` of the fastest the one with the fewest pipeline stages, then the
-    fastest. None if none fits.
+    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU, else with Adam's state
+    in host memory, else into all of a GPU, and are within `MARGIN` of the fastest the one with the
+    fewest pipeline stages, then the fastest. None if none fits.
     """
-    for share in (FILL, 1.0):
-        fitting = ranked(shape, config, num_ranks, share * gpu_bytes, machine, play, fixed)
+    own = config.parallel.optimizer_cpu_offload
+    placed = {own, own or "optimizer_cpu_offload" not in fixed}
+    for share, parks in itertools.product((FILL, 1.0), sorted(placed)):
+        parallel = replace(config.parallel, optimizer_cpu_offload=parks)
+        tried = replace(config, parallel=parallel)
+        fitting = ranked(shape, tried, num_ranks, share * gpu_bytes, machine, play, fixed)
         near = [*_near_the_fastest(fitting)]
         if near:
             return min(near, key=lambda one: one.parallel.pipeline_model_parallel_size)

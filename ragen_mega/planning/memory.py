@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from ragen_mega.config import ParallelConfig, Recompute, StarPOConfig
-from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.shape import ModelShape, stage_layers
 
 GIB = 2**30
 FP32 = 4
@@ -48,6 +48,10 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+ADAM_PART = 512 * 2**20
+"""Optimizer state that an update passes through the device at a time, or that of one parameter
+(`ragen_mega.megatron.adam`).
+"""
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
 """Elements to which megatron-core's distributed optimizer pads starts of parameters and ends of
 buckets.
@@ -108,30 +112,20 @@ class Setting:
         )
 
     @property
-    def cut(self) -> tuple[int, int, int]:
-        """Sizes of tensor, pipeline and expert parallelism."""
-        layout = self.parallel
-        return (
-            layout.tensor_model_parallel_size,
-            layout.pipeline_model_parallel_size,
-            layout.expert_model_parallel_size,
-        )
-
-    @property
     def dp(self) -> int:
-        tp, pp, _ = self.cut
+        tp, pp, *_ = self.parallel.cut
         return self.num_ranks // (tp * pp)
 
     @property
     def expert_dp(self) -> int:
         """Ranks that hold the same experts."""
-        tp, _, ep = self.cut
+        tp, _, ep, _ = self.parallel.cut
         return tp * self.dp // ep
 
     @property
     def sp(self) -> int:
         """Ranks that share the positions between tensor-parallel regions."""
-        return self.cut[0] if self.parallel.sequence_parallel else 1
+        return self.parallel.cut[0] if self.parallel.sequence_parallel else 1
 
     @property
     def itemsize(self) -> int:
@@ -160,13 +154,20 @@ def state_of(
     """
     shards, item = setting.parallel.use_distributed_optimizer, setting.itemsize
     sharers = ((setting.dp, dp_rank), (setting.expert_dp, expert_rank))
-    return _state(shape, setting.cut, sharers, stage, item, shards=shards, is_critic=is_critic)
+    cut = setting.parallel.cut
+    return _state(shape, cut, sharers, stage, item, shards=shards, is_critic=is_critic)
+
+
+def device_state(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> ModelState:
+    """Compute `state_of` without what stays in host memory all the time."""
+    state = state_of(shape, setting, stage, is_critic=is_critic)
+    return state._replace(optimizer=0) if setting.parallel.optimizer_cpu_offload else state
 
 
 @lru_cache(maxsize=4096)
 def _state(
     shape: ModelShape,
-    cut: tuple[int, int, int],
+    cut: tuple[int, int, int, int],
     sharers: tuple[tuple[int, int], tuple[int, int]],
     stage: int,
     item: int,
@@ -177,8 +178,7 @@ def _state(
     """Compute `state_of` from all that it depends on, of which a search meets few combinations.
     `sharers`: how many ranks hold the same parameters, and the same experts, and their numbers.
     """
-    (tp, pp, ep), is_tied = cut, shape.is_tied and not is_critic
-    is_last, layers = stage == pp - 1, shape.num_layers // pp
+    (tp, pp, ep, vp), is_tied = cut, shape.is_tied and not is_critic
     # an expert's weights stand together, in buffers apart from those of the other weights
     weights = [
         (shape.num_elements(weight, tp), shape.experts(weight)) for weight in shape.family.layer
@@ -187,28 +187,30 @@ def _state(
     expert = [size for size, experts in weights if experts != (None,)]
     experts = expert * (shape.num_experts // ep)
     vocab = shape.num_elements(shape.family.outer[0], tp)
-    embedding = [vocab] if stage == 0 else []
-    body = layer * layers + [shape.hidden_size] * is_last
-    head = [vocab] if is_last and (not is_tied or pp > 1) else []
-    if is_critic and is_last:
-        head = [shape.hidden_size]
-    buffers = [([embedding + body + head], item, sharers[0])]
-    if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
-        buffers = [([embedding, body, head], item, sharers[0])]
-    elif is_critic and is_last and item != FP32:  # the value head is always float32
-        buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
-    buffers.append(([experts * layers], item, sharers[1]))
-    # only the first stage sends its gradients bucket by bucket
     dp = sharers[0][0]
-    bucket_size = bucket_elements(dp) if stage == 0 and dp > 1 else None
     parameters = gradients = optimizer = 0
-    for buckets, itemsize, (count, rank) in buffers:
-        length = owned = sum(map(sum, buckets))
-        if shards:
-            length, owned = _distributed_buffer(buckets, count, rank, bucket_size)
-        parameters += length * itemsize
-        gradients += length * FP32
-        optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
+    for chunk, layers in enumerate(stage_layers(shape.num_layers, pp, vp)[stage]):
+        is_first, is_last = stage == chunk == 0, stage == pp - 1 and chunk == vp - 1
+        embedding = [vocab] if is_first else []
+        body = layer * len(layers) + [shape.hidden_size] * is_last
+        head = [vocab] if is_last and (not is_tied or pp > 1) else []
+        if is_critic and is_last:
+            head = [shape.hidden_size]
+        buffers = [([embedding + body + head], item, sharers[0])]
+        if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
+            buffers = [([embedding, body, head], item, sharers[0])]
+        elif is_critic and is_last and item != FP32:  # the value head is always float32
+            buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
+        buffers.append(([experts * len(layers)], item, sharers[1]))
+        # only the first chunk of the first stage sends its gradients bucket by bucket
+        bucket_size = bucket_elements(dp) if is_first and dp > 1 else None
+        for buckets, itemsize, (count, rank) in buffers:
+            length = owned = sum(map(sum, buckets))
+            if shards:
+                length, owned = _distributed_buffer(buckets, count, rank, bucket_size)
+            parameters += length * itemsize
+            gradients += length * FP32
+            optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
     return ModelState(parameters, gradients, optimizer)
 
 
@@ -255,7 +257,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """Count the bytes per position that one layer saves for the backward pass, by part, without
     recomputation.
     """
-    (tp, _, ep), item, hidden = setting.cut, setting.itemsize, shape.hidden_size
+    (tp, _, ep, _), item, hidden = setting.parallel.cut, setting.itemsize, shape.hidden_size
     queries, keys = shape.q_size // tp, shape.kv_size // tp
     # gate and up, silu(gate), a copy of up, their product
     mlp = 5 * shape.ffn_size * item
@@ -289,11 +291,18 @@ def _stream_itemsize(setting: Setting) -> int:
     return FP32 if is_local else setting.itemsize
 
 
+def in_flight(stage: int, pp: int, vp: int) -> int:
+    """Return the largest number of passes through a chunk of a stage of which the backward pass has
+    not come: under 1F1B or, with several chunks, megatron-core's interleaved schedule.
+    """
+    return pp - stage if vp == 1 else 2 * (pp - stage - 1) + (vp - 1) * pp + 1
+
+
 def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
     """
-    (_, pp, _), recompute = setting.cut, setting.parallel.recompute
+    (_, pp, _, vp), recompute = setting.parallel.cut, setting.parallel.recompute
     parts = layer_activations(shape, setting)
     one_layer = sum(parts.values())
     kept = {
@@ -301,15 +310,16 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "selective": one_layer - parts["mlp"],
         "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
-    per_position = kept * (shape.num_layers // pp)
+    per_position = kept * max(map(len, stage_layers(shape.num_layers, pp, vp)[stage]))
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
+    per_position *= in_flight(stage, pp, vp)
     if stage == 0:
-        per_position += 8  # token ids of the embedding
+        per_position += 8 * pp  # token ids of the embedding
     if stage == pp - 1:  # the final norm; the loss keeps its output
         per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // setting.sp
-    return per_position * setting.max_tokens * (pp - stage)
+    return per_position * setting.max_tokens
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -319,7 +329,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     weight before it is added to its float32 buffer; on the policy's last stage, at another time,
     the chunked loss of `ragen_kernels`.
     """
-    (tp, pp, ep), item, tokens = setting.cut, setting.itemsize, setting.max_tokens
+    (tp, pp, ep, _), item, tokens = setting.parallel.cut, setting.itemsize, setting.max_tokens
     parts = layer_activations(shape, setting)
     recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
         setting.parallel.recompute
@@ -356,21 +366,24 @@ def stage_phases(
     shape: ModelShape, setting: Setting, stage: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
-    offload, (tp, pp, ep) = setting.parallel.offload, setting.cut
+    offload, (tp, pp, ep, vp) = setting.parallel.offload, setting.parallel.cut
     names = ("actor", "critic") if setting.has_critic else ("actor",)
-    trains = {name: state_of(shape, setting, stage, is_critic=name == "critic") for name in names}
+    trains = {
+        name: device_state(shape, setting, stage, is_critic=name == "critic") for name in names
+    }
     weights, kv = engine_bytes(shape, setting)
     in_fp8 = {}
     if (
         setting.parallel.fp8 != "none"
     ):  # Transformer Engine keeps each linear weight as it is and transposed
-        in_fp8["FP8 weights"] = 2 * shape.num_layers // pp * sum(shape.linear_sizes(tp, ep))
+        layers = sum(map(len, stage_layers(shape.num_layers, pp, vp)[stage]))
+        in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(tp, ep))
     if setting.on_host:
         base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
         base["checkpoint and host copies"] = host_copies(shape, setting, stage)
     else:
         contexts = CUDA_CONTEXT * (2 if weights else 1)
-        groups = sum(size > 1 for size in (*setting.cut, setting.dp))
+        groups = sum(size > 1 for size in (tp, pp, ep, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
     for name in trains:
@@ -388,6 +401,9 @@ def stage_phases(
             "workspace": passing,
             "fragmentation": int(FRAGMENTATION * (saved + passing)),
         }
+        if setting.parallel.optimizer_cpu_offload:
+            largest = max(shape.num_elements(shape.family.outer[0], tp), *shape.layer_sizes(tp, ep))
+            passes["part of optimizer"] = max(ADAM_PART, (MOMENTS + FP32) * largest)
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
         stays = {f"{name} state": sum((*state, *in_fp8.values())) for name, state in trains.items()}
@@ -407,20 +423,27 @@ def stage_phases(
 
 def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
     """Plan phase -> term -> bytes, on the rank that needs most in that phase."""
-    # No stage between the first and the last has more layers or microbatches in flight than the
-    # first, nor a vocabulary.
-    stages = [dict(stage_phases(shape, setting, stage)) for stage in {0, setting.cut[1] - 1}]
+    stages = [dict(stage_phases(shape, setting, stage)) for stage in _largest(shape, setting)]
     return {
         phase: max((stage[phase] for stage in stages), key=lambda terms: sum(terms.values()))
         for phase in stages[0]
     }
 
 
+def _largest(shape: ModelShape, setting: Setting) -> set[int]:
+    """Return the stages among which one needs most: those with a vocabulary, and the first one with
+    the most layers. Behind it fewer microbatches are in flight.
+    """
+    _, pp, _, vp = setting.parallel.cut
+    held = [sum(map(len, stage)) for stage in stage_layers(shape.num_layers, pp, vp)]
+    return {0, held.index(max(held)), pp - 1}
+
+
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes of host memory of the rank that needs most, whose device is a GPU: its copies
     and the engine's weights if a copy is kept. An export goes tensor by tensor.
     """
-    copies = max(host_copies(shape, setting, stage) for stage in {0, setting.cut[1] - 1})
+    copies = max(host_copies(shape, setting, stage) for stage in _largest(shape, setting))
     return copies + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
 
 
@@ -439,7 +462,9 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
             # the actor's own wait here too while the reference computes
             total += state.parameters * (2 if layout.offload == "none" else 1)
         if layout.offload != "none":
-            total += state.parameters + state.optimizer
+            total += state.parameters
+        if layout.offload != "none" or layout.optimizer_cpu_offload:
+            total += state.optimizer
     return total
 
 
@@ -523,6 +548,7 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         "set --recompute full": layout.recompute != "full",
         "add --sequence-parallel": not shards_sequence,
         "lower --max-tokens-per-microbatch": True,
+        "add --optimizer-cpu-offload": not layout.optimizer_cpu_offload and not setting.on_host,
         "set --offload turns": setting.has_critic
         and layout.offload != "turns"
         and not setting.on_host,

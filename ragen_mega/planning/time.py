@@ -22,7 +22,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data.balance import Cost
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
-from ragen_mega.planning.memory import Setting, state_of
+from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
 
 BF16, FP32 = 2, 4
 ADAM_BYTES = 34
@@ -143,6 +143,8 @@ class Cut:
     """
     is_fsdp: bool = False
     shards_optimizer: bool = True
+    parks_optimizer: bool = False
+    """Adam's state stays in host memory, and an update brings it to the device and back."""
     fp8: bool = False
     graphs: bool = False
     """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
@@ -291,7 +293,8 @@ def passes(
     terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
     body = sum(terms.values())
     last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
-    # where layers do not divide evenly, the first and the last stage have those fewer
+    # where layers do not divide evenly, the first and the last stage have those fewer, as published
+    # layouts do; the trainer's own stages have one fewer each
     most = math.ceil(sizes.num_layers / cut.pp)
     fewer = math.ceil((most * cut.pp - sizes.num_layers) / 2)
     slowest = max(most * body, (most - fewer) * body + last * sizes.num_layers / cut.pp)
@@ -340,11 +343,10 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
     )
     sharers = max(1.0, ranks / cut.ep) if sizes.num_experts else ranks
     updated = (dense + outer) / ranks + experts / sharers if cut.shards_optimizer else held
-    bandwidth = reached.memory * machine.hardware.memory
-    return {
-        "data parallelism": seen if ranks > 1 else 0.0,
-        "optimizer": ADAM_BYTES * updated / bandwidth,
-    }
+    seconds = ADAM_BYTES * updated / (reached.memory * machine.hardware.memory)
+    if cut.parks_optimizer:
+        seconds += 2 * (MOMENTS + FP32) * updated / (reached.link * machine.hardware.host_link)
+    return {"data parallelism": seen if ranks > 1 else 0.0, "optimizer": seconds}
 
 
 def training(
@@ -613,15 +615,17 @@ def rollout(
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     """Read the layout and precision in which a run trains."""
-    layout, (tp, pp, ep) = config.parallel, setting.cut
+    layout, (tp, pp, ep, vp) = config.parallel, config.parallel.cut
     return Cut(
         tp=tp,
         pp=pp,
+        vp=vp,
         dp=setting.dp,
         ep=ep,
         copies=True,
         sequence_parallel=layout.sequence_parallel,
         shards_optimizer=layout.use_distributed_optimizer,
+        parks_optimizer=layout.optimizer_cpu_offload,
         fp8=layout.fp8 != "none",
         recompute=layout.recomputation,
         itemsize=setting.itemsize,
@@ -634,7 +638,7 @@ def hand_over(
     """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
     both): seconds of ranks that train, and seconds of ranks that sample.
     """
-    reached, (tp, pp, ep) = machine.constants, setting.cut
+    reached, (tp, pp, ep, _) = machine.constants, setting.parallel.cut
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:
@@ -667,7 +671,7 @@ def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
 def offloaded(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes that a rank moves to the host in a step, and back."""
     layout, roles = setting.parallel, range(1 + setting.has_critic)
-    states = [state_of(shape, setting, 0, is_critic=bool(role)) for role in roles]
+    states = [device_state(shape, setting, 0, is_critic=bool(role)) for role in roles]
     moved = sum(state.parameters + state.optimizer for state in states)
     moved *= not layout.rollout_ranks  # which have devices of their own
     return moved + (layout.offload == "turns") * (states[0].parameters + states[0].optimizer)

@@ -163,7 +163,7 @@ def build_run(
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
     policy, critic = build_models(config, hf, groups, start, placement)
-    console.say(f"model: {precision.describe(policy.module.config)}")
+    console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
     run = Run(

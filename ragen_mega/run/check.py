@@ -128,9 +128,7 @@ def _check_models(config: StarPOConfig) -> None:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ep = parallel.expert_model_parallel_size
-    if shape is not None and (error := cut_error(shape, tp, pp, ep)):
+    if shape is not None and (error := cut_error(shape, *parallel.cut)):
         raise ValueError(error)
 
 

@@ -122,7 +122,7 @@ def run(implementation: Implementation, num_layers: int, max_tokens: int) -> Run
     hf = mixture(num_layers) if implementation == "mixture" else config(num_layers)
     policy = build(implementation, hf, max_tokens)
     batch, passes = make_batch(128, NUM_TRAJECTORIES, LENGTH // 3), []
-    policy.module.register_forward_pre_hook(lambda *_: passes.append(None))
+    policy.head.register_forward_pre_hook(lambda *_: passes.append(None))
     old = policy.logprobs(batch)
     batch = batch.with_fields(old_logprobs=old, advantages=batch.loss_mask.float())
     policy.update(batch)  # allocates what stays: Adam's moments, workspaces

@@ -32,7 +32,7 @@ from tests.support.forked_ranks import on_ranks
 from tools import parity
 
 pytestmark = [pytest.mark.forks, pytest.mark.timeout(600)]
-MODEL = parity.random_model("qwen3_moe", num_experts=8)
+MODEL = parity.random_model("qwen3_moe", num_experts=8, num_hidden_layers=4)
 HF, SHAPE = MODEL.config, ModelShape.of(MODEL.config)
 WEIGHTS = split_experts({n: t.detach() for n, t in MODEL.named_parameters()}, SHAPE)
 EP2 = ParallelConfig(expert_model_parallel_size=2)
@@ -147,7 +147,7 @@ def computed(
             for role, model in (("policy", policy), ("critic", critic)):
                 found[f"{role} norm {step}"] = torch.tensor(model.update(batch)["grad_norm"])
                 gradients = model.trainer.gradients()
-                for name, gradient in export_weights(model.module, groups, gradients):
+                for name, gradient in export_weights(model.chunks, groups, gradients):
                     if step == 0:
                         found[f"{role} gradient {name}"] = gradient.clone()
         if distributed.is_main():

@@ -18,7 +18,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 FAST = (
     "shared",
     "microbatch_of_one",
-    "tp2_pp2_sp_recompute",
+    "tp2_pp2_vp2_sp_recompute",
     "dp2_tp2_sp_distributed_optimizer",
     "dp2_tp2_sp_ep2_distributed_optimizer",
     "pp2_ep2",

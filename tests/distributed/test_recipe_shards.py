@@ -25,10 +25,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
+from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
+from ragen_mega.megatron.model import (
+    build_critic_model,
+    build_policy_model,
+    transformer_config,
+)
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, serve
-from ragen_mega.megatron.weights import slots
+from ragen_mega.megatron.weights import held
 from ragen_mega.models.layout import Slot, model_slots
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
@@ -80,11 +85,6 @@ class Recipe:
                 shutdown()
 
 
-def parameters_of(model: torch.nn.Module) -> Held:
-    tensors = dict(model.named_parameters())
-    return [(slot, tensors[slot.parameter]) for slot in slots(model)]
-
-
 @pytest.fixture
 def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
     """The recipe with the shards of its policy built on the device `meta`."""
@@ -97,12 +97,12 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
         for stage, place, groups in built.each_rank():
             with torch.device("meta"):
                 policy = build_policy_model(built.hf, config, groups)
-                critic = QwenCritic(built.hf, config, groups)
+                critic = build_critic_model(built.hf, config, groups)
             for model in (policy, critic):
                 stored = sum(tensor.nbytes for tensor in model.parameters())
                 planned = state_of(built.shape, plain, stage, is_critic=model is critic)
                 assert stored == planned.parameters, (stage, place, model is critic)
-            built.held[stage, place] = parameters_of(policy)
+            built.held[stage, place] = list(held(policy))
         yield built
     finally:
         shutdown()
@@ -127,24 +127,28 @@ def exchanges(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
     """
     calls: Counter[str] = Counter()
 
+    def of_ranks(kinds: list[tuple[Slot, ...]], own: int) -> list[list[tuple[Slot, ...]]]:
+        """What each rank that shares experts holds, by what rank `own` holds."""
+        of_rank = recipe.shape.num_experts // recipe.ep
+        return [
+            [
+                (slot if slot.expert is None else replace(
+                    slot, expert=slot.expert + (rank - own) * of_rank), *kind)
+                for slot, *kind in kinds
+            ]
+            for rank in range(recipe.ep)
+        ]  # fmt: skip
+
     def exchange(values: list[Any], mine: Any, group: Any = None) -> None:
         if isinstance(mine, str):  # the digest of the plan, compared over all ranks
             calls[mine] += 1
             values[:] = [mine] * len(values)
         elif recipe.ep > 1 and len(values) == recipe.ep:
-            own, of_rank = group.rank(), recipe.shape.num_experts // recipe.ep
-            values[:] = [
-                [
-                    (slot if slot.expert is None else replace(
-                        slot, expert=slot.expert + (rank - own) * of_rank), *kind)
-                    for slot, *kind in mine
-                ]
-                for rank in range(recipe.ep)
-            ]  # fmt: skip
+            values[:] = of_ranks(mine, group.rank())
         else:
             place = dist.get_rank() % recipe.tp
             values[:] = [
-                [[(slot, t.shape, t.dtype) for slot, t in recipe.held[stage, place]]]
+                of_ranks([(slot, t.shape, t.dtype) for slot, t in recipe.held[stage, place]], place)
                 for stage in range(len(values))
             ]
 
@@ -152,6 +156,7 @@ def exchanges(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
         return lambda *arguments, **options: calls.update([name])
 
     monkeypatch.setattr(dist, "all_gather_object", exchange)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
     for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
         monkeypatch.setattr(dist, name, counting(name.partition("_single")[0]), raising=False)
     yield calls
@@ -159,20 +164,21 @@ def exchanges(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
 
 SYNCS = {
     "qwen3_30b_a3b": (0, {8: 0, 1: 6_341_787_648}, 256),
-    "qwen3_30b_a3b_8_gpus": (2_369_212_416, {8: 0, 1: 6_341_787_648}, 256),
-    "qwen3_235b_a22b": (12_221_223_936, {8: 53_225_717_760, 1: 56_330_551_296}, 188),
+    "qwen3_30b_a3b_8_gpus": (0, {8: 0, 1: 6_341_787_648}, 256),
+    "qwen3_235b_a22b": (12_221_223_936, {8: 42_580_574_208, 1: 54_999_908_352}, 752),
 }
 """Bytes that the first rank receives in a sync to servers of eight ranks: of what is not an expert;
 of experts, by how many ranks of a server share them; and exchanges of experts if they move.
 
 An expert of 30B has 3 x 2048 x 768 elements of two bytes, a layer 128 of them. The rank holds 16 in
 each of 48 layers. A server with whole experts has the same 16 there. One with parts takes an eighth
-of each of the other 112. An expert of 235B has 3 x 4096 x 1536; the rank holds one in each of 94
-layers, and its server's rank 16, or an eighth of each of the 127 others. The rest is gathered from
-three tensor-parallel ranks. For 235B its slices have 1725701632 elements in layers and 311169024
-outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x 4096 + 2 x 128 + 128 x 4096), and two
-vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8 of a rank, which is three
-experts of 30B and the down-projection of a fourth, then three; in 235B a tensor is a bucket.
+of each of the other 112. An expert of 235B has 3 x 4096 x 1536; all stages together the rank gets
+four in each of 94 layers without an exchange, and its server's rank holds 16, or an eighth of each
+of the 124 others. The rest is gathered from three tensor-parallel ranks. For 235B its slices have
+1725701632 elements in layers and 311169024 outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x 4096 +
+2 x 128 + 128 x 4096), and two vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8 of a rank, which is three
+experts of 30B and the down-projection of a fourth, then three; in 235B a tensor of one of the four
+experts is a bucket.
 """
 
 
@@ -183,9 +189,9 @@ def test_every_rank_of_a_mixture_holds_its_experts_and_a_sync_moves_no_others(
     """Each has as many experts, and the last rank the last ones."""
     assert recipe.ep > 1 and recipe.config.rollout.rollout_expert_parallel_size == 8
     of_rank = recipe.shape.num_experts // recipe.ep
-    for (_, place), held in recipe.held.items():
+    for (_, place), parameters in recipe.held.items():
         first = place % recipe.ep * of_rank
-        numbers = {slot.expert for slot, _ in held} - {None}
+        numbers = {slot.expert for slot, _ in parameters} - {None}
         assert numbers == set(range(first, first + of_rank))
     gathered, moved, num_exchanges = SYNCS[recipe.name]
     names = {slot.server for slot in model_slots(recipe.shape)}
@@ -201,10 +207,13 @@ def test_every_rank_of_a_mixture_holds_its_experts_and_a_sync_moves_no_others(
             shards = list(serve(plan, tensors, part, traffic))
             assert len(shards) == len(names) and {name for name, _ in shards} == names
             assert sum(t.nbytes for _, t in shards) == pytest.approx(planned, rel=0.01)
-            assert (traffic.tp_bytes, traffic.ep_bytes, traffic.pp_bytes) == (gathered, received, 0)
+            assert (traffic.tp_bytes, traffic.ep_bytes) == (gathered, received)
+            assert traffic.pp_bytes == plan.shard_bytes * (recipe.pp > 1)
             dense = sum(not bucket.has_experts for bucket in plan.buckets)
             assert calls == Counter(
-                all_gather=dense * bool(gathered), all_to_all=num_exchanges * bool(received)
+                all_gather=dense * bool(gathered),
+                all_to_all=num_exchanges * bool(received),
+                broadcast=len(plan.buckets) * (recipe.pp > 1),
             )
 
 

@@ -19,7 +19,11 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import QwenCritic, build_policy_model, transformer_config
+from ragen_mega.megatron.model import (
+    build_critic_model,
+    build_policy_model,
+    transformer_config,
+)
 from ragen_mega.megatron.resharding import (
     ReshardPlan,
     Traffic,
@@ -29,9 +33,9 @@ from ragen_mega.megatron.resharding import (
 from ragen_mega.megatron.weights import (
     export_shards,
     export_weights,
+    held,
     load_weights,
     reshard_plan,
-    slots,
 )
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
@@ -228,9 +232,9 @@ def check_small_buckets(model, groups, plan: ReshardPlan, weights: dict[str, Ten
     """Bounded buckets, and none written again after it was handed out: the stream is read only when
     it has ended.
     """
-    limit, parameters = groups.tp.size() * plan.shard_bytes // 10, dict(model.named_parameters())
-    local = [(slot, parameters[slot.parameter]) for slot in slots(model)]
-    small = ReshardPlan.build(groups, local, bucket_bytes=limit)
+    limit = groups.tp.size() * plan.shard_bytes // 10
+    parameters = {slot.parameter: parameter for slot, parameter in held(model)}
+    small = ReshardPlan.build(groups, held(model), bucket_bytes=limit)
     assert len(small.buckets) > len(plan.buckets)
     assert all(
         len(b.entries) == 1 or b.num_bytes * groups.tp.size() <= limit for b in small.buckets
@@ -285,12 +289,10 @@ def test_a_critic_and_its_gradients_travel_with_the_value_head(kind: str) -> Non
         weights["value_head.weight"] = torch.randn(
             1, hf.hidden_size, generator=torch.Generator().manual_seed(1)
         )
-        model = QwenCritic(hf, transformer_config(hf, parallel), groups)
+        model = build_critic_model(hf, transformer_config(hf, parallel), groups)
         load_weights(model, weights.get)
         assert_same(dict(export_weights(model, groups)), weights, "critic")
-        doubled = {
-            name: 2 * parameter.detach().double() for name, parameter in model.named_parameters()
-        }
+        doubled = {slot.parameter: 2 * p.detach().double() for slot, p in held(model)}
         gradients = dict(export_weights(model, groups, doubled))
         assert_same(
             gradients, {name: 2 * value.double() for name, value in weights.items()}, "gradients"

@@ -151,7 +151,7 @@ def computed(policy: MegatronPolicy, batch: TokenBatch) -> dict[str, Tensor]:
     found = {"logprobs": policy.logprobs(batch)}
     metrics = policy.update(batch)
     gradients = policy.trainer.gradients()
-    for name, gradient in export_weights(policy.module, policy.groups, gradients):
+    for name, gradient in export_weights(policy.chunks, policy.groups, gradients):
         found[f"gradient {name}"] = gradient.clone()
     names = (*BOTH, *REPLAYED, "computed_share", "routing_unshared")
     return found | {name: torch.tensor(metrics[name]) for name in names if name in metrics}
@@ -257,7 +257,7 @@ def test_a_pass_records_what_later_passes_replay() -> None:
     assert torch.equal(policy.reference_logprobs(scored), scored.old_logprobs)
     assert torch.equal(policy.logprobs(scored), scored.old_logprobs)
     with torch.no_grad():
-        for name, parameter in policy.module.named_parameters():
+        for name, parameter in policy.head.named_parameters():
             if name.endswith("router.weight"):
                 parameter.copy_(dict(moved(model).named_parameters())[_gate(name)])
     routers = moved(model)
@@ -278,7 +278,7 @@ def test_the_critic_and_cloning_choose_for_themselves() -> None:
     wrong = batch.with_fields(routes=batch.further_fields[ROUTES].roll(1, 0))
     critics = [build(model, ParallelConfig(), cls=MegatronCritic) for _ in range(2)]
     for critic in critics:
-        torch.nn.init.ones_(critic.module.output_layer.weight)
+        torch.nn.init.ones_(critic.chunks[0].output_layer.weight)
     results = [
         (critic.values(given), critic.update(given), critic.values(given))
         for critic, given in zip(critics, (batch.without(ROUTES), wrong))

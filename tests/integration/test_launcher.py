@@ -121,7 +121,8 @@ MISTAKES = [
         "--rollout-engine sglang --rollout-tensor-parallel-size 4",
         "(4) must divide the ranks of a node (2) & set --rollout-tensor-parallel-size 1",
     ),
-    ("--pipeline-model-parallel-size 2 --num-layers 3", "(2) must divide the model's layers (3)"),
+    ("--pipeline-model-parallel-size 2 --num-layers 1", "(2) must be at most & layers (1); lower"),
+    ("--virtual-pipeline-model-parallel-size 2", "without & or set --pipeline-model-parallel-size"),
     # files
     ("--boards none.jsonl", "none.jsonl & check the path"),
     ("--load ./none", "./none does not exist & give the directory of a model"),

@@ -124,7 +124,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     # or tokens would return from experts by way of another copy
     torch.use_deterministic_algorithms(False)
     groups = initialize(parallel)
-    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    (model,) = build_policy_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:
@@ -171,6 +171,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
             {},
             {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             {"pipeline_model_parallel_size": 2},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             {"expert_model_parallel_size": 2},
         )
         for is_sharded, bf16 in ((False, True), (True, False), (True, True))

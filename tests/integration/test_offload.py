@@ -1,16 +1,22 @@
 """Memory handover on CPU tensors: what is freed, and training that does not notice, to the bit."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
+from ragen_mega.megatron import adam, cpu
 from ragen_mega.megatron.checkpoint import _read_adam
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -65,7 +71,7 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
     """Parameters, gradient buffers and Adam's tensors, found by other means than `Trainer` finds
     them.
     """
-    parameters = list(trainer.module.parameters())
+    parameters = list(trainer.chunks.parameters())
     moments = [
         value
         for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
@@ -74,17 +80,17 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
         if value.dim()
     ]
     mains = [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
-    buffers = [b.param_data for b in trainer.model.buffers if b.param_data is not None]
+    buffers = [b.param_data for b in trainer.models[0].buffers if b.param_data is not None]
     return [*parameters, *(p.main_grad for p in parameters), *moments, *mains, *buffers]
 
 
 def state(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of the parameters and, gathered over ranks, of Adam's tensors."""
     trainer.memory.require(*KINDS)
-    tensors = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+    tensors = [parameter.detach().clone() for parameter in trainer.chunks.parameters()]
     return tensors + [
         value
-        for parameter in trainer.module.parameters()
+        for parameter in trainer.chunks.parameters()
         for value in _read_adam(trainer, parameter, "cpu").values()
     ]
 
@@ -123,11 +129,15 @@ def check_layout(
     parallel: ParallelConfig,
 ) -> None:
     expected = train(build(hf, weights, parallel), batch, Colocated("none"))
-    for mode in ("rollout", "turns"):
-        models, phases = build(hf, weights, parallel), Colocated(mode)
+    for mode, parks in (("rollout", False), ("turns", False), ("rollout", True)):
+        layout = replace(parallel, optimizer_cpu_offload=parks)
+        models, phases = build(hf, weights, layout), Colocated(mode)
         for name, model in models.items():
             phases.add(name, model.trainer.memory)
-        assert same(train(models, batch, phases), expected), mode
+        assert same(train(models, batch, phases), expected), (mode, parks)
+        if parks:
+            memory = models[ACTOR].trainer.memory
+            assert memory.on_device()["optimizer"] == 0 < memory.away()["optimizer"]
         if mode == "turns":  # the actor's state was asked for last
             assert sum(models[CRITIC].trainer.memory.on_device().values()) == 0
             assert sum(models[ACTOR].trainer.memory.away().values()) == 0
@@ -146,10 +156,64 @@ def check_layout(
 def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None:
     def work() -> None:
         torch.set_num_threads(1)
+        adam.PART_BYTES = 30_000  # so that an update has several parts
         check_layout(*case, LAYOUTS[name])
         distributed.barrier()
 
     on_ranks(work, 2)
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """Adam with bias correction from a count of the group, as Transformer Engine's has it."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for main in group["params"]:
+                moments = self.state[main]
+                for key, rate, value in (
+                    ("exp_avg", 0.9, main.grad), ("exp_avg_sq", 0.99, main.grad.square()),
+                ):  # fmt: skip
+                    moments.setdefault(key, torch.zeros_like(main)).lerp_(value, 1 - rate)
+                first = moments["exp_avg"] / (1 - 0.9 ** group["step"])
+                second = moments["exp_avg_sq"] / (1 - 0.99 ** group["step"])
+                main.sub_(group["lr"] * first / second.sqrt().add(1e-8))
+
+
+def tensors_of(items: list[adam.Updated]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    return (("optimizer", *tensor) for item in items for tensor in item.tensors())
+
+
+def test_steps_that_are_counted_for_a_group_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "PART_BYTES", 12 * 10)
+    results = []
+    for is_in_parts in (False, True):
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(size)) for size in (7, 3, 11, 2, 5)]
+        inner = GroupAdam([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.01}])
+        with cpu.cuda_literals_as_cpu():
+            whole = FP32Optimizer(inner, OptimizerConfig(), None)
+        items = [adam.Updated(str(i), p, whole, p, slice(None)) for i, p in enumerate(parameters)]
+        memory = Offloadable(partial(tensors_of, items))
+        if is_in_parts:
+            memory.park("optimizer")
+            adam.update_in_parts(items, memory)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            inner.step()
+        assert [group["step"] for group in inner.param_groups] == [3, 3]
+        assert [len(group["params"]) for group in inner.param_groups] == [3, 2]
+        away = 0 if not is_in_parts else 2 * 4 * (7 + 3 + 11 + 2 + 5)
+        assert memory.away()["optimizer"] == away
+        results.append(torch.cat([p.detach() for p in parameters]))
+    assert torch.equal(*results)
 
 
 def test_quantised_copies_leave_with_whatever_leaves_first(case: tuple) -> None:

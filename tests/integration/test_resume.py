@@ -52,6 +52,10 @@ LAYOUTS = {
     "ep2": (2, ("--expert-model-parallel-size", "2", "--sft-steps", "5")),
     "tp2_pp2": (4, ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
     "pp4": (4, ("--pipeline-model-parallel-size", "4")),
+    "pp2_vp2": (
+        2,
+        ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"),
+    ),
 }
 
 
@@ -275,7 +279,7 @@ def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout:
 @pytest.mark.timeout(900)
 def test_resumed_on_another_layout(tmp_path: Path) -> None:
     """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
-    start = launch(tmp_path, "start", 1, *FLAGS, *WARM_START, "--num-layers", "4") / "warm_start"
+    start = launch(tmp_path, "start", 1, *FLAGS, *WARM_START, "--num-layers", "5") / "warm_start"
 
     def common(steps: int) -> tuple[str, ...]:
         return (
@@ -293,7 +297,7 @@ def test_resumed_on_another_layout(tmp_path: Path) -> None:
     num_ranks, flags = LAYOUTS["tp2_pp2"]
     saved = launch(tmp_path, "saved", num_ranks, *common(3), *flags)
     rows = {}
-    for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4"):
+    for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4", "pp2_vp2"):
         num_ranks, flags = LAYOUTS[layout]
         shutil.copytree(saved, tmp_path / layout)
         run = launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags)

@@ -386,7 +386,7 @@ def test_microbatches_bound_a_pass_and_change_no_result(start: Path, batch) -> N
         def count(module, args, kwargs, sizes=sizes):
             sizes.append(kwargs["input_ids"].numel())
 
-        policy.module.register_forward_pre_hook(count, with_kwargs=True)
+        policy.head.register_forward_pre_hook(count, with_kwargs=True)
         results[bound] = policy.update(packed)
         assert sum(sizes) == packed.num_positions and max(sizes) <= bound
         assert len(sizes) > 1 if bound == 16 else len(sizes) == 1
@@ -433,9 +433,9 @@ class Watched:
         update = owner.update
 
         def watched(minibatch):
-            before = [p.detach().clone() for p in owner.module.parameters()]
+            before = [p.detach().clone() for p in owner.chunks.parameters()]
             result = update(minibatch)
-            after = owner.module.parameters()
+            after = owner.chunks.parameters()
             moved = any(not torch.equal(a, b) for a, b in zip(before, after))
             self.updates.append((len(self.rows), model, minibatch, moved))
             return result

@@ -138,7 +138,7 @@ def batch() -> TokenBatch:
 
 def gradients(model: Any) -> dict[str, Tensor]:
     """Hugging Face name -> gradient after an update."""
-    stream = export_weights(model.module, model.groups, model.trainer.gradients())
+    stream = export_weights(model.chunks, model.groups, model.trainer.gradients())
     return {name: value.float().clone() for name, value in stream}
 
 
@@ -281,7 +281,7 @@ def test_fp8_copies_leave_the_device_with_the_weights(build: Build, batch: Token
     policy = build("qwen2", FP8)
     before, memory = policy.logprobs(batch), policy.trainer.memory
     layers = [
-        module for module in policy.module.modules() if getattr(module, "_fp8_workspaces", None)
+        module for module in policy.chunks.modules() if getattr(module, "_fp8_workspaces", None)
     ]
     assert len(layers) == 4 * SIZES["num_hidden_layers"]
     memory.offload()
@@ -302,12 +302,12 @@ def test_heads_are_outside_fp8(build: Build, batch: TokenBatch, role: type) -> N
     def note_head(*_: Any) -> None:
         outside.append(FP8GlobalStateManager.is_fp8_enabled())
 
-    model.module.decoder.layers[0].register_forward_pre_hook(note_layer)
+    model.chunks[0].decoder.layers[0].register_forward_pre_hook(note_layer)
     if role is MegatronCritic:
-        model.module.output_layer.register_forward_pre_hook(note_head)
+        model.chunks[0].output_layer.register_forward_pre_hook(note_head)
     else:
-        head_input = model.module.head_input
-        model.module.head_input = lambda output: (note_head(), head_input(output))[1]
+        head_input = model.chunks[0].head_input
+        model.chunks[0].head_input = lambda output: (note_head(), head_input(output))[1]
     model.update(batch)
     assert inside and all(inside) and outside and not any(outside)
 

@@ -45,7 +45,7 @@ def poison(run: Run, changes: dict[int, tuple[str, float]]) -> None:
         for number, minibatch in enumerate(minibatches(batch, step), start=4 * step):
             where, value = changes.get(number, ("", 0.0))
             if where in run.trainers:
-                weight = list(run.trainers[where].module.parameters())[-1].data.view(-1)[:1]
+                weight = list(run.trainers[where].chunks.parameters())[-1].data.view(-1)[:1]
                 healthy = weight.clone()
                 weight.fill_(value)
                 yield minibatch
@@ -71,7 +71,7 @@ def snapshot(trainer) -> list[torch.Tensor]:
     ]
     return [
         value.detach().clone().view(torch.int32)
-        for value in (*trainer.module.parameters(), *moments)
+        for value in (*trainer.chunks.parameters(), *moments)
     ]
 
 

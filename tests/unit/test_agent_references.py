@@ -7,7 +7,7 @@ import pytest
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import evaluation_prompts
 from ragen_mega.run.check import check_environments
-from ragen_mega.warm_start.agent_play import example_references, example_texts
+from ragen_mega.warm_start.agent_play import example_references
 
 SIDES = ("heads", "tails")
 
@@ -56,7 +56,7 @@ def test_an_agent_that_always_raises_ends_its_run_at_the_first_example() -> None
     config = parse(["--agent", name, "--agent-example", f"{__name__}:ideal", "--no-think"])
     place = rf"KeyError: 'wieght' \(in wrong, {__file__}:{wrong.__code__.co_firstlineno + 1}\)"
     with pytest.raises(ValueError, match=rf"{name} must finish an episode, .*: {place}"):
-        example_texts(config, f"agent:{name}")
+        example_references(config, f"agent:{name}", [(123, None)])
 
 
 def test_errors_of_an_agent_with_an_example_are_said() -> None:

@@ -140,7 +140,7 @@ def test_the_critic_learns_returns_without_a_kl_that_is_zero(tmp_path: Path) -> 
         write_small_model(config, tmp_path)
         hf, console = load_config(str(tmp_path)), Console(is_writer=False, num_steps=0)
         critic = warm_start_critic(config, hf, groups, console, tmp_path, trajectories)
-        weights.append(torch.cat([x.detach().flatten() for x in critic.module.parameters()]))
+        weights.append(torch.cat([x.detach().flatten() for x in critic.chunks.parameters()]))
     assert torch.equal(*weights)
 
 

@@ -189,7 +189,7 @@ def test_labels_come_from_the_policy_itself() -> None:
         assert torch.equal(sampled.tokens, batch.tokens) and sampled.labels.dtype == torch.int64
 
         def entropy(micro, output):
-            logits = policy.module.head_input(output) @ policy.module.head_weight().t()
+            logits = policy.head.head_input(output) @ policy.head.head_weight().t()
             logprobs = logits.double().log_softmax(-1)
             return -(logprobs.exp() * logprobs).sum(-1)
 

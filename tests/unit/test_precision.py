@@ -371,16 +371,16 @@ def test_a_pass_that_only_finds_scales_leaves_no_trace(models) -> None:
         assert twice.trainer._lacks_gradient_scales and not twice.trainer._lacks_scales
         assert twice.update(batch) == plain.update(batch)
         assert not twice.trainer._lacks_gradient_scales
-        for ours, theirs in zip(twice.module.parameters(), plain.module.parameters()):
+        for ours, theirs in zip(twice.chunks.parameters(), plain.chunks.parameters()):
             assert torch.equal(ours, theirs)
 
 
 def test_originals_gradients_and_moments_are_float32_beside_bfloat16_parameters(models) -> None:
     for model in models(bf16=True):
         model.update(ragged_batch())
-        backbone = [p for name, p in model.module.named_parameters() if "output_layer" not in name]
+        backbone = [p for name, p in model.chunks.named_parameters() if "output_layer" not in name]
         assert {p.dtype for p in backbone} == {torch.bfloat16}
-        assert {p.main_grad.dtype for p in model.module.parameters()} == {torch.float32}
+        assert {p.main_grad.dtype for p in model.chunks.parameters()} == {torch.float32}
         originals = [p.main_param for p in backbone]
         assert {p.dtype for p in originals} == {torch.float32}
         assert all(
@@ -390,7 +390,7 @@ def test_originals_gradients_and_moments_are_float32_beside_bfloat16_parameters(
             model.trainer.optimizer, "chained_optimizers", [model.trainer.optimizer]
         )
         states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
-        assert len(states) == len(list(model.module.parameters()))
+        assert len(states) == len(list(model.chunks.parameters()))
         assert {state[kind].dtype for state in states for kind in ("exp_avg", "exp_avg_sq")} == {
             torch.float32
         }
@@ -399,12 +399,12 @@ def test_originals_gradients_and_moments_are_float32_beside_bfloat16_parameters(
 def test_heads_are_no_layers_of_transformer_engine(models) -> None:
     """FP8 contexts exist inside `decoder` alone; both heads are outside and none of its modules."""
     for model in models(bf16=True):
-        inside = set(model.module.decoder.modules())
-        head = getattr(model.module, "output_layer", None)
+        inside = set(model.chunks[0].decoder.modules())
+        head = getattr(model.chunks[0], "output_layer", None)
         assert head is not None and head not in inside
         assert type(head).__module__.split(".")[0] in ("megatron", "ragen_mega", "torch")
     _, critic = models(bf16=True)
-    assert critic.module.output_layer.weight.dtype == torch.float32
+    assert critic.chunks[0].output_layer.weight.dtype == torch.float32
 
 
 def test_without_transformer_engine_layers_are_local(models) -> None:

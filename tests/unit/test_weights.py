@@ -99,7 +99,11 @@ def test_vocabulary_is_padded_with_zero_rows_as_the_engine_pads_it() -> None:
     [
         (ParallelConfig(tensor_model_parallel_size=8), r"key-value heads \(4\)"),
         (ParallelConfig(tensor_model_parallel_size=3), r"attention heads \(8\)"),
-        (ParallelConfig(pipeline_model_parallel_size=8), r"layers \(4\)"),
+        (ParallelConfig(pipeline_model_parallel_size=8), r"\(8\) must be at most .* layers \(4\)"),
+        (
+            ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3),
+            r"\(2\) x virtual_pipeline_model_parallel_size \(3\) must be at most .* layers \(4\)",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused(parallel: ParallelConfig, message: str) -> None:

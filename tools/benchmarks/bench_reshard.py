@@ -52,7 +52,7 @@ from ragen_mega.megatron.resharding import (
     gather,
     serve,
 )
-from ragen_mega.megatron.weights import slots
+from ragen_mega.megatron.weights import held
 from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
@@ -150,11 +150,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     groups = initialize(arguments.layout)
     model = build_policy_model(hf, transformer_config(hf, arguments.layout), groups)
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    local = [(slot, parameter.detach()) for slot, parameter in held(model)]
+    tensors = {slot.parameter: tensor for slot, tensor in local}
     for tensor in tensors.values():
         if tensor.dim() > 1:  # the others are the same on all tensor-parallel ranks
             tensor.normal_()
-    local = [(slot, tensors[slot.parameter]) for slot in slots(model)]
     plan = ReshardPlan.build(groups, local, bucket_bytes=arguments.bucket_mb * 2**20)
     rollout_tp = arguments.rollout_tensor_parallel_size
     engine_rank = distributed.rank() % rollout_tp

@@ -95,7 +95,7 @@ def random_batch(num_tokens: int, length: int, vocab_size: int, seed: int) -> To
 
 def sample_labels(policy: MegatronPolicy, batch: TokenBatch) -> TokenBatch:
     """Return the batch with labels that the policy samples at each position."""
-    module = policy.module
+    module = policy.head
 
     def sample(_: TokenBatch, output: Tensor) -> Tensor:
         weight, rows = module.head_weight().t(), module.head_input(output).split(ROWS_OF_LOGITS)
@@ -159,7 +159,7 @@ def measure_ratios(
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
     models = {
-        name: build_policy_model(hf, transformer_config(hf, parallel), groups)
+        name: build_policy_model(hf, transformer_config(hf, parallel), groups)[0]
         for name, parallel in variants.items()
     }
     for model in models.values():

@@ -16,7 +16,16 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Ranks that share every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1
-    """Pipeline stages (PP)."""
+    """Pipeline stages (PP). Where they do not divide the layers, the last one has a layer fewer
+    than others, then the first one, then those beside them.
+    """
+    virtual_pipeline_model_parallel_size: Annotated[
+        Count, OnlyWith("pipeline_model_parallel_size", "--pipeline-model-parallel-size 2")
+    ] = 1
+    """Chunks of layers on each pipeline stage (VP). A microbatch passes the first chunks of all
+    stages, then the second ones, and so on. Stages wait for each other for 1/VP of the time, send
+    VP times as many activations, and keep more of them.
+    """
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer (EP): consecutive ones of a pipeline stage, whether
     tensor- or data-parallel. Each holds whole experts, and tokens travel to the rank of theirs.
@@ -27,6 +36,10 @@ class ParallelConfig(Section):
     """Shard activations between tensor-parallel regions over the sequence (needs TP > 1)."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
+    optimizer_cpu_offload: bool = False
+    """Keep Adam's moments and the float32 copies of parameters in host memory. An update passes
+    them through the device part by part, with the same result to the bit.
+    """
     recompute: Recompute | None = None
     """Recompute activations in the backward pass: none, the feed-forward part of each layer, which
     holds most of them, or whole layers (default: none, or what the memory of a rank demands).
@@ -93,6 +106,16 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"fp8 {self.fp8} works beside bfloat16 parameters; add --bf16 or drop --fp8"
             )
+
+    @property
+    def cut(self) -> tuple[int, int, int, int]:
+        """Sizes of tensor, pipeline and expert parallelism, and chunks of a pipeline stage."""
+        return (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size,
+        )
 
     @property
     def recomputation(self) -> Recompute:
