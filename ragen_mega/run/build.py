@@ -483,6 +483,11 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     if error := server_error(shape, tp, ep):
         raise ValueError(error)
     if config.rollout.rollout_engine == "sglang" and capability is None:
+        if config.train.routing_replay == "engine":
+            raise ValueError(
+                "routing_replay engine needs GPUs with rollout_engine sglang, which keeps routes in"
+                " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
+            )
         check_cpu_cut(shape, tp, ep)
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
@@ -492,10 +497,8 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
-    if config.rollout.rollout_engine == "sglang":
-        settings = server_settings(config)  # raises for what no server here can do
-        if config.rollout.sglang_arguments:
-            on_main(settings.check_command_line)
+    if config.rollout.sglang_arguments:
+        on_main(lambda: server_settings(config).check_command_line())
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

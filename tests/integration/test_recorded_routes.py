@@ -16,8 +16,8 @@ from ragen_mega.config import parse
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
-from ragen_mega.models.huggingface import random_weights
-from ragen_mega.run.build import build
+from ragen_mega.models.huggingface import load_config, random_weights
+from ragen_mega.run.build import build, check_engine
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.runs import finish, launch, metrics, state
@@ -93,11 +93,15 @@ def test_routes_are_recorded_stored_and_replayed(
 
 
 def test_what_no_run_can_replay(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    hf, runs = load_config(str(tmp_path / "model")), tmp_path / "runs"
+    on_server = parse([*FLAGS, "--rollout-engine", "sglang"])
     for start, said in (
+        (lambda: check_engine(on_server, hf), "engine .* sglang"),
         (lambda: parse([*FLAGS, "--routing-replay", "policy"]), "old_logprobs auto"),
-        (lambda: build(parse([*FLAGS, "--output", str(tmp_path)])), "engine .* qwen2"),
+        (lambda: build(parse([*FLAGS, "--output", str(runs)])), "engine .* qwen2"),
     ):
         with pytest.raises(ValueError, match=f"routing_replay .*{said}") as caught:
             start()
         assert "\n" not in str(caught.value)
-    assert not any(tmp_path.iterdir())
+    assert not runs.exists()

@@ -167,11 +167,10 @@ class ServerSettings:
         for name, is_on in (
             ("rollout_deterministic", self.deterministic),
             ("rollout_fp8", self.fp8),
-            ("routing_replay engine", self.returns_routes),
         ):
             if is_on and self.device == "cpu":
                 raise ValueError(
-                    f"{name} needs what SGLang has for GPUs only; leave it off on a CPU"
+                    f"{name} needs kernels that SGLang has for GPUs only; leave it off on a CPU"
                 )
 
     def arguments(self, model: Path, port: int) -> list[str]:
