@@ -264,7 +264,7 @@ class Round:
     server_kills: int  # times that a process of an SGLang server was killed
     damage: str | None
     # Step at which it began, which must be the newest sound checkpoint's, else 0; None if it was
-    # killed before that.
+    # killed before that, or was finished already.
     begun: int | None
     seconds_to_vanish: float  # from the kill until no process of the run was left
     problems: list[str]
@@ -386,6 +386,8 @@ def play_round(
         (int(path.name.removeprefix("step_")) for path in run.intact_checkpoints(tainted)),
         default=0,
     )
+    summary = run.directory / SUMMARY_FILE
+    was_finished = summary.exists()  # then a start says so, and reads no checkpoint
     launcher = run.start()
     hit, server_kills = "end", 0
     if target == "server":
@@ -399,15 +401,15 @@ def play_round(
     if hit == "end" and launcher.returncode:
         problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
     resumed = RESUMED.search(run.said())
-    begun = int(resumed.group(1)) if resumed else None if hit == "setup" else 0
+    begun = int(resumed.group(1)) if resumed else None if hit == "setup" or was_finished else 0
     if begun not in (None, expected):
         problems.append(f"went on from step {begun} instead of {expected}")
     if "Traceback" in run.said():
         problems.append("a traceback was printed")
     damaged = None
-    # Nothing reads the checkpoints of a finished run again.
-    damages &= hit != "end" and not (run.directory / SUMMARY_FILE).exists()
-    if damages and (intact_checkpoints := run.intact_checkpoints(tainted)):
+    damages &= hit != "end" and not summary.exists()
+    intact_checkpoints = run.intact_checkpoints(tainted)
+    if damages and len(intact_checkpoints) > 1:  # with none left a run does not begin anew
         damaged = damage(intact_checkpoints[0], generator)
         tainted.add(identity(intact_checkpoints[0]))
     return Round(run.layout.name, target, hit, server_kills, damaged, begun, seconds, problems)

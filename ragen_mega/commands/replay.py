@@ -352,7 +352,8 @@ def main(arguments: argparse.Namespace) -> int:
         lines = replay_agents(arguments)
         print("\n".join(lines))
         return min(1, len(lines) - 1)
-    _, num_ranks = read_config(arguments)
+    config, num_ranks = read_config(arguments)
+    read_row(config.run_directory / METRICS_FILE, arguments.step)  # before ranks begin
     relaunch(num_ranks, "replay", arguments.argv)
     result = replay(arguments)
     if distributed.is_main():

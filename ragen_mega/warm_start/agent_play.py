@@ -80,12 +80,16 @@ def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt
 
 
 def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: float) -> Example:
-    """Return an example whose answers are ideal with probability `skill`."""
+    """Return an example whose answers are ideal with probability `skill`. Raises ValueError if an
+    error ends every episode with ideal answers, which are played unless `skill` is 1.
+    """
     ideal = _ideal(config.agent.agent_example)
     if skill == 1:
         return ideal
     others: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for trajectory in _play(config, renderer, ideal, _tasks(config, name, range(_OTHERS))):
+    played = _play(config, renderer, ideal, _tasks(config, name, range(_OTHERS)))
+    check_ends(in_groups(played))
+    for trajectory in played:
         for call, text in _calls(trajectory, renderer):
             others[call["role"], call["index"]].append(text)
 
@@ -146,14 +150,13 @@ def _play(
     config: StarPOConfig, renderer: ChatRenderer, example: Example, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     """Play episodes of an agent with an example as its model. Raises ValueError if none of them
-    asks for an answer or all end by an error, and for an example that fails.
+    asks for an answer, and for an example that fails.
     """
     settings = play_settings(
         config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
     )
     settings = replace(settings, answers=ExampleAnswers(renderer, example))
     played = collect(NoEngine(), renderer, tasks, settings)
-    check_ends(played)
     return [trajectory for group in played for trajectory in group.trajectories]
 
 

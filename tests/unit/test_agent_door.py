@@ -505,7 +505,7 @@ def test_256_episodes_of_20_calls_lose_nothing_and_double_nothing():
         assert sampled(trajectory) == heard[trajectory.outcome_seed]
         assert len(trajectory.turns) == 20 and trajectory.breaks == []
     assert len({text for texts in heard.values() for text in texts}) == 256 * 20
-    assert memory[3] - memory[0] < 256 * 15 * 8192  # a call keeps its own messages and tokens
+    assert memory[3] - memory[0] < 256 * 15 * 16384  # a call keeps its own messages and tokens
 
 
 def test_agents_are_held_between_calls_and_go_on():

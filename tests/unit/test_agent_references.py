@@ -1,9 +1,12 @@
 """Reference players of an agent whose ideal answers are known."""
 
+from pathlib import Path
+
 import pytest
 
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import evaluation_prompts
+from ragen_mega.run.check import check_environments
 from ragen_mega.warm_start.agent_play import example_references
 
 SIDES = ("heads", "tails")
@@ -36,3 +39,42 @@ def test_references_of_an_agent_are_its_example_and_answers_of_other_episodes(ex
     # 256 answers, each right with probability 1/2: six standard deviations.
     assert found.random == pytest.approx(0.5, abs=6 * 0.5 / 256**0.5)
     assert found.random_ci_low < found.random < found.random_ci_high
+
+
+def wrong(task, client):
+    return {"reward": run(task, client)}["wieght"]
+
+
+def fragile(task, client):
+    if task["seed"] % 2:
+        raise RuntimeError("tails is lost")
+    return run(task, client)
+
+
+def test_an_agent_that_always_raises_ends_its_run_at_the_first_example() -> None:
+    name = f"{__name__}:wrong"
+    config = parse(["--agent", name, "--agent-example", f"{__name__}:ideal", "--no-think"])
+    place = rf"KeyError: 'wieght' \(in wrong, {__file__}:{wrong.__code__.co_firstlineno + 1}\)"
+    with pytest.raises(ValueError, match=rf"{name} must finish an episode, .*: {place}"):
+        example_references(config, f"agent:{name}", [(123, None)])
+
+
+def test_errors_of_an_agent_with_an_example_are_said() -> None:
+    name = f"{__name__}:fragile"
+    config = parse(["--agent", name, "--agent-example", f"{__name__}:ideal", "--no-think"])
+    prompts = evaluation_prompts(config.environment, f"agent:{name}", 8, None)
+    found = example_references(config, f"agent:{name}", prompts)
+    assert found.optimum == 0.5 and "16 of 32 random episodes" in found.errors_say
+    assert "RuntimeError: tails is lost (in fragile, " in found.errors_say
+
+
+def test_imports_of_an_agent_are_not_timed_as_its_building(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_agent.py").write_text(
+        "import time\n\ntime.sleep(0.6)\n\n\ndef run(task, url, key):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--agent", "late_agent:run", "--agent-example", f"{__name__}:ideal"]
+    config = parse([*flags, "--environment-timeout", "0.4"])
+    check_environments(config.environment)

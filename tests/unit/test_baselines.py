@@ -128,3 +128,25 @@ def test_environment_without_a_solver():
         optimal_actions(Coin())
     with pytest.raises(ValueError, match="one board or seed"):
         baselines("coin", [], EpisodeConfig())
+
+
+class Fragile(Coin):
+    """Raises for one of its answers, so that it ends three of four random episodes."""
+
+    def step(self, action):
+        if action == "Tails":
+            raise RuntimeError("tails is lost")
+        return super().step(action)
+
+
+def test_errors_of_the_random_player_are_said():
+    register("fragile", Fragile)
+    result = baselines("fragile", range(100), EpisodeConfig())
+    assert result.random == pytest.approx(0.25, abs=0.04), "an error counts as lost"
+    num_failed, num_episodes = map(
+        int, result.errors_say.split(": ")[1].split(" random")[0].split(" of ")
+    )
+    assert num_episodes == 3200 and num_failed == 3200 - round(3200 * result.random)
+    assert "RuntimeError: tails is lost (in step, " in text(result, Budget(), "seeds")
+    register("coin_again", Coin)
+    assert baselines("coin_again", range(3), EpisodeConfig()).errors_say is None

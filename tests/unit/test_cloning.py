@@ -5,8 +5,10 @@ takes as many steps as it was told to.
 import io
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.run_directory import BASE, WARM_START
 from ragen_mega.warm_start.clone import fit
 from ragen_mega.warm_start.small_model import (
+    _fit,
     scripted_play,
     take_warm_start,
     warm_start_critic,
@@ -92,6 +95,34 @@ def test_it_takes_as_many_steps_as_asked(num_trajectories: int, num_steps: int) 
     assert told == [{"loss": float(number)} for number in range(1, num_steps + 1)]
     drawn = Counter(index for ids in steps for index in ids)
     assert max(drawn.values()) - min(drawn[index] for index in range(num_trajectories)) <= 1
+
+
+@pytest.mark.parametrize(("fall", "num_steps"), [(0.99, 375), (1.0, 200)])
+def test_steps_until_a_loss_is_flat_are_bounded_by_the_flags(fall: float, num_steps: int) -> None:
+    """Two stages of 80 steps each where the loss is flat at once, else of 4/5 of the bound, and a
+    quarter as many while the learning rate falls.
+    """
+    rates, said, clock = [], io.StringIO(), itertools.count(step=60)
+    trainer = SimpleNamespace(
+        schedule=SimpleNamespace(step=lambda count: None), set_lr_factor=rates.append
+    )
+    console = Console(is_writer=True, num_steps=0, file=said, clock=lambda: next(clock))
+    one = Trajectory(group_id=0)
+    one.append_observation([1])
+    one.append_action(Completion([2], [0.0], "stop"))
+    losses = (fall**step for step in itertools.count())
+    found = _fit(
+        SimpleNamespace(trainer=trainer),
+        lambda batch: {"loss": next(losses)},
+        [(pack([one]), 125, 1), (pack([one]), 250, 1)],
+        console,
+        "warm start",
+        seed=0,
+        until_flat=True,
+    )
+    assert len(found) == num_steps and len(rates) == num_steps // 5 and rates[-1] == 0.0
+    counted = re.findall(r"(\d+)/(\d+) loss", said.getvalue())
+    assert counted[0] == ("1", "375") and counted[-1] == (str(num_steps), str(num_steps))
 
 
 def test_the_critic_learns_returns_without_a_kl_that_is_zero(tmp_path: Path) -> None:

@@ -713,7 +713,9 @@ def test_a_picture_does_not_wait_for_a_constructor_that_hangs() -> None:
     said: list[str] = []
     hanging = [Trajectory(0, "hanging", 1, 2)]
     assert pictures(hanging, None, {}, timeout=0.05, say=said.append) is None
-    assert said == ["environment hanging cannot be built: took longer than 0.05 s"]
+    assert said == [
+        "environment hanging cannot be built: took longer than 0.05 s; raise --environment-timeout"
+    ]
 
 
 def test_environments_are_reset_and_used_again_beyond_the_bound(

@@ -6,6 +6,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
+from ragen_mega.commands import replay
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import with_recorded
 from ragen_mega.report.provenance import read_settings
@@ -169,3 +170,14 @@ def test_a_place_that_cannot_be_written_to(output: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("os.access", lambda path, mode: False)  # as for root on a read-only disk
     with pytest.raises(ValueError, match=f"{output} cannot be written .*--output"):
         check_directory(output / "a" / "b", resume=False, overwrite=False)
+
+
+def test_a_step_that_was_not_logged_is_refused_before_replay_starts_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(parse([]).to_dict()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    monkeypatch.setattr("os.execv", lambda *words: pytest.fail(f"ranks begin: {words}"))
+    with pytest.raises(SystemExit):
+        replay.main(["--run", str(tmp_path), "--step", "77", "--num-ranks", "2"])
+    assert "has steps 0 to 1; replay one of these" in capsys.readouterr().err

@@ -60,6 +60,23 @@ class Json(Mute):
 class Deaf(Mute):
     def random_answer(self, draw):
         return json.dumps({"move": "left"})
+
+
+class Blind(Json):
+    def reset(self, seed):
+        if seed % 4 == 0:
+            raise OSError("no light")
+        return super().reset(seed)
+
+
+class Endless(Json):
+    def step(self, action):
+        return "", float("nan"), True, False, {}
+
+
+class Picky(Json):
+    def parse(self, text):
+        return super().parse(text)["move"]
 '''
 
 
@@ -173,6 +190,27 @@ def test_a_parse_that_reads_nothing_is_refused_with_what_it_says(worlds: None) -
     assert any("rehearsed:Mute must read" in note for note in notes)
     with pytest.raises(ValueError, match="rehearsed:Mute must read"):
         check_play(parse(flags[:2], recipe=DEFAULT_RECIPE), renderer_of(good))
+
+
+def test_errors_of_scripted_play_are_said(worlds: None) -> None:
+    config = parse(["--environments", "rehearsed:Blind"], recipe=DEFAULT_RECIPE)
+    error, budget = check_play(config, renderer_of(config))
+    assert f"rehearsed:Blind: {EPISODES // 4} of {EPISODES} scripted episodes ended by" in error
+    assert "seed 100000: OSError: no light (in reset, " in error and "budget" in budget
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "has_remedy"),
+    [("Endless", "not nan", False), ("Picky", "KeyError: 'move' (in parse, ", True)],
+)
+def test_a_world_that_always_fails_is_named_and_blames_answers_where_they_may_be_wrong(
+    name: str, error: str, has_remedy: bool, worlds: None
+) -> None:
+    config = parse(["--environments", f"rehearsed:{name}"], recipe=DEFAULT_RECIPE)
+    with pytest.raises(ValueError, match=f"rehearsed:{name} fails whatever is done") as caught:
+        fit_context(config)
+    assert error in str(caught.value)
+    assert ("random_answer" in str(caught.value)) == has_remedy
 
 
 def test_a_loss_is_flat_once_it_no_longer_falls() -> None:
