@@ -176,9 +176,9 @@ of each of the other 112. An expert of 235B has 3 x 4096 x 1536; all stages toge
 four in each of 94 layers without an exchange, and its server's rank holds 16, or an eighth of each
 of the 124 others. The rest is gathered from three tensor-parallel ranks. For 235B its slices have
 1725701632 elements in layers and 311169024 outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x 4096 +
-2 x 128 + 128 x 4096), and two vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8 of a rank, which is three
-experts of 30B and the down-projection of a fourth, then three; in 235B a tensor of one of the four
-experts is a bucket.
+2 x 128 + 128 x 4096), and two vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8
+of a rank, which is three experts of 30B and the down-projection of a fourth, then three; in 235B a
+tensor of one of the four experts is a bucket.
 """
 
 
