@@ -89,7 +89,8 @@ class _Player:
                 result = self._ask(partial(episode.respond, response))
             except EnvironmentFailed as error:
                 played.turns.append((response, failed_turn(error)))
-                played.is_of_answer = bool(where(error.__cause__))
+                cause = error.__cause__  # none where a time limit was exceeded
+                played.is_of_answer = cause is not None and bool(where(cause))
                 raise
             played.turns.append((response, result))
 
