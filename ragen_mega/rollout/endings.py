@@ -13,6 +13,8 @@ from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
 
+_SEVERAL = 8
+"""Episodes from which on a failure of all of them is no accident."""
 _MAX_REASON = 300
 """Most characters of a reason, so that the place of an error is among them."""
 _MAX_ACTION = 60
@@ -108,10 +110,12 @@ def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = Tr
 
 
 def check_ends(groups: Sequence[TrajectoryGroup]) -> None:
-    """Raise ValueError if an error ended every episode, so that nothing is known about a policy."""
+    """Raise ValueError if an error ended every one of several episodes: nothing is known about a
+    policy, and the next ones would end alike.
+    """
     num_episodes = sum(len(group.trajectories) for group in groups)
     errors = environment_errors(groups)
-    if not errors or len(errors) < num_episodes:
+    if len(errors) < max(num_episodes, _SEVERAL):
         return
     trajectory, reason = errors[0]
     raise ValueError(
