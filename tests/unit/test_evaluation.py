@@ -70,8 +70,9 @@ def test_an_evaluation_says_why_an_episode_failed() -> None:
     said = str(_score("flaky", [TrajectoryGroup(0, played)], 0.5, 2, unknown))
     assert "errors closed 1 of 2" in said and said.endswith("KeyError: 'x' (in step, a.py:3)")
     assert "errors" not in str(_score("flaky", [TrajectoryGroup(0, played[:1])], 0.5, 1, unknown))
-    with pytest.raises(ValueError, match=r"flaky must finish .* each of 1; .* seed 3: KeyError"):
-        _score("flaky", [TrajectoryGroup(0, played[1:])], 0.5, 1, unknown)
+    with pytest.raises(ValueError, match=r"flaky must finish .* each of 8; .* seed 3: KeyError"):
+        _score("flaky", [TrajectoryGroup(0, played[1:] * 8)], 0.5, 8, unknown)
+    assert _score("flaky", [TrajectoryGroup(0, played[1:] * 7)], 0.5, 7, unknown).success == 0
 
 
 @pytest.mark.parametrize(
