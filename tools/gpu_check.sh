@@ -160,7 +160,7 @@ JSON
             --repetitions 1 --recipes tensorwise ;;
         experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
         moe_sync) echo --model "$output/mixture" --repeats 1 ;;
-        reshard) echo --model Qwen2.5-0.5B --memory-gb 0.1 --bucket-mb 4 --repeats 1 ;;
+        reshard) echo --model Qwen2.5-0.5B --memory-gb 0.2 --bucket-mb 4 --repeats 1 ;;
         step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;

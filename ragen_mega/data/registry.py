@@ -164,7 +164,8 @@ class Registry:
             remedy = "check the name, and that the module is installed or in the working directory"
             if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
-            if (known := name.partition(":")[0]) in self.names():
+            known, colon, _ = name.partition(":")
+            if colon and known in self.names():
                 remedy = f"{known} is a name itself, and only a whole number may follow its colon"
             elif isinstance(error, AttributeError) and (
                 module := sys.modules.get(path.split(":")[0])

@@ -38,8 +38,7 @@ def find_gguf(path: Path) -> Path | None:
 def check_hub_name(flag: str, name: str) -> None:
     """Raise ValueError for the path of no model, unless it may be a name on the hub."""
     path = Path(name)
-    is_local = path.exists() or path.parent.is_dir() or path.suffix == ".gguf"
-    if _HUB_NAME.fullmatch(name) and not is_local:
+    if _HUB_NAME.fullmatch(name) and not path.exists() and path.suffix != ".gguf":
         return
     state = "is no GGUF file" if path.exists() else "does not exist"
     fetched = Path("models", name)

@@ -1,10 +1,12 @@
 """Sources of a model: a directory, a GGUF file, the hub of Hugging Face."""
 
 from pathlib import Path
+from textwrap import shorten
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from ragen_mega.config.recorded import beside
 from ragen_mega.models.directory import check_hub_name, find_gguf
 from ragen_mega.models.huggingface import brief
 from ragen_mega.storage.gguf_files import dequantised
@@ -32,6 +34,6 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--load {name} is neither a directory nor a model that the hub gives"
-            f" ({brief(error)}); check the name, the network, or give a local directory"
+            f"--load {name} is no directory here, and the hub does not give it"
+            f" ({shorten(brief(error), 80)}){beside(path)}; check the name, or the network"
         ) from None

@@ -122,7 +122,10 @@ MISTAKES = [
         "(4) must divide the ranks of a node (2) & set --rollout-tensor-parallel-size 1",
     ),
     ("--pipeline-model-parallel-size 2 --num-layers 1", "(2) must be at most & layers (1); lower"),
-    ("--virtual-pipeline-model-parallel-size 2", "does nothing & or set --pipeline-model-parallel-size"),
+    (
+        "--virtual-pipeline-model-parallel-size 2",
+        "does nothing & or set --pipeline-model-parallel-size",
+    ),
     # files
     ("--boards none.jsonl", "none.jsonl & check the path"),
     ("--load ./none", "./none does not exist & give the directory of a model"),
