@@ -336,3 +336,13 @@ def inversion_note(metrics: Mapping[str, float]) -> str | None:
         f" {term} pays failures {margins[term]:.3g} more in the mean; change the weight of {term}"
         " in --reward"
     )
+
+
+def cut_note(metrics: Mapping[str, float], max_context: int) -> str | None:
+    """Say that the context cut every trajectory of a step, by its metrics."""
+    if metrics.get("rollout/truncated_by_context") != 1:
+        return None
+    return (
+        f"every trajectory was cut at --max-context-length {max_context}, so none could end; raise"
+        " it, or shorten observations"
+    )

@@ -53,6 +53,7 @@ from ragen_mega.run.guards import (
     CollapseGuard,
     StartGuard,
     UpdateGuard,
+    cut_note,
     inversion_note,
     nothing_to_learn,
 )
@@ -387,8 +388,10 @@ class Run:
         if not self.rollouts.are_remote:
             log.add("engine", engine_metrics(self.engine))
         result = log.result()
-        if note := inversion_note(result):
-            self.log.note(step, note)
+        max_context = self.config.rollout.max_context_length
+        for note in (inversion_note(result), cut_note(result, max_context)):
+            if note is not None:
+                self.log.note(step, note)
         if num_lost := round(result.get("engine/restarts", 0)):
             lost = f"{num_lost} rollout servers were lost and replaced; see the logs under sglang/"
             self.log.note(step, lost)

@@ -21,7 +21,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.rollout import verifier
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.verifier import Verifier, Verifiers
-from ragen_mega.run.guards import inversion_note, nothing_to_learn
+from ragen_mega.run.guards import cut_note, inversion_note, nothing_to_learn
 
 
 def trajectory(*turns: tuple[list[int], float, dict], group_id: int = 0) -> Trajectory:
@@ -333,3 +333,9 @@ def test_only_what_the_world_itself_does_not_pay_is_inverted(reward: str, invert
     played = [trajectory(([1], value, {"success": good})) for value, good in arms]
     _, logged = shape_rewards([TrajectoryGroup(0, played)], parse_reward(reward))
     assert logged["inverted"] == inverted
+
+
+def test_a_step_whose_trajectories_the_context_cut_says_so() -> None:
+    assert "--max-context-length 512" in cut_note({"rollout/truncated_by_context": 1.0}, 512)
+    for metrics in ({"rollout/truncated_by_context": 0.99}, {}):
+        assert cut_note(metrics, 512) is None
