@@ -58,7 +58,12 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
     whatever is done.
     """
     if trajectories and not any(trajectory.num_sampled_tokens for trajectory in trajectories):
-        raise ValueError(trajectories[0].turns[0].info.get(ERROR, "no token sampled"))
+        first = trajectories[0]
+        reason = first.turns[0].info.get(ERROR, "no token sampled")
+        raise ValueError(
+            f"none of {len(trajectories)} episodes of {first.environment} came to a first answer;"
+            f" mend it. With seed {first.seed}: {reason}"
+        )
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
