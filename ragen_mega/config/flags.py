@@ -110,6 +110,8 @@ class _Parser(argparse.ArgumentParser):
 ELSEWHERE = {
     "learning_rate": "--lr",
     "actor_lr": "--lr",
+    "algo": "--advantage-estimator",
+    "algorithm": "--advantage-estimator",
     "beta": "--kl-coef",
     "kl_beta": "--kl-coef",
     "epsilon": "--clip-ratio-low",
