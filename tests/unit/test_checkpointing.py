@@ -516,5 +516,5 @@ def test_paths_are_absolute_and_a_hub_name_is_a_commit(
     assert config.model.critic_load == str(tmp_path / "critic")
     assert config.evaluation.boards == str(tmp_path / "b.jsonl")
     assert config.rollout.sglang_python == str(tmp_path / "venv/bin/python")
-    with pytest.raises(ValueError, match="--load owner/other is neither"):
+    with pytest.raises(ValueError, match="--load owner/other is no directory here"):
         locate(parse(["--load", "owner/other"]))
