@@ -22,11 +22,11 @@ from ragen_mega.agents.protocol import (
     Reply,
     answer_message,
     call_id,
-    function_tool,
     read_list,
     read_parameters,
     read_stops,
     read_text,
+    tools_reader,
     typed_event,
 )
 
@@ -71,19 +71,6 @@ def _read(
 
 def _read_count(given: Mapping[str, Any]) -> ChatRequest:
     return replace(_read(given, ("model", "messages")), num_answers=0, is_streamed=False)
-
-
-def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    found = []
-    for place, tool in enumerate(read_list(name, value)):
-        is_own = isinstance(tool, dict) and tool.get("type", "custom") == "custom"
-        if not is_own or not isinstance(tool.get("name"), str):
-            raise RequestError(
-                f"tools[{place}] must be a tool of the agent with a name, not {tool!r:.80}",
-                param=f"tools[{place}]",
-            )
-        found.append(function_tool(tool["name"], tool.get("description"), tool.get("input_schema")))
-    return tuple(found)
 
 
 def _messages(name: str, value: Any) -> tuple[ChatMessage, ...]:
@@ -148,7 +135,7 @@ _READERS: Mapping[str, Reader] = {
     "model": TEXT,
     "messages": _messages,
     "system": read_text,
-    "tools": _tools,
+    "tools": tools_reader("custom", "input_schema", "a tool of the agent", default="custom"),
     "stop_sequences": read_stops,
     "max_tokens": COUNT,
     "stream": FLAG,

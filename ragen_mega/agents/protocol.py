@@ -231,6 +231,27 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     return {"type": "function", "function": given}
 
 
+def tools_reader(kind: str, schema: str, what: str, *, default: str | None = None) -> Reader:
+    """Return a reader of tools that have their name beside their type `kind`, and the schema of
+    their arguments under the key `schema`. `default`: the type of a tool without one; `what`: a
+    tool in the words of the error.
+    """
+
+    def read(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+        found = []
+        for place, tool in enumerate(read_list(name, value)):
+            is_known = isinstance(tool, dict) and tool.get("type", default) == kind
+            if not is_known or not isinstance(tool.get("name"), str):
+                raise RequestError(
+                    f"tools[{place}] must be {what} with a name, not {tool!r:.80}",
+                    param=f"tools[{place}]",
+                )
+            found.append(function_tool(tool["name"], tool.get("description"), tool.get(schema)))
+        return tuple(found)
+
+    return read
+
+
 def typed_event(event: Mapping[str, Any]) -> str:
     """Return a server-sent event whose name is its type."""
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

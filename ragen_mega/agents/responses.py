@@ -20,10 +20,10 @@ from ragen_mega.agents.protocol import (
     Reply,
     answer_message,
     call_id,
-    function_tool,
     read_list,
     read_parameters,
     read_text,
+    tools_reader,
     typed_event,
 )
 
@@ -73,19 +73,6 @@ def _stateless(name: str, value: Any) -> None:
     )
 
 
-def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    found = []
-    for place, tool in enumerate(read_list(name, value)):
-        is_function = isinstance(tool, dict) and tool.get("type") == "function"
-        if not is_function or not isinstance(tool.get("name"), str):
-            raise RequestError(
-                f"tools[{place}] must be a function with a name, not {tool!r:.80}",
-                param=f"tools[{place}]",
-            )
-        found.append(function_tool(tool["name"], tool.get("description"), tool.get("parameters")))
-    return tuple(found)
-
-
 def _input(name: str, value: Any) -> tuple[ChatMessage, ...]:
     """Return the messages of a text or of items; those of one answer are one message."""
     if isinstance(value, str):
@@ -133,7 +120,7 @@ _READERS: Mapping[str, Reader] = {
     "model": TEXT,
     "input": _input,
     "instructions": read_text,
-    "tools": _tools,
+    "tools": tools_reader("function", "parameters", "a function"),
     "max_output_tokens": COUNT,
     "stream": FLAG,
     "conversation": _stateless,
