@@ -642,7 +642,7 @@ def test_a_rollout_in_parts_is_the_same_to_the_bit_whatever_the_delays(
         with engine.awake(), Collection(engine, renderer, tasks[:20], settings) as collection:
             engine.load_weights(model.state_dict().items())
             assert collection.play(3) and len(collection.unfinished) == 20
-            collection.add(tasks[20:])
+            collection.add(enumerate(tasks[20:], 20))
             num_parts = 1
             while collection.unfinished:
                 time.sleep(longest / 5)
