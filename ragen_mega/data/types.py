@@ -123,7 +123,6 @@ class Packed(Sequence[Any]):
     """Values in an array, read as from a list: an eighth of its memory, and nothing to build."""
 
     __slots__ = ("array",)
-    __hash__ = None
 
     def __init__(self, array: NDArray) -> None:
         self.array = array

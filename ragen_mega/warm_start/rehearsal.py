@@ -169,7 +169,7 @@ def _unreadable_note(name: str, played: Sequence[ScriptedEpisode]) -> str | None
 def _scripted_groups(
     rollout: RolloutConfig, trajectories: Sequence[Trajectory]
 ) -> list[TrajectoryGroup]:
-    """Make the groups of a step, with as many trajectories each, of these, over and over."""
+    """Make the groups of a step, all of one size, of the given trajectories, over and over."""
     samples = [each for each in trajectories if each.turns and has_return(each)]
     members, size = cycle(samples), rollout.group_size
     return [
