@@ -21,7 +21,9 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.launcher import is_rank
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.reference_players import Baselines
@@ -51,7 +53,7 @@ from ragen_mega.run.build import build_models, set_fields
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
+from ragen_mega.storage.checkpoints import CHECKPOINTS, find_latest
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.train import train_step
@@ -64,19 +66,6 @@ LAYOUT = (
     "use_distributed_optimizer",
 )
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
-
-
-class RecordedRollouts:
-    """Rollouts that are read from the disk, whoever has sampled them."""
-
-    are_remote = False
-
-    def __init__(self, files: RolloutStore) -> None:
-        self._files = files
-
-    def recall(self, step: int) -> list[TrajectoryGroup]:
-        """Read the groups of a step. Collective."""
-        return from_main(lambda: self._files.read(step).groups)
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +147,11 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
     a rollout is missing.
     """
     on_main(lambda: check_rollouts(run, last_step))
-    run.rollouts = RecordedRollouts(run.rollouts.files)
+    files = run.rollouts.files
+    # whoever has sampled them
+    run.rollouts = SimpleNamespace(
+        are_remote=False, recall=lambda step: from_main(lambda: files.read(step).groups)
+    )
     for step in range(run.step, last_step + 1):
         log = run.log.begin(step)
         train_step(run, step, log)
@@ -236,7 +229,8 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     """Return everything that the loop needs to repeat `step`, and where it starts from."""
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
-    checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
+    tell = partial(print, file=sys.stderr)
+    checkpoint = on_main(lambda: find_latest(directory / CHECKPOINTS, tell, last=step))
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     hf = load_config(str(base))
     set_fields(config, hf)
@@ -272,19 +266,6 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         run.restore(checkpoint)
         return run, str(checkpoint.directory)
     return run, "the weights that training started from"
-
-
-def find_start(directory: Path, step: int) -> Checkpoint | None:
-    """Return the newest intact checkpoint at or before `step`; damaged ones are reported and
-    skipped.
-    """
-    for path in sorted(directory.glob("step_*"), reverse=True):
-        if int(path.name.removeprefix("step_")) <= step:
-            try:
-                return read_checkpoint(path)
-            except ValueError as error:
-                print(f"checkpoint {path} is skipped: {error}", file=sys.stderr)
-    return None
 
 
 def compare(
