@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
@@ -48,7 +48,6 @@ _SECONDS_TO_GATHER = 600.0
 """Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
 
-T = TypeVar("T")
 Stage = Callable[[Path], Callable[[], Path]]
 """Copies the state of this rank, collectively; the function that it returns writes it as one file
 of the directory, from any thread.

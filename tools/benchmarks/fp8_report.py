@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
-from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -35,6 +34,7 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
+from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
