@@ -486,8 +486,7 @@ def fit(
     lines = check_fits(shape, setting, device_bytes)
     config = replace(config, parallel=layout)
     if given is None:
-        train = replace(config.train, max_tokens_per_microbatch=tokens)
-        config = replace(config, train=train)
+        config = replace(config, train=replace(config.train, max_tokens_per_microbatch=tokens))
     if tokens < sizes[0] or layout.recomputation != (mode or "none"):
         lines.insert(
             0,
