@@ -148,7 +148,7 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
     """
     on_main(lambda: check_rollouts(run, last_step))
     files = run.rollouts.files
-    # whoever has sampled them
+    # read from the disk, whoever has sampled them
     run.rollouts = SimpleNamespace(
         are_remote=False, recall=lambda step: from_main(lambda: files.read(step).groups)
     )
