@@ -1,5 +1,5 @@
-"""Stand-ins for GPU libraries that SGLang imports when it starts, also where none of their code will
-run.
+"""Stand-ins for GPU libraries that SGLang imports when it starts, also where none of their code
+will run.
 """
 
 import types
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Absent(types.ModuleType):
-    """A module, class or function that can be imported, with any name in it, and that raises when it
-    is called.
+    """A module, class or function that can be imported, with any name in it, and that raises when
+    it is called.
     """
 
     def __getattr__(self, name: str) -> Any:
