@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make a virtual environment in which the real, unmodified SGLang serves on a CPU, to train and test with its engine:
-#   bash tools/setup_sglang_cpu.sh [DIRECTORY]       (default .venv-sglang beside .venv; about 3 GB, some minutes)
+#   bash tools/setup_sglang_cpu.sh [DIRECTORY]       (default .venv-sglang beside .venv; about 2 GB, some minutes)
 # then RAGEN_SGLANG_PYTHON=DIRECTORY/bin/python bash tools/test.sh tests/integration/test_sglang_engine.py
 set -e
 . "$(dirname "$0")/setup_env.sh"
@@ -18,7 +18,7 @@ pip --no-deps --requirement "$parts/requirements-no-deps.txt"
 # Stand-ins for the GPU libraries that SGLang imports when it starts; never over the real ones.
 site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 cp "$parts/absent_on_cpu.py" "$site/"
-for package in torchvision sgl_kernel; do
+for package in triton torchvision sgl_kernel; do
     if [ ! -e "$site/$package" ] || cmp -s "$parts/$package/__init__.py" "$site/$package/__init__.py" ||
         grep -q absent_on_cpu "$site/$package/__init__.py" 2>/dev/null; then
         mkdir -p "$site/$package"

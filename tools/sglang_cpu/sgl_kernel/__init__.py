@@ -3,7 +3,15 @@
 There are no submodules: SGLang takes the absence of some as the sign that a feature is missing.
 """
 
-from absent_on_cpu import Absent
+from collections.abc import Callable
+from typing import Any
+
+from absent_on_cpu import refuse
 
 __version__ = "0.4.5"
-__getattr__ = Absent(__name__).__getattr__
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return refuse(f"sgl_kernel.{name}")
