@@ -90,14 +90,24 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
     rollouts, is_started = [], False
     try:
         for seed in (1, 2):
-            model, began = build_model(seed, getattr(torch, settings.dtype)), time.monotonic()
+            model, times = build_model(seed, getattr(torch, settings.dtype)), [time.monotonic()]
             with engine.awake():
                 is_started = True
+                times.append(time.monotonic())
                 engine.load_weights(cut_stream(model.state_dict().items(), CONFIG, *EngineShard()))
                 engine.start()
+                times.append(time.monotonic())
                 mean = asyncio.run(mean_difference(engine, model))
-            seconds = time.monotonic() - began
-            rollouts.append({"seconds": seconds, "logprob_mean_abs_diff": mean})
+                times.append(time.monotonic())
+                memory = {"awake_free_gib": free_gib()}
+            times.append(time.monotonic())
+            memory["asleep_free_gib"] = free_gib()
+            names = ("start_or_wake", "send", "generate", "sleep")
+            seconds = {
+                f"{name}_seconds": end - start
+                for name, start, end in zip(names, times, times[1:], strict=False)
+            }
+            rollouts.append(seconds | memory | {"logprob_mean_abs_diff": mean})
             if mean > LARGEST_MEAN:
                 raise RuntimeError(
                     f"log-probabilities differ from transformers' by {mean:.3f} in the mean"
@@ -145,6 +155,11 @@ async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float
 
     parts = await asyncio.gather(*map(converse, range(8)))
     return float(torch.cat([difference for part in parts for difference in part]).mean())
+
+
+def free_gib() -> float:
+    """Return the free memory of the whole device, in GiB; 0 without one."""
+    return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
 
 
 @command(

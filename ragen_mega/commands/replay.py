@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.launcher import is_rank
-from ragen_mega.data.types import Trajectory
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.reference_players import Baselines
@@ -65,6 +64,21 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "use_distributed_optimizer",
 )
+
+
+class RecordedRollouts:
+    """Rollouts that are read from the disk, whoever has sampled them."""
+
+    are_remote = False
+
+    def __init__(self, files: RolloutStore) -> None:
+        self._files = files
+
+    def recall(self, step: int) -> list[TrajectoryGroup]:
+        """Read the groups of a step. Collective."""
+        return from_main(lambda: self._files.read(step).groups)
+
+
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
@@ -147,11 +161,7 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
     a rollout is missing.
     """
     on_main(lambda: check_rollouts(run, last_step))
-    files = run.rollouts.files
-    # read from the disk, whoever has sampled them
-    run.rollouts = SimpleNamespace(
-        are_remote=False, recall=lambda step: from_main(lambda: files.read(step).groups)
-    )
+    run.rollouts = RecordedRollouts(run.rollouts.files)
     for step in range(run.step, last_step + 1):
         log = run.log.begin(step)
         train_step(run, step, log)
