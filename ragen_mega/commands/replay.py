@@ -64,6 +64,7 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "use_distributed_optimizer",
 )
+EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
 class RecordedRollouts:
@@ -77,9 +78,6 @@ class RecordedRollouts:
     def recall(self, step: int) -> list[TrajectoryGroup]:
         """Read the groups of a step. Collective."""
         return from_main(lambda: self._files.read(step).groups)
-
-
-EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
