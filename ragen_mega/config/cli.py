@@ -160,8 +160,8 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
 def _take(
     words: Sequence[str], *flags: str, switches: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Take flags with a value, and switches, out of `words`. Returns name -> last value of those
-    that are there, the empty text where it lacks, and the other words.
+    """Take flags with a value, and switches, out of `words`. Returns a map, name -> last value of
+    each flag that was there (the empty text if it had none), and the other words.
     """
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS

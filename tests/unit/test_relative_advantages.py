@@ -83,7 +83,7 @@ def test_whitening_a_constant_gives_zero():
 
 
 def test_a_return_lies_on_the_last_sampled_token():
-    """Of a trajectory without any, and of padding, nothing is paid."""
+    """A trajectory without any gets nothing, and padding neither."""
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool)
     offsets = torch.tensor([0, 4, 4, 6, 8], dtype=torch.int32)
     placed = starpo.place_at_end(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, offsets)
