@@ -76,6 +76,11 @@ class Choice:
     """
 
     def __init__(self, layer: int, config: TransformerConfig) -> None:
+        if config.moe_router_fusion:
+            raise ValueError(
+                "moe_router_fusion chooses experts in one kernel, which replays none; set it to"
+                " False"
+            )
         self.layer = layer
         self.is_of_probabilities = config.moe_router_pre_softmax
         self.routing: Routing | None = None

@@ -468,6 +468,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_256_episodes_of_20_calls_lose_nothing_and_keep_nothing():
     """Every call is answered by a text of its own, which must come back to its agent and be in its
     trajectory once. After the first step the memory of the process grows by less than 1 KiB a call.
