@@ -30,7 +30,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.packing import Part, microbatch, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
+from ragen_mega.megatron.model import build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
@@ -159,7 +159,7 @@ def measure_ratios(
     """
     hf, device, rows = timed_model(hidden), distributed.device(), []
     models = {
-        name: build_policy_model(hf, transformer_config(hf, parallel), groups)[0]
+        name: build_model(hf, transformer_config(hf, parallel), groups)[0]
         for name, parallel in variants.items()
     }
     for model in models.values():
