@@ -361,7 +361,9 @@ def run_layout(layout: Layout, directory: Path) -> None:
                 exported = [("parameter", export_weights(model.chunks, groups))] if step else []
                 if step == 0 and not layout.parallel.use_distributed_optimizer:
                     gradients = model.trainer.gradients()
-                    exported = [("gradient", export_weights(model.chunks, groups, gradients))]
+                    exported = [
+                        ("gradient", export_weights(model.chunks, groups, tensors=gradients))
+                    ]
                 for kind, tensors in exported:
                     for parameter, tensor in tensors:
                         key = Key(kind, architecture, name, parameter)

@@ -24,7 +24,7 @@ ALIGNED = frozenset(
 )
 TYPES = {
     **dict.fromkeys(("X", "DX"), "*bf16"),
-    **dict.fromkeys(("LABELS", "GROUPS"), "*i64"),
+    "LABELS": "*i64",
     **dict.fromkeys(("MASK", "TURN_ENDS"), "*i8"),
     "OFFSETS": "*i32",
 }
@@ -127,11 +127,6 @@ MASKED_CISPO = {"CISPO": True, "DUAL_CLIP": False, "KL": 3, "IMPORTANCE": 2, "MI
 FP32 = {"X": "*fp32", "DX": "*fp32"}
 
 
-def row_configs() -> list[KernelConfig]:
-    """Return the kernels that stream rows of logits; rows and vocabularies of odd sizes too."""
-    return [*_statistics_and_gradients(), *_policy_rows()]
-
-
 def _statistics_and_gradients() -> list[KernelConfig]:
     block, warps = triton_rows.BLOCK, triton_rows.NUM_WARPS
     statistics = KernelConfig(
@@ -224,8 +219,7 @@ def _policy_rows() -> list[KernelConfig]:
     ]
 
 
-def token_configs() -> list[KernelConfig]:
-    """Return the kernels over tokens, trajectories and gradients."""
+def _tokens_and_returns() -> list[KernelConfig]:
     tokens = KernelConfig(
         "policy_tokens",
         triton_token.token_kernel,
@@ -264,5 +258,5 @@ def token_configs() -> list[KernelConfig]:
 
 
 def all_configs() -> list[KernelConfig]:
-    """Return every kernel in every configuration."""
-    return [*row_configs(), *token_configs()]
+    """Return every kernel in every configuration; rows and vocabularies of odd sizes too."""
+    return [*_statistics_and_gradients(), *_policy_rows(), *_tokens_and_returns()]

@@ -18,11 +18,9 @@ from torch import Tensor
 KLKind = Literal["k1", "k2", "k3"]
 KL_KINDS: tuple[str, ...] = get_args(KLKind)
 Surrogate = Literal["clip", "cispo", "gspo"]
-SURROGATES: tuple[str, ...] = get_args(Surrogate)
 ImportanceMode = Literal["truncate", "mask"]
 IMPORTANCE_MODES: tuple[str, ...] = get_args(ImportanceMode)
 Level = Literal["token", "sequence"]
-LEVELS: tuple[str, ...] = get_args(Level)
 NUM_OUTPUTS = 10
 """Number of outputs of the objective per token: the weighted loss, then the fields of `PolicyStats`
 in their order.
@@ -82,9 +80,9 @@ class PolicyObjective:
     def __post_init__(self) -> None:
         cap, floor = self.importance_cap, self.importance_floor
         choices = {
-            "surrogate": SURROGATES,
+            "surrogate": get_args(Surrogate),
             "importance_mode": IMPORTANCE_MODES,
-            "importance_level": LEVELS,
+            "importance_level": get_args(Level),
         }
         _raise_unless(
             *(

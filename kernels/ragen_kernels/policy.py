@@ -157,8 +157,7 @@ def linear_logprobs(
     weight: Tensor,
     labels: Tensor,
     *,
-    active: Tensor | None = None,
-    rows: Tensor | None = None,
+    rows: Tensor,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_valid: int | None = None,
@@ -172,9 +171,8 @@ def linear_logprobs(
         hidden: [T, H].
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
-        active: [T] bool, equal on all ranks of `group`; other rows are skipped and come back as 0.
-        rows: [M] int64, the indices of the active rows, in place of `active`, for which the host
-            waits for the device once to learn how many they are.
+        rows: [M] int64 indices of the active rows, equal on all ranks of `group`; other rows are
+            skipped and come back as 0.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -187,18 +185,17 @@ def linear_logprobs(
             active label out of range.
     """
     result = hidden.new_zeros((2, len(hidden)), dtype=compute_dtype(hidden))
-    ids = active.nonzero().squeeze(1) if rows is None else rows
     hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,
         labels,
-        ids,
+        rows,
         temperature,
         (vocab_start, vocab_valid, group),
         chunk_tokens,
     )
     found = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)
-    return tuple(result.index_copy_(1, ids, found).unbind())
+    return tuple(result.index_copy_(1, rows, found).unbind())
 
 
 @torch.no_grad()

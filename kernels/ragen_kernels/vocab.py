@@ -81,7 +81,7 @@ class VocabShard:
         if least < 0 or most >= self.num_entries:
             raise ValueError(
                 f"labels must be in [0, {self.num_entries}), got {least}..{most}; give masked rows"
-                " weight 0 (or active=False), or a valid label"
+                " weight 0, or a valid label"
             )
 
 

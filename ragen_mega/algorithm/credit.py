@@ -5,8 +5,11 @@ Rewards are credited along sequences of sampled tokens. A trajectory is one sequ
 calls each branch is one: it holds the calls that were sampled in its segment, earns their rewards,
 and earns at its last token all that the episode earned elsewhere.
 
-The packaged estimators come first; `ragen_mega.algorithm.tables` lists them. Their arithmetic is in
-`advantages`.
+The packaged estimators come first; `ragen_mega.algorithm.tables` lists them. GAE:
+arXiv:1506.02438 Eq. 16. Bi-level GAE: RAGEN, arXiv:2504.20073. REINFORCE++: arXiv:2501.03262. Their
+recursions run over sampled tokens only: the successor of a sampled token is the next sampled token
+of its sequence, whatever the environment wrote in between. `ragen_kernels` computes them (Triton
+for CUDA tensors), `advantages` the relative ones.
 """
 
 from collections.abc import Sequence
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ragen_kernels
 import torch
+from ragen_kernels.reference import kl_estimate
 from torch import Tensor
 
 from ragen_mega.algorithm import advantages as starpo
@@ -50,9 +55,13 @@ class CreditInputs:
 
 
 def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute generalised advantage estimation over sampled tokens: `advantages.gae`."""
+    """Compute generalised advantage estimation over sampled tokens (arXiv:1506.02438 Eq. 16).
+
+    A_i = delta_i + gamma lam A_{i+1},  delta_i = r_i + gamma V_{i+1} - V_i,  V = A = 0 after the
+    last sampled token. The returns are A + V.
+    """
     batch = inputs.batch
-    return starpo.gae(
+    return ragen_kernels.gae(
         inputs.rewards, batch.values, batch.loss_mask, inputs.cu_sequences, gamma=gamma, lam=lam
     )
 
@@ -65,19 +74,45 @@ def bilevel_gae(
     turn_gamma: float = 0.95,
     turn_lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate at the turn level, then at the token level: `advantages.bilevel_gae`."""
+    """RAGEN's bi-level GAE: a turn-level pass over turn ends, then a token-level pass within each
+    turn.
+
+    With e_k the last sampled token of turn k and V the critic's value of the state before a token:
+
+        turn level    A_{e_k} = r_{e_k} + turn_gamma V_{e_{k+1}} - V_{e_k}
+                                + turn_gamma turn_lam A_{e_{k+1}}
+        token level   A_i = r_i + gamma V_{i+1} - V_i + gamma lam A_{i+1}
+                      for the other tokens i of turn k,
+
+    V = A = 0 after the last turn. So the token level of turn k ends with the turn's return A_{e_k}
+    + V_{e_k} and never crosses turns. A reward inside a turn (a per-token KL penalty) is
+    credited to that turn's tokens only. Turn ends come from the turns of the tokens; RAGEN takes
+    them from reward != 0, which merges turns that earned exactly 0.
+    """
     batch = inputs.batch
-    return starpo.bilevel_gae(
+    return ragen_kernels.gae(
         inputs.rewards,
         batch.values,
         batch.loss_mask,
-        batch.turn_ids,
         inputs.cu_sequences,
         gamma=gamma,
         lam=lam,
+        turn_ends=_turn_ends(inputs),
         turn_gamma=turn_gamma,
         turn_lam=turn_lam,
     )
+
+
+def _turn_ends(inputs: CreditInputs) -> Tensor:
+    """[T] bool, True at the last sampled token of each turn of a sequence."""
+    mask = inputs.batch.loss_mask
+    positions = mask.nonzero().squeeze(1)
+    bounds = inputs.cu_sequences[1:].to(positions.dtype)
+    owners = torch.searchsorted(bounds, positions, right=True)
+    turns = inputs.batch.turn_ids[positions]
+    is_end = torch.ones_like(positions, dtype=torch.bool)
+    is_end[:-1] = (owners[1:] != owners[:-1]) | (turns[1:] != turns[:-1])
+    return torch.zeros_like(mask).index_copy(0, positions, is_end)
 
 
 def _relative(inputs: CreditInputs, **how: bool) -> tuple[Tensor, None]:
@@ -92,11 +127,20 @@ rloo = partial(_relative, normalize_std=False, leave_one_out=True)
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, None]:
-    """Return returns-to-go, whitened over the batch: `advantages.reinforce_plus_plus`."""
-    batch = inputs.batch
-    return starpo.reinforce_plus_plus(
-        inputs.rewards, batch.loss_mask, inputs.cu_sequences, gamma=gamma
-    ), None
+    """REINFORCE++ (arXiv:2501.03262): the returns-to-go G_i = r_i + gamma G_{i+1} over sampled
+    tokens, whitened over the batch.
+    """
+    mask = inputs.batch.loss_mask
+    # GAE with a critic that is 0 everywhere and without trace decay.
+    to_go, _ = ragen_kernels.gae(
+        inputs.rewards,
+        torch.zeros_like(inputs.rewards),
+        mask,
+        inputs.cu_sequences,
+        gamma=gamma,
+        lam=1.0,
+    )
+    return starpo.whiten(to_go, mask), None
 
 
 def estimate_advantages(
@@ -197,7 +241,7 @@ def _token_rewards(
         elsewhere = earned[0][owners] - earned[1]  # [Q]
         rewards = rewards + starpo.place_at_end(elsewhere, mask, cu_sequences).float()
     if settings.kl_in_reward != "none":
-        penalty = starpo.kl_penalty(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
+        penalty = kl_estimate(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
         rewards = rewards - settings.kl_reward_coef * penalty * batch.loss_mask
     return rewards
 

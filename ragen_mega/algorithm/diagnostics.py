@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median, pvariance, variance
 from typing import Any
 
@@ -54,8 +54,16 @@ def distinct_responses(groups: Sequence[TrajectoryGroup]) -> float:
 
 def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
     """Return the tokens of the first turns; none of a trajectory that could not be played."""
-    firsts = [(member.tokens, member.turns[0]) for member in group.trajectories if member.turns]
-    return [tokens[turn.start : turn.end] for tokens, turn in firsts if turn.end > turn.start]
+    return [_first_response(member) for member in _answered(group)]
+
+
+def _answered(group: TrajectoryGroup) -> list[Trajectory]:
+    """Return the members with tokens in their first turn."""
+    return [m for m in group.trajectories if m.turns and m.turns[0].end > m.turns[0].start]
+
+
+def _first_response(trajectory: Trajectory) -> Sequence[int]:
+    return trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end]
 
 
 def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -157,8 +165,9 @@ class EchoTrapMonitor:
     erratic, and by the time the gradient norm spikes the collapse is hardly reversible.
     """
 
-    def __init__(self, thresholds: EchoTrapThresholds = EchoTrapThresholds()) -> None:
-        self.thresholds = thresholds
+    thresholds = EchoTrapThresholds()
+
+    def __init__(self) -> None:
         # The first `window` values of each signal, and the last `grad_norm_window` + 1.
         self._early: dict[str, list[float]] = {name: [] for name in SIGNALS}
         self._recent: dict[str, list[float]] = {name: [] for name in SIGNALS}
@@ -172,9 +181,6 @@ class EchoTrapMonitor:
             signals: any of `SIGNALS`; a step without an update has no entropy and no gradient norm.
                 A value that is not finite warns as `<signal>_not_finite` and is otherwise left out.
         """
-        unknown = sorted(set(signals) - set(SIGNALS))
-        if unknown:
-            raise ValueError(f"unknown signals {unknown}; the monitor reads {', '.join(SIGNALS)}")
         holding = []
         for name, value in signals.items():
             if not math.isfinite(value):
@@ -196,7 +202,6 @@ class EchoTrapMonitor:
         """
         return deepcopy(
             {
-                "thresholds": asdict(self.thresholds),
                 "early": self._early,
                 "recent": self._recent,
                 "lowest_entropy": self._lowest_entropy,
@@ -205,12 +210,7 @@ class EchoTrapMonitor:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Raises ValueError if its thresholds differ."""
-        if state["thresholds"] != asdict(self.thresholds):
-            raise ValueError(
-                f"the monitor's thresholds differ from the checkpoint's: {asdict(self.thresholds)}"
-                f" here, {state['thresholds']} there; use the same, or start the monitor anew"
-            )
+        """Continue from `state_dict()`."""
         self._early, self._recent = deepcopy(state["early"]), deepcopy(state["recent"])
         self._lowest_entropy, self._active = state["lowest_entropy"], list(state["active"])
 
@@ -383,26 +383,19 @@ class CollapseDetector:
         return signs
 
 
-def probes(
-    groups: Sequence[TrajectoryGroup], *, max_groups: int = 8, max_members: int = 4
-) -> list[TrajectoryGroup]:
-    """Select the trajectories that `diagnose` reads: up to `max_members` of each of up to
-    `max_groups` evenly spaced groups, each cut behind its first response. Probes are their own
-    probes.
+_MOST_GROUPS, _MOST_MEMBERS = 8, 4
+"""Groups that `probes` selects at most, and members of each."""
+
+
+def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Select the trajectories that `diagnose` reads: up to 4 members of each of up to 8 evenly
+    spaced groups, each cut behind its first response.
     """
-    step = max(1, math.ceil(len(groups) / max_groups))
-    members = [
-        [
-            member
-            for member in group.trajectories
-            if member.turns and member.turns[0].end > member.turns[0].start
-        ]
-        for group in groups[::step]
-    ]
+    step = max(1, math.ceil(len(groups) / _MOST_GROUPS))
     return [
-        TrajectoryGroup(group[0].group_id, [_first_turn(member) for member in group[:max_members]])
-        for group in members
-        if group
+        TrajectoryGroup(members[0].group_id, list(map(_first_turn, members[:_MOST_MEMBERS])))
+        for group in groups[::step]
+        if (members := _answered(group))
     ]
 
 
@@ -414,35 +407,31 @@ def _first_turn(trajectory: Trajectory) -> Trajectory:
 
 
 def diagnose(
-    groups: Sequence[TrajectoryGroup],
+    chosen: Sequence[TrajectoryGroup],
     logprobs: Callable[[TokenBatch], Tensor],
     *,
-    max_groups: int = 8,
-    max_members: int = 4,
     reasoning_length: Callable[[Sequence[int]], int] = len,
 ) -> dict[str, float]:
     """Return whether reasoning still depends on its input: `mutual_information` of first responses.
 
-    X is the context before the first sampled token, Z the reasoning sampled there. The reasonings
-    of the `probes` are scored after the X of each of their groups: at most max_groups^2 max_members
-    short sequences, in one pass. If environments are mixed, X also reveals which one is played.
+    X is the context before the first sampled token, Z the reasoning sampled there. All reasonings
+    are scored after the X of each group: at most 8 * 8 * 4 short sequences, in one pass. If
+    environments are mixed, X also reveals which one is played.
 
     Args:
+        chosen: groups of `probes`.
         logprobs: batch -> [T] log-probability of each label under the mask, as the policy that
             sampled the groups computes it.
         reasoning_length: how many leading tokens of a response are its reasoning (default: all).
 
     Returns:
-        `mutual_information`'s numbers; nothing if no trajectory has a turn.
+        `mutual_information`'s numbers; nothing without groups.
     """
-    chosen = probes(groups, max_groups=max_groups, max_members=max_members)
     if not chosen:
         return {}
     members = [group.trajectories for group in chosen]
     inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
-    reasonings = [
-        member.tokens[member.turns[0].start : member.turns[0].end] for member in sum(members, [])
-    ]
+    reasonings = list(map(_first_response, sum(members, [])))
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
     batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])
     owners = torch.repeat_interleave(torch.arange(batch.num_trajectories), batch.lengths.long())

@@ -204,23 +204,6 @@ def find_estimator(name: str) -> Estimator:
     return Estimator(found, tuple(option for option in OPTIONS if option in parameters))
 
 
-def check_estimator(name: str) -> None:
-    """Raise ValueError, in one line, unless the estimator of that name can be called."""
-    found = find_estimator(name)
-    ESTIMATORS.check_call(name, found.function, "inputs", **dict.fromkeys(found.options, 1.0))
-
-
-def check_filter(name: str) -> None:
-    """Raise ValueError, in one line, unless the group filter of that name can be called."""
-    function = find_filter(name).function
-    FILTERS.check_call(name, function, "returns", value=None, keep_zero=False)
-
-
-def check_metric(name: str) -> None:
-    """Raise ValueError, in one line, unless there is a metric of that name that can be called."""
-    METRICS.check_call(name, METRICS.check(name), "groups")
-
-
 def find_filter(name: str) -> Filter:
     """Return the group filter of that name. Raises ValueError if there is none."""
     found = FILTERS.get(name)

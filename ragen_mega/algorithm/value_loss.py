@@ -22,8 +22,6 @@ def value_loss(
     Returns:
         The scalar loss and is_clipped [T] float32, 1 where the clipped branch was taken.
     """
-    if clip is not None and not clip > 0.0:
-        raise ValueError(f"clip must be > 0, got {clip}; use 0.5, or None to switch it off")
     dtype = compute_dtype(values)
     active = weights != 0
     values, old_values, returns, weights = (

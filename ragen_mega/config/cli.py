@@ -28,7 +28,6 @@ RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""
 DEFAULT_RECIPE = "frozen_lake"
 """Recipe of the launch script; the program itself uses no recipe unless one is named."""
-_UNNAMED = "unnamed"
 OWN_RECIPE = "own"
 """Recipe where nobody names one and the default recipe is about other environments."""
 _BELONGS_TO = {
@@ -53,11 +52,7 @@ def _as_environment(argv: Sequence[str]) -> list[str]:
     [--tasks FILE]`, in `argv` by the environment that it stands for. Raises ValueError for another
     environment beside it, and for a flag that would do nothing.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in STANDING_FOR_ENVIRONMENTS:
-        parser.add_argument(flag, nargs="?", const="")
-    found, rest = parser.parse_known_args(argv)
-    options = {name: value for name, value in vars(found).items() if value is not None}
+    options, rest = _take(argv, *STANDING_FOR_ENVIRONMENTS)
     kind, what = ("agent", "my_module:run") if "agent" in options else ("tasks", "FILE")
     if kind not in options:
         for name in options:
@@ -67,7 +62,7 @@ def _as_environment(argv: Sequence[str]) -> list[str]:
         return [*argv]
     text = options.pop(kind)
     others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
-    if others or "" in (text, found.tasks):
+    if others or "" in (text, options.get("tasks")):
         raise ValueError(
             f"--{kind} takes a name and stands for --environments {kind}:{text or what}, not"
             f" {text!r}{''.join(f' beside {other}' for other in others)}; drop one of them"
@@ -121,7 +116,7 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
         ) from None
     base, _ = choose_recipe(flags, DEFAULT_RECIPE)
     if base != OWN_RECIPE:
-        base, _ = split_recipe(flags, "none")
+        base = _take(flags, "--recipe")[0].get("recipe", "none")
     if base not in recipe_names(directory):
         raise ValueError(
             f"--recipe {base!r} in {path} must name one of {', '.join(recipe_names(directory))};"
@@ -162,11 +157,27 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
     return [*flags, *rest]
 
 
+def _take(
+    words: Sequence[str], *flags: str, switches: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Take flags with a value, and switches, out of `words`. Returns a map, name -> last value of
+    each flag that was there (the empty text if it had none), and the other words.
+    """
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for flag in flags:
+        parser.add_argument(flag, nargs="?", const="")
+    for switch in switches:
+        parser.add_argument(switch, action=argparse.BooleanOptionalAction)
+    found, rest = parser.parse_known_args(words)
+    return vars(found), rest
+
+
 def _value(flag: str, words: Sequence[str]) -> str | None:
     """Return the last value that a flag has among `words`; None if the flag is not there."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, nargs="?", const="", dest="value")
-    return parser.parse_known_args(words)[0].value
+    found, _ = _take(words, flag)
+    return next(iter(found.values()), None)
 
 
 def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
@@ -176,9 +187,10 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     recipe of the environment's own name, else to OWN_RECIPE, whose limits follow from scripted
     play.
     """
-    name, rest = split_recipe(argv, _UNNAMED)
-    if name != _UNNAMED or default != DEFAULT_RECIPE:
-        return default if name == _UNNAMED else name, rest
+    found, rest = _take(argv, "--recipe")
+    name = found.get("recipe")
+    if name is not None or default != DEFAULT_RECIPE:
+        return default if name is None else name, rest
     if _value("--load", rest):
         return "none", rest
     about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
@@ -189,24 +201,13 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     return first if not others and first in recipe_names() else OWN_RECIPE, rest
 
 
-def split_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """Return the recipe that `--recipe NAME` names, else `default`, and the other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", nargs="?", default=default, const="")
-    chosen, rest = parser.parse_known_args(argv)
-    return chosen.recipe, rest
-
-
 def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the directory of the run that `--resume RUN_DIR` names and the other words; None and
     all words without a directory.
     """
-    run = _value("--resume", argv)
-    if not run:
-        return None, [*argv]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", nargs="?")
-    return Path(run), parser.parse_known_args(argv)[1]
+    found, rest = _take(argv, "--resume")
+    run = found.get("resume")
+    return (Path(run), rest) if run else (None, [*argv])
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:
@@ -237,14 +238,14 @@ def _less_declared(flags: list[str], played: str) -> list[str]:
     """
     about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
     others = parse_shares(played).keys() - about.keys()
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    dropped: list[str] = []
     with contextlib.suppress(ValueError):  # an unknown name is refused where environments are built
         for group in _LIMITS:
-            is_given = not {flag_of(limit) for limit in group}.isdisjoint(flags)
+            given = list(map(flag_of, group))
+            is_given = not set(given).isdisjoint(flags)
             if is_given and any(declares(name, limit) for name in others for limit in group):
-                for limit in group:
-                    parser.add_argument(flag_of(limit), nargs="?")
-    return parser.parse_known_args(flags)[1]
+                dropped += given
+    return _take(flags, *dropped)[1]
 
 
 def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
@@ -253,17 +254,9 @@ def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
     """
     defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
     for choice, (values, switches) in _BELONGS_TO.items():
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument(choice, nargs="?", dest="choice", default=defaults[choice])
-        of_recipe = parser.parse_known_args(flags)[0].choice
-        parser.set_defaults(choice=of_recipe)
-        if parser.parse_known_args(others)[0].choice == of_recipe:
-            continue
-        for value in values:
-            parser.add_argument(value, nargs="?")
-        for switch in switches:
-            parser.add_argument(switch, action=argparse.BooleanOptionalAction)
-        flags = parser.parse_known_args(flags)[1]
+        of_recipe = _value(choice, flags) or defaults[choice]
+        if (_value(choice, others) or of_recipe) != of_recipe:
+            _, flags = _take(flags, choice, *values, switches=switches)
     return flags
 
 

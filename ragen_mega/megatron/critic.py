@@ -11,7 +11,7 @@ from ragen_mega.algorithm.value_loss import value_loss
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
-from ragen_mega.megatron.model import build_critic_model, transformer_config
+from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights
 
@@ -31,7 +31,7 @@ class MegatronCritic:
     ) -> None:
         self.groups = groups
         self.value_clip = loss.value_clip
-        self.chunks = build_critic_model(hf, transformer_config(hf, parallel), groups)
+        self.chunks = build_model(hf, transformer_config(hf, parallel), groups, is_critic=True)
         self.trainer = Trainer(self.chunks, groups, parallel, train, lr=train.critic_lr)
         self.trainer.cost = self.trainer.cost._replace(per_label=0)  # its head has one row
 

@@ -156,8 +156,9 @@ def _mixture_fields(
 
 
 class QwenModel(GPTModel):
-    """A chunk of the policy: all that this rank holds, or a part of it under the interleaved
-    schedule. The output of the last chunk of the last stage is hidden states, not logits.
+    """A chunk of a policy or critic: all that this rank holds, or a part of it under the
+    interleaved schedule. The output of the last chunk of the last stage is hidden states, not
+    logits; of a critic, values.
     """
 
     def __init__(
@@ -165,11 +166,11 @@ class QwenModel(GPTModel):
         hf: PretrainedConfig,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
-        share_embeddings: bool,
-        chunk: int = 0,
+        is_critic: bool,
+        chunk: int,
     ) -> None:
         shape, stage = ModelShape.of(hf), groups.pp.rank()
-        is_last = chunk == num_chunks(config) - 1
+        is_last = chunk == _num_chunks(config) - 1
         super().__init__(
             config=config,
             transformer_layer_spec=layer_spec(config, chunk),
@@ -177,13 +178,15 @@ class QwenModel(GPTModel):
             max_sequence_length=hf.max_position_embeddings,
             pre_process=stage == chunk == 0,
             post_process=is_last and stage == groups.pp.size() - 1,
-            share_embeddings_and_output_weights=share_embeddings,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not is_critic,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             pg_collection=groups,
             vp_stage=chunk,
         )
-        self.hf, self.shape = hf, shape
+        self.hf, self.shape, self.is_critic = hf, shape, is_critic
+        if is_critic and self.post_process:
+            self.output_layer = ValueHead(config)
         for parameter in self.parameters():
             if parameter.device.type == "cpu":  # as megatron-core makes routers on every machine
                 parameter.data = parameter.data.to(distributed.device())
@@ -206,6 +209,8 @@ class QwenModel(GPTModel):
         return embedded, rotary, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if self.is_critic and self.post_process:
+            return self.output_layer(hidden_states)  # [N]
         return hidden_states  # [N/sp, 1, H]
 
     @property
@@ -267,25 +272,6 @@ class ValueHead(nn.Linear):
         return values.flatten()
 
 
-class QwenCritic(QwenModel):
-    """The same backbone with a scalar head in place of the vocabulary."""
-
-    def __init__(
-        self,
-        hf: PretrainedConfig,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        chunk: int = 0,
-    ) -> None:
-        super().__init__(hf, config, groups, share_embeddings=False, chunk=chunk)
-        if self.post_process:
-            self.output_layer = ValueHead(config)
-
-    def _postprocess(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        hidden_states = super()._postprocess(hidden_states, **arguments)
-        return self.output_layer(hidden_states) if self.post_process else hidden_states
-
-
 def model_inputs(batch: Microbatch, routing: Routing | None = None) -> dict[str, Any]:
     """Return the arguments of `QwenModel.forward` for one packed microbatch."""
     packed = PackedForest.of(batch.forest, batch.input_ids.device)
@@ -298,23 +284,20 @@ def model_inputs(batch: Microbatch, routing: Routing | None = None) -> dict[str,
     )
 
 
-def num_chunks(config: TransformerConfig) -> int:
+def _num_chunks(config: TransformerConfig) -> int:
     """Return the number of chunks that each rank holds of a model."""
     return config.virtual_pipeline_model_parallel_size or 1
 
 
-def build_policy_model(
-    hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
+def build_model(
+    hf: PretrainedConfig,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    *,
+    is_critic: bool = False,
 ) -> nn.ModuleList:
-    """Build the chunks of the policy on this rank, with tied embeddings if the checkpoint ties
-    them.
+    """Build the chunks of a policy on this rank, with tied embeddings if the checkpoint ties them,
+    or those of a critic, with a scalar head in place of the vocabulary.
     """
-    build = partial(QwenModel, hf, config, groups, hf.tie_word_embeddings)
-    return nn.ModuleList(map(build, range(num_chunks(config))))
-
-
-def build_critic_model(
-    hf: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection
-) -> nn.ModuleList:
-    """Build the chunks of the critic on this rank."""
-    return nn.ModuleList(map(partial(QwenCritic, hf, config, groups), range(num_chunks(config))))
+    build = partial(QwenModel, hf, config, groups, is_critic)
+    return nn.ModuleList(map(build, range(_num_chunks(config))))

@@ -14,11 +14,11 @@ from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_shards, export_weights, reshard_plan
+from ragen_mega.megatron.weights import export_weights, reshard_plan
 from ragen_mega.rollout.engine import EngineShard
 
 _MEANS = (
@@ -74,7 +74,7 @@ class MegatronPolicy:
             "forking_share": not self.objective.min_entropy,
         }
         self._means = [name for name in _MEANS if not skipped.get(name)]
-        self.chunks = build_policy_model(hf, transformer_config(hf, parallel), groups)
+        self.chunks = build_model(hf, transformer_config(hf, parallel), groups)
         self.head = self.chunks[-1]
         """The chunk that has the LM head on ranks of the last stage."""
         self.trainer = Trainer(
@@ -116,10 +116,7 @@ class MegatronPolicy:
         """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
-        if part is None:
-            yield from export_weights(self.chunks, self.groups, traffic=self._traffic)
-        else:
-            yield from export_shards(self.chunks, self.groups, part, traffic=self._traffic)
+        yield from export_weights(self.chunks, self.groups, part, traffic=self._traffic)
 
     def sync_metrics(self) -> dict[str, float]:
         """Report the size and the speed of the last export, and its share of the speed of plain

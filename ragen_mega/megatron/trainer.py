@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from ragen_mega.algorithm.aggregation import aggregation_weights
+from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
@@ -182,7 +182,7 @@ class Trainer:
         return _on_all_ranks(result, batch.loss_mask)
 
     def step(
-        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: str = "token-mean"
+        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: AggregationMode = "token-mean"
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
         over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
@@ -196,13 +196,7 @@ class Trainer:
             self.chunks.train()
         self._zero_gradients()
         self.optimizer.zero_grad()
-        weights = aggregation_weights(
-            batch.loss_mask,
-            batch.cu_seqlens,
-            mode=mode,
-            num_tokens=int(batch.loss_mask.sum()),
-            num_trajectories=batch.num_trajectories,
-        )
+        weights = aggregation_weights(batch.loss_mask, batch.cu_seqlens, mode)
         batch = batch.with_fields(weights=weights).by_segment()
         parts = self._parts(batch)
         micros = self._microbatches(batch, parts, at_least=1)

@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from ragen_mega.megatron.model import ValueHead
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
@@ -24,10 +23,9 @@ from ragen_mega.storage.model_readers import check_finite
 def held(chunks: nn.ModuleList) -> Iterator[tuple[Slot, nn.Parameter]]:
     """Yield every parameter of this rank's chunks of a model, with its slot."""
     for chunk in chunks:
-        is_critic = isinstance(getattr(chunk, "output_layer", None), ValueHead)
         offsets = chunk.layer_offset, chunk.expert_offset
         for name, parameter in chunk.named_parameters():
-            yield find_slot(name, chunk.shape, *offsets, is_critic=is_critic), parameter
+            yield find_slot(name, chunk.shape, *offsets, is_critic=chunk.is_critic), parameter
 
 
 def mark_tensor_parallel(chunks: nn.ModuleList) -> None:
@@ -86,37 +84,27 @@ def reshard_plan(chunks: nn.ModuleList, groups: ProcessGroupCollection) -> Resha
 def export_weights(
     chunks: nn.ModuleList,
     groups: ProcessGroupCollection,
+    part: EngineShard | None = None,
+    *,
     tensors: Mapping[str, Tensor] | None = None,
     traffic: Traffic | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor) in one order on all ranks, gathered over tensor and
-    pipeline ranks.
+    pipeline ranks; with `part` (SGLang's name, shard) of this rank's part of a server, by the path
+    that moves the least.
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second
     time. `tensors` replaces the parameters by something of their shapes, such as gradients, under
-    the names that their slots have. `traffic` counts what is moved.
+    the names that their slots have. `traffic` counts what is moved. Raises ValueError where the
+    model cannot be cut into such parts.
     """
-    if tensors is None:
-        yield from gather(reshard_plan(chunks, groups), _by_name(chunks), traffic)
-    else:  # gradients have a dtype of their own
+    if tensors is not None:  # gradients have a dtype of their own
         local = [(slot, tensors[slot.parameter]) for slot, _ in held(chunks)]
         yield from gather(ReshardPlan.build(groups, local), tensors, traffic)
-
-
-def _by_name(chunks: nn.ModuleList) -> dict[str, Tensor]:
-    return {slot.parameter: parameter for slot, parameter in held(chunks)}
-
-
-def export_shards(
-    chunks: nn.ModuleList,
-    groups: ProcessGroupCollection,
-    part: EngineShard,
-    traffic: Traffic | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Stream (SGLang's name, shard) of this rank's part of a server, by the path that moves the
-    least.
-
-    A collective over pipeline stages, and over the ranks that divide a parameter unless the server
-    divides it alike. Raises ValueError where the model cannot be cut that way.
-    """
-    return serve(reshard_plan(chunks, groups), _by_name(chunks), part, traffic)
+        return
+    plan = reshard_plan(chunks, groups)
+    weights = {slot.parameter: parameter for slot, parameter in held(chunks)}
+    if part is None:
+        yield from gather(plan, weights, traffic)
+    else:
+        yield from serve(plan, weights, part, traffic)

@@ -123,14 +123,8 @@ class Cut:
         self, tensors: Sequence[Tensor], sizes: HeadSizes, rank: int, size: int
     ) -> Tensor:
         """SGLang's part of rank `rank` of `size`, from full Hugging Face tensors; a view of them
-        where possible. Raises ValueError where SGLang cannot be divided so.
+        where possible. Where SGLang cannot be divided so, `shape.server_error` says it.
         """
-        for shape in [tensor.shape for tensor in tensors if self.axis is not None]:
-            if self.padded(shape, size)[self.axis] % size:
-                raise ValueError(
-                    f"rollout_tensor_parallel_size ({size}) must divide dimension {self.axis} of a"
-                    f" weight of shape {list(shape)}; choose a divisor"
-                )
         return self.shard_to_server(self.shard(tensors, sizes, rank, size), sizes, rank, size)
 
     def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:

@@ -215,9 +215,6 @@ def locate(config: StarPOConfig) -> StarPOConfig:
     those of dequantised models in place of GGUF files. Collective.
     """
 
-    def absolute(path: str | None) -> str | None:
-        return path if path is None or os.sep not in path else os.path.abspath(path)
-
     def model(name: str | None) -> str | None:
         if name is None or Path(name).is_dir() and not find_gguf(Path(name)):
             return name if name is None else os.path.abspath(name)
@@ -227,6 +224,9 @@ def locate(config: StarPOConfig) -> StarPOConfig:
         distributed.barrier()
         return str(local_directory(name, commit, fetch=False))
 
+    python = config.rollout.sglang_python
+    if python is not None and os.sep in python:  # otherwise it is found in PATH
+        python = os.path.abspath(python)
     boards, start = config.evaluation.boards, config.warm_start.warm_start_from
     examples, imitated = config.environment.prompt_examples_file, config.warm_start.sft_file
     return replace(
@@ -243,7 +243,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
             warm_start_from=start and os.path.abspath(start),
             sft_file=imitated and os.path.abspath(imitated),
         ),
-        rollout=replace(config.rollout, sglang_python=absolute(config.rollout.sglang_python)),
+        rollout=replace(config.rollout, sglang_python=python),
     )
 
 

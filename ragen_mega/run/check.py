@@ -110,20 +110,7 @@ def check_environments(config: EnvironmentConfig) -> None:
 def _check_models(config: StarPOConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.load is None:
-        shape = ModelShape.from_config(
-            {
-                "model_type": "qwen2" if model.num_experts is None else "qwen3_moe",
-                "num_hidden_layers": model.num_layers,
-                "hidden_size": model.hidden_size,
-                "num_attention_heads": model.num_attention_heads,
-                "num_key_value_heads": model.num_query_groups,
-                "intermediate_size": model.ffn_hidden_size,
-                "moe_intermediate_size": model.ffn_hidden_size // model.experts_per_token,
-                "num_experts": model.num_experts,
-                "num_experts_per_tok": model.experts_per_token,
-                "vocab_size": 512,
-            }
-        )
+        shape = ModelShape.from_config(model.small_model(vocab_size=512))
     else:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
 from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.holding import whole
@@ -229,7 +229,8 @@ class StartGuard:
             if (name := first.environment) in self._settled or first.is_tree:
                 continue
             started = [member for member in group.trajectories if member.num_sampled_tokens]
-            outcomes = {_first_prompt(member): member.outcome_seed for member in started}
+            # the tokens before the first answer
+            outcomes = {tuple(m.tokens[: m.turns[0].start]): m.outcome_seed for m in started}
             if len(outcomes) < 2:
                 continue
             self._settled.add(name)
@@ -245,11 +246,6 @@ class StartGuard:
                 " follow one another)"
             )
         return said
-
-
-def _first_prompt(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the tokens before the first answer."""
-    return tuple(trajectory.tokens[: trajectory.turns[0].start])
 
 
 def nothing_to_learn(

@@ -247,20 +247,25 @@ def _reach_next(address: str, through: str) -> None:
         listener.accept()[0].close()
 
 
+_REMEDIES = {
+    "flags": "start all nodes with the same flags",
+    "code": "give all nodes the same files",
+    "packages": "give all nodes the same environment",
+    "hardware": "ask for nodes of one kind",
+}
+"""Parts of a node in which all nodes must agree -> remedy where they do not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Facts that one node reports."""
 
     host: str
     num_ranks: int
-    code: dict[str, str]
-    """Module -> digest of its source, of all that are loaded from this package and from the
-    working directory.
+    parts: dict[str, dict[str, Any]]
+    """Part of `_REMEDIES` -> names in it and their values. Those of code are the modules that are
+    loaded from this package and from the working directory, with digests of their sources.
     """
-    versions: dict[str, str]
-    hardware: str
-    settings: dict[str, Any]
-    """section.name -> value."""
 
 
 def check_agreement(config: StarPOConfig) -> None:
@@ -294,15 +299,18 @@ def describe(config: StarPOConfig) -> Facts:
     return Facts(
         host=platform.node(),
         num_ranks=int(os.environ["LOCAL_WORLD_SIZE"]),
-        code={
-            name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()
-        },
-        versions=versions((*PACKAGES, "tokenizers", "safetensors", "numpy")),
-        hardware=device(),
-        settings={
-            f"{section}.{name}": value
-            for section, values in config.to_dict().items()
-            for name, value in values.items()
+        parts={
+            "flags": {
+                f"{section}.{name}": value
+                for section, values in config.to_dict().items()
+                for name, value in values.items()
+            },
+            "code": {
+                name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+                for name, path in files.items()
+            },
+            "packages": versions((*PACKAGES, "tokenizers", "safetensors", "numpy")),
+            "hardware": {"device": device()},
         },
     )
 
@@ -313,23 +321,13 @@ def disagreement(nodes: Sequence[Facts]) -> str | None:
     """
     first = nodes[0]
     for index, other in enumerate(nodes[1:], start=1):
-        for what, ours, theirs, remedy in (
-            ("flags", first.settings, other.settings, "start all nodes with the same flags"),
-            ("code", first.code, first.code | other.code, "give all nodes the same files"),
-            ("packages", first.versions, other.versions, "give all nodes the same environment"),
-            (
-                "hardware",
-                {"device": first.hardware},
-                {"device": other.hardware},
-                "ask for nodes of one kind",
-            ),
-        ):
-            for name, value in ours.items():
-                if value != theirs[name]:
+        for part, remedy in _REMEDIES.items():
+            for name, ours in first.parts[part].items():
+                theirs = other.parts[part].get(name, ours)
+                if theirs != ours:
                     return (
-                        f"all nodes must have the same {what}: {name} is {value} on node 0"
-                        f" ({first.host}) and {theirs[name]} on node {index} ({other.host});"
-                        f" {remedy}"
+                        f"all nodes must have the same {part}: {name} is {ours} on node 0"
+                        f" ({first.host}) and {theirs} on node {index} ({other.host}); {remedy}"
                     )
     return None
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -41,12 +42,17 @@ from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.endings import PolicyErrors, describe_errors
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
-from ragen_mega.rollout.evaluate import EvaluationResult, mean_references
+from ragen_mega.rollout.evaluate import (
+    EvaluationResult,
+    HeldOut,
+    evaluate_each,
+    mean_references,
+)
 from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
-from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.run.batches import Batches
 from ragen_mega.run.guards import (
     FAULTS,
@@ -57,7 +63,6 @@ from ragen_mega.run.guards import (
     inversion_note,
     nothing_to_learn,
 )
-from ragen_mega.run.held_out import Evaluations
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.placement import Colocated
@@ -155,17 +160,6 @@ class Run:
             stop_if_asked=self.stop_if_asked,
             say=say,
         )
-        self.evaluations = Evaluations(
-            config,
-            self.prompts,
-            self.references,
-            self.engine,
-            self.renderer,
-            self.console,
-            self.placement,
-            self.sync,
-            self.log,
-        )
         self.guard = UpdateGuard(
             directory / FAULTS, max_consecutive=config.train.max_nonfinite_updates, report=say
         )
@@ -196,11 +190,14 @@ class Run:
         """
 
         def notes() -> list[str]:
-            errors = describe_errors(groups)
-            mixed = self.start_guard.check(log.step, groups)
-            mixed += self.start_guard.check_markers(groups)
-            mixed += self.start_guard.check_sampling(groups)
-            return mixed + ([errors] if errors else []) + self.policy_errors.add(groups)
+            guard, errors = self.start_guard, describe_errors(groups)
+            return [
+                *guard.check(log.step, groups),
+                *guard.check_markers(groups),
+                *guard.check_sampling(groups),
+                *([errors] if errors else []),
+                *self.policy_errors.add(groups),
+            ]
 
         for note in on_main(notes):
             self.log.note(log.step, note)
@@ -369,16 +366,53 @@ class Run:
         if done == self.config.train.num_steps:
             self.evaluated = self.evaluate(done, log, config.eval_samples)
         elif config.eval_interval and done % config.eval_interval == 0:
-            log.success = self.evaluations.mean_success(self.evaluate(done, log))
+            log.success = self._mean_success(self.evaluate(done, log))
 
     def evaluate(
         self, step: int, log: StepLog | None = None, samples: int = 1
     ) -> dict[str, EvaluationResult]:
-        """Evaluate every trained environment, and those of --eval-environments, on their held-out
-        initial states under the current weights.
+        """Play `samples` episodes from every held-out initial state of every trained environment,
+        and of --eval-environments, under the current weights. The results are added to `log`.
         """
-        with self.timers.timeline_only("evaluation"):
-            return self.evaluations.play(step, log, samples)
+        config = self.config
+        settings = play_settings(
+            config.rollout,
+            config.environment,
+            temperature=config.evaluation.eval_temperature,
+            seed=0,
+            agent=config.agent,
+        )
+        sets = {
+            name: HeldOut(config.environment, settings, self.prompts[name], self.references[name])
+            for name in config.environment.evaluated
+        }
+        with (
+            self.timers.timeline_only("evaluation"),
+            self.placement.handover(),
+            self.engine.awake(),
+        ):
+            self.sync.send()
+            results = evaluate_each(
+                self.engine,
+                self.renderer,
+                self.console,
+                sets,
+                samples_per_prompt=samples,
+                send_again=self.sync.send_again,
+                watch=lambda name, groups: self.log.trace_evaluation(
+                    step, name, groups, self.prompts[name]
+                ),
+            )
+        for name, result in results.items():
+            self.console.say(f"after {step} steps, {name}: {result}", "bold")
+        if log is not None:
+            numbers = {name: result.to_dict() for name, result in results.items()}
+            log.add("eval", evaluation_metrics(numbers, [*config.environment.shares]))
+        return results
+
+    def _mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
+        """Return the average success over the trained environments."""
+        return fmean(results[name].success for name in self.config.environment.shares)
 
     def close(self, log: StepLog) -> None:
         """Write the row of a step and, if it is due, a checkpoint. Raises Interrupted if the run is
@@ -428,7 +462,7 @@ class Run:
         evaluated = self.evaluated or self.evaluate(
             self.step, samples=self.config.evaluation.eval_samples
         )
-        self.save(self.evaluations.mean_success(evaluated))
+        self.save(self._mean_success(evaluated))
         self.checkpoints.wait()  # safe before an export that may fill the disk
         results = {name: result.to_dict() for name, result in evaluated.items()}
         for name, result in evaluated.items():

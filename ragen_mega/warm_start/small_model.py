@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.rewards import shape_trajectory
@@ -91,32 +91,8 @@ def take_warm_start(config: StarPOConfig) -> None:
 
 
 def small_model(config: ModelConfig, vocab_size: int) -> PretrainedConfig:
-    """Return the small Qwen2 or Qwen3-MoE of runs without --load."""
-    shared = {
-        "vocab_size": vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        # Contexts are short and the widths far below Qwen's: its own 1e6 and 0.02 make the warm
-        # start 2 to 4 times slower.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "initializer_range": 0.1,
-        "dtype": "float32",
-    }
-    if config.num_experts is None:
-        return Qwen2Config(**shared)
-    return Qwen3MoeConfig(
-        **shared,
-        head_dim=config.hidden_size // config.num_attention_heads,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.experts_per_token,
-        moe_intermediate_size=config.ffn_hidden_size // config.experts_per_token,
-        norm_topk_prob=True,
-    )
+    """Return the configuration of the small model of runs without --load."""
+    return AutoConfig.for_model(**config.small_model(vocab_size))
 
 
 def write_small_model(config: StarPOConfig, directory: Path) -> None:

@@ -66,7 +66,9 @@ def policy_loss(x: Inputs) -> Outputs:
 
 
 def logprobs_of_hidden(x: Inputs) -> Outputs:
-    return ragen_kernels.linear_logprobs(x["hidden"], x["head"], x["labels"], active=x["mask"])[:1]
+    return ragen_kernels.linear_logprobs(
+        x["hidden"], x["head"], x["labels"], rows=x["mask"].nonzero().squeeze(1)
+    )[:1]
 
 
 def logprobs_of_logits(x: Inputs) -> Outputs:

@@ -15,11 +15,10 @@ from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
+from ragen_mega.megatron.model import build_model, check_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.resharding import Traffic
 from ragen_mega.megatron.weights import (
-    export_shards,
     export_weights,
     load_weights,
     reshard_plan,
@@ -76,7 +75,7 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
     def work() -> None:
         torch.set_num_threads(1)
         groups = initialize(parallel)
-        model = build_policy_model(HF, transformer_config(HF, parallel), groups)
+        model = build_model(HF, transformer_config(HF, parallel), groups)
         load_weights(model, WEIGHTS.get)
         traffic = Traffic()
         full = list(export_weights(model, groups, traffic=traffic))
@@ -87,7 +86,7 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
         assert traffic.ep_bytes == experts * (ep - 1) // ep
         for size, whole in {(tp, 1), (4, 1), (2, 2), (4, 4)}:
             part, traffic = EngineShard(distributed.rank() % size, size, whole), Traffic()
-            assert_served(dict(export_shards(model, groups, part, traffic)), *part)
+            assert_served(dict(export_weights(model, groups, part, traffic=traffic)), *part)
             # an expert's elements come from another rank unless this rank is their holder
             numbers = range(SHAPE.num_experts)
             wanted = [e for e in numbers if whole == 1 or e * whole // len(numbers) == part.rank]
@@ -147,7 +146,7 @@ def computed(
             for role, model in (("policy", policy), ("critic", critic)):
                 found[f"{role} norm {step}"] = torch.tensor(model.update(batch)["grad_norm"])
                 gradients = model.trainer.gradients()
-                for name, gradient in export_weights(model.chunks, groups, gradients):
+                for name, gradient in export_weights(model.chunks, groups, tensors=gradients):
                     if step == 0:
                         found[f"{role} gradient {name}"] = gradient.clone()
         if distributed.is_main():

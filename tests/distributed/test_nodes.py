@@ -11,7 +11,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -127,29 +126,27 @@ from tests.support.sockets import listening
     assert not list((tmp_path / "runs").iterdir())
 
 
-SAME = Facts(
-    host="a",
-    num_ranks=2,
-    code={"ragen_mega.train": "1f", "world": "2e"},
-    versions={"torch": "2.11.0", "sglang": "none"},
-    hardware="8 x NVIDIA H100",
-    settings={"train.lr": 1e-6, "rollout.num_groups": 8},
-)
+PARTS = {
+    "flags": {"train.lr": 1e-6, "rollout.num_groups": 8},
+    "code": {"ragen_mega.train": "1f", "world": "2e"},
+    "packages": {"torch": "2.11.0", "sglang": "none"},
+    "hardware": {"device": "8 x NVIDIA H100"},
+}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({}, None),
-        ({"settings": SAME.settings | {"train.lr": 1e-5}}, "train.lr is 1e-06"),
+        ({"flags": PARTS["flags"] | {"train.lr": 1e-5}}, "train.lr is 1e-06"),
         ({"code": {"ragen_mega.train": "1e"}}, "ragen_mega.train is 1f"),
         ({"code": {"ragen_mega.train": "1f", "plugin": "3d"}}, None),
-        ({"versions": SAME.versions | {"torch": "2.11.1"}}, "torch is 2.11.0"),
-        ({"hardware": "8 x NVIDIA H200"}, "nodes of one kind"),
+        ({"packages": PARTS["packages"] | {"torch": "2.11.1"}}, "torch is 2.11.0"),
+        ({"hardware": {"device": "8 x NVIDIA H200"}}, "nodes of one kind"),
     ],
 )
 def test_what_differs_between_nodes_is_named(change: dict, said: str | None) -> None:
-    found = disagreement([SAME, replace(SAME, host="b", **change)])
+    found = disagreement([Facts("a", 2, PARTS), Facts("b", 2, PARTS | change)])
     assert found == said if said is None else said in str(found)
 
 

@@ -28,8 +28,7 @@ from ragen_mega.config.cli import RECIPES
 from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import (
-    build_critic_model,
-    build_policy_model,
+    build_model,
     transformer_config,
 )
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, serve
@@ -96,8 +95,8 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
     try:
         for stage, place, groups in built.each_rank():
             with torch.device("meta"):
-                policy = build_policy_model(built.hf, config, groups)
-                critic = build_critic_model(built.hf, config, groups)
+                policy = build_model(built.hf, config, groups)
+                critic = build_model(built.hf, config, groups, is_critic=True)
             for model in (policy, critic):
                 stored = sum(tensor.nbytes for tensor in model.parameters())
                 planned = state_of(built.shape, plain, stage, is_critic=model is critic)

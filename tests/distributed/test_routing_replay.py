@@ -151,7 +151,7 @@ def computed(policy: MegatronPolicy, batch: TokenBatch) -> dict[str, Tensor]:
     found = {"logprobs": policy.logprobs(batch)}
     metrics = policy.update(batch)
     gradients = policy.trainer.gradients()
-    for name, gradient in export_weights(policy.chunks, policy.groups, gradients):
+    for name, gradient in export_weights(policy.chunks, policy.groups, tensors=gradients):
         found[f"gradient {name}"] = gradient.clone()
     names = (*BOTH, *REPLAYED, "computed_share", "routing_unshared")
     return found | {name: torch.tensor(metrics[name]) for name in names if name in metrics}

@@ -16,7 +16,7 @@ from ragen_mega.data.packing import Part, microbatch, pack
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, model_inputs, transformer_config
+from ragen_mega.megatron.model import build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape
@@ -124,7 +124,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     # or tokens would return from experts by way of another copy
     torch.use_deterministic_algorithms(False)
     groups = initialize(parallel)
-    (model,) = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    (model,) = build_model(hf, transformer_config(hf, parallel), groups)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:

@@ -138,7 +138,7 @@ def batch() -> TokenBatch:
 
 def gradients(model: Any) -> dict[str, Tensor]:
     """Hugging Face name -> gradient after an update."""
-    stream = export_weights(model.chunks, model.groups, model.trainer.gradients())
+    stream = export_weights(model.chunks, model.groups, tensors=model.trainer.gradients())
     return {name: value.float().clone() for name, value in stream}
 
 

@@ -232,7 +232,7 @@ def test_linear_logprobs_skips_inactive_rows(backend):
         inputs.hidden,
         inputs.weight,
         torch.where(inputs.weights != 0, inputs.labels, -100),
-        active=inputs.weights != 0,
+        rows=inputs.weights.nonzero().squeeze(1),
         temperature=case.temperature,
         vocab_valid=290,
         chunk_tokens=4,
@@ -277,7 +277,9 @@ def test_bad_vocabulary_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         logprob_entropy(case.logits, case.labels, **change)
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(case.hidden, case.weight, case.labels, active=case.labels >= 0, **change)
+        linear_logprobs(
+            case.hidden, case.weight, case.labels, rows=torch.arange(len(case.labels)), **change
+        )
 
 
 @pytest.mark.parametrize(

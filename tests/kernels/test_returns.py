@@ -93,6 +93,35 @@ def test_float64_stays_float64():
     assert_gae("cpu", case, {"gamma": 0.97, "lam": 0.9}, tolerance=1e-12)
 
 
+def test_a_trajectory_of_a_hundred_thousand_tokens():
+    """The recursion is no loop over tokens: the operations that torch runs do not grow with them,
+    but for the logarithm of a scan.
+    """
+
+    def operations(num_positions):
+        rewards, values = torch.zeros(num_positions), torch.randn(num_positions)
+        rewards[-1] = 1.0
+        loss_mask = torch.ones(num_positions, dtype=torch.bool)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            estimate, _ = gae(
+                rewards, values, loss_mask, torch.tensor([0, num_positions]), gamma=1.0, lam=1.0
+            )
+        # one chain of float32 terms
+        torch.testing.assert_close(estimate, 1.0 - values, atol=1e-4, rtol=0)
+        return sum(event.count for event in profile.key_averages())
+
+    few, many = operations(100), operations(100_000)
+    assert many < few * 5
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 5], [0]])
+def test_nothing_sampled(backend, cu_seqlens):
+    zeros = torch.zeros(5, device=backend.device)
+    offsets = torch.tensor(cu_seqlens, dtype=torch.int32, device=backend.device)
+    estimate, returns = gae(zeros, zeros, zeros.bool(), offsets, gamma=1.0, lam=1.0)
+    assert not estimate.any() and not returns.any()
+
+
 def test_gae_refuses_bad_arguments(backend):
     rewards, values, *layout = on(backend.device, make_trajectories(lengths=(5,), seed=0))
     with pytest.raises(ValueError, match="gamma"):

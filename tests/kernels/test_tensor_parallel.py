@@ -46,12 +46,15 @@ def check_linear(rank: int, dtype: torch.dtype, tolerance: float) -> None:
         assert relative_error(hidden.grad, truth.d_hidden) < tolerance
         assert relative_error(weight.grad, truth.d_weight.split(width)[rank]) < tolerance
         assert_stats(stats, truth.stats, max(1e-6, tolerance))
-        rows = linear_logprobs(*arguments, active=inputs.labels >= 0, **shard)
+        rows = linear_logprobs(*arguments, rows=(inputs.labels >= 0).nonzero().squeeze(1), **shard)
         for actual, expected in zip(rows, (truth.logprobs, truth.entropy), strict=True):
             assert relative_error(actual, expected) < tolerance
     with pytest.raises(ValueError, match="vocab_start"):
         linear_logprobs(
-            *arguments, active=inputs.labels >= 0, vocab_start=7, group=dist.group.WORLD
+            *arguments,
+            rows=(inputs.labels >= 0).nonzero().squeeze(1),
+            vocab_start=7,
+            group=dist.group.WORLD,
         )
 
 

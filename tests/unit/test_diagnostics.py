@@ -12,12 +12,12 @@ from ragen_mega.algorithm.diagnostics import (
     CollapseDetector,
     CollapseThresholds,
     EchoTrapMonitor,
-    EchoTrapThresholds,
     diagnose,
     distinct_responses,
     entropy_by_prompt,
     moving_average,
     mutual_information,
+    probes,
     repetition_across_prompts,
 )
 from ragen_mega.algorithm.filters import group_uncertainty
@@ -470,14 +470,6 @@ def test_resuming_continues_exactly(cut):
     assert second.state_dict() == monitor.state_dict()
 
 
-def test_monitor_errors():
-    monitor = EchoTrapMonitor()
-    with pytest.raises(ValueError, match="unknown signals"):
-        monitor.observe({"kl": 1.0})
-    with pytest.raises(ValueError, match="thresholds differ"):
-        monitor.load_state_dict(EchoTrapMonitor(EchoTrapThresholds(window=5)).state_dict())
-
-
 def test_in_group_reward_std():
     rewards = [[0.0, 1.0, 2.0], [5.0, 5.0], [1.0, -1.0]]
     assert float(group_uncertainty(rewards).mean()) == pytest.approx(
@@ -791,7 +783,7 @@ def random_groups(num_groups, sizes, seed=0):
 def test_diagnose_scores_every_reasoning_behind_every_prompt(cut):
     groups, policy = random_groups(4, [3, 1, 2, 2]), TablePolicy()
     length = (lambda tokens: min(cut, len(tokens))) if cut is not None else len
-    estimate = diagnose(groups, policy.logprobs, reasoning_length=length)
+    estimate = diagnose(probes(groups), policy.logprobs, reasoning_length=length)
     assert policy.passes == [8 * 4], "one pass"
 
     prompts = [group.trajectories[0].tokens[: group.trajectories[0].turns[0].start]
@@ -819,19 +811,18 @@ def test_diagnose_scores_every_reasoning_behind_every_prompt(cut):
     assert estimate == pytest.approx(expected, abs=1e-5)
 
 
-def test_diagnose_takes_groups_and_members_evenly_and_stays_small():
-    groups, policy = random_groups(9, [6] * 9), TablePolicy()
-    diagnose(groups, policy.logprobs, max_groups=3, max_members=2)
-    assert policy.passes == [3 * 2 * 3]
-    few = [TrajectoryGroup(g.group_id, g.trajectories[:2]) for g in groups[::3]]
-    assert diagnose(groups, policy.logprobs, max_groups=3, max_members=2) == diagnose(
-        few, policy.logprobs
-    )
+def test_probes_are_groups_and_members_evenly_spaced():
+    groups = random_groups(17, [6] * 17)
+    chosen = probes(groups)
+    assert [group.group_id for group in chosen] == [0, 3, 6, 9, 12, 15]
+    for group, whole in zip(chosen, groups[::3], strict=True):
+        for cut, member in zip(group.trajectories, whole.trajectories[:4], strict=True):
+            assert cut.tokens == member.tokens[: member.turns[0].end] and len(cut.turns) == 1
 
 
 def test_diagnose_without_turns_says_nothing():
     unplayed = TrajectoryGroup(0, [trajectory(0, [1, 2])])
-    assert diagnose([unplayed], TablePolicy().logprobs) == {} == diagnose([], None)
+    assert diagnose(probes([unplayed]), None) == {}
     played = TrajectoryGroup(1, [trajectory(1, [1, 2], [3, 4])])
-    estimate = diagnose([unplayed, played], TablePolicy().logprobs)
+    estimate = diagnose(probes([unplayed, played]), TablePolicy().logprobs)
     assert estimate["mutual_information"] == 0.0 and estimate["retrieval_chance"] == 1.0

@@ -32,7 +32,7 @@ from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
 from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
@@ -298,7 +298,7 @@ def test_numbers_that_are_none_are_refused_when_they_are_read(value: float, tmp_
     start = write_model(tmp_path / "start")
     edit_tensors(lambda tensors: tensors[K_PROJ].view(-1)[5:6].fill_(value))(start)
     hf, parallel = load_config(str(start)), ParallelConfig()
-    model = build_policy_model(hf, transformer_config(hf, parallel), initialize(parallel))
+    model = build_model(hf, transformer_config(hf, parallel), initialize(parallel))
     for use in (
         lambda: load_weights(model, open_model(start)),
         lambda: convert(start, tmp_path / "target"),
@@ -342,7 +342,7 @@ def our_logits(directory: Path) -> Tensor:
     """By the trainer's load and export and the embedded decoder, in float64."""
     hf, parallel, read = load_config(str(directory)), ParallelConfig(), open_model(directory)
     groups = initialize(parallel)
-    model = build_policy_model(hf, transformer_config(hf, parallel), groups)
+    model = build_model(hf, transformer_config(hf, parallel), groups)
     load_weights(model, read)
     exported = dict(export_weights(model, groups))
     for name, tensor in exported.items():  # every tensor went in and came out

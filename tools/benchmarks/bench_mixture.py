@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, spread, table
-from random_models import model_config
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.megatron.model import build_model, transformer_config
+from ragen_mega.planning.published import model_config
 
 VOCAB = 1024
 """Words of the model around the layer, which is never run."""
@@ -46,7 +46,7 @@ def build(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], None]],
     config = transformer_config(hf, layout)
     if not config.num_moe_experts:
         raise ValueError(f"--model must be a mixture of experts, and {arguments.model} is none")
-    experts = build_policy_model(hf, config, initialize(layout))[0].decoder.layers[0].mlp
+    experts = build_model(hf, config, initialize(layout))[0].decoder.layers[0].mlp
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=distributed.device())

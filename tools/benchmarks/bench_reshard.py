@@ -33,7 +33,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
-from random_models import model_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -43,7 +42,7 @@ from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_names, checksum
 from ragen_mega.data.launcher import run_ranks
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.model import build_policy_model, check_model, transformer_config
+from ragen_mega.megatron.model import build_model, check_model, transformer_config
 from ragen_mega.megatron.resharding import (
     BUCKET_BYTES,
     ReshardPlan,
@@ -56,6 +55,7 @@ from ragen_mega.megatron.weights import held
 from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.published import model_config
 from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 
@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.model, num_hidden_layers=arguments.num_layers, vocab_size=arguments.vocab_size
     )
     groups = initialize(arguments.layout)
-    model = build_policy_model(hf, transformer_config(hf, arguments.layout), groups)
+    model = build_model(hf, transformer_config(hf, arguments.layout), groups)
     local = [(slot, parameter.detach()) for slot, parameter in held(model)]
     tensors = {slot.parameter: tensor for slot, tensor in local}
     for tensor in tensors.values():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ragen_mega.algorithm.tables import Estimator, check_estimator, find_estimator, parse_reward
+from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, find_estimator, parse_reward
 from ragen_mega.config.sections.section import OnlyWith, Section, Share
 
 
@@ -50,7 +50,8 @@ class AdvantageConfig(Section):
     def check(self) -> None:
         parse_reward(self.reward)
         name, declared = self.advantage_estimator, self.estimator
-        check_estimator(name)
+        options = dict.fromkeys(declared.options, 1.0)
+        ESTIMATORS.check_call(name, declared.function, "inputs", **options)
         for option in ("turn_gamma", "turn_lam"):
             if getattr(self, option) is not None and option not in declared.options:
                 raise ValueError(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ragen_mega.algorithm.tables import check_filter, find_filter
+from ragen_mega.algorithm.tables import FILTERS, find_filter
 from ragen_mega.config.sections.section import Section, Share
 
 
@@ -30,7 +30,7 @@ class FilterConfig(Section):
 
     def check(self) -> None:
         name, declared = self.filter_strategy, find_filter(self.filter_strategy)
-        check_filter(name)
+        FILTERS.check_call(name, declared.function, "returns", value=None, keep_zero=False)
         if declared.value == "none" and self.filter_value is not None:
             raise ValueError(
                 f"filter_value {self.filter_value} does nothing with filter_strategy {name}; drop"

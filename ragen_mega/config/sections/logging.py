@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ragen_mega.algorithm.tables import check_metric
+from ragen_mega.algorithm.tables import METRICS
 from ragen_mega.config.sections.section import Natural, Section
 
 
@@ -38,7 +38,7 @@ class LoggingConfig(Section):
 
     def check(self) -> None:
         for name in self.metric_names:
-            check_metric(name)
+            METRICS.check_call(name, METRICS.check(name), "groups")
         if self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""):
             raise ValueError(
                 f"name must be that of one directory, not {self.name!r}; set --output for where it"

@@ -184,11 +184,7 @@ def _clip_grad_by_total_norm(
     """megatron-core's clipping without its assertion that gradients are CUDA tensors."""
     scale = max_norm / (total_norm + 1.0e-6)
     if scale < 1.0:
-        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-        gradients = [
-            getattr(p, attribute) for p in parameters if getattr(p, attribute, None) is not None
-        ]
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
 
 
 def _norm(
