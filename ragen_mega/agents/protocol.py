@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ragen_mega.agents.call_tree import Answer, Call, ChatMessage, RequestError, ToolCall
+from ragen_mega.environments.tool_calls import function_tool
 
 _MOST_STOPS = 16
 
@@ -222,13 +223,6 @@ def answer_message(
     """Return a message of the assistant, with its thought as the tree reads it in a content."""
     before = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     return ChatMessage("assistant", before + content, tuple(tool_calls))
-
-
-def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """Return a tool in the form of chat completions."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    given = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
 
 
 def tools_reader(kind: str, schema: str, what: str, *, default: str | None = None) -> Reader:

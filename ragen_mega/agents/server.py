@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
-from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +30,7 @@ from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
 from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
 from ragen_mega.agents.responses import RESPONSES
 from ragen_mega.data.launcher import open_many_files
+from ragen_mega.rollout.visit import Visit
 
 INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 MOST_BYTES = 8 << 20
@@ -52,17 +52,6 @@ def episode_over() -> Refused:
     )
 
 
-class Visitor(Protocol):
-    """An episode whose agent asks at the door."""
-
-    loop: asyncio.AbstractEventLoop
-    roles: tuple[str, ...]
-    """Names of models that have been asked for."""
-
-    def arrive(self, arrival: Arrival) -> None:
-        """Take a request, in the thread of `loop`."""
-
-
 @dataclass(slots=True)
 class Door:
     """A listening server. The thread ends with the process."""
@@ -70,7 +59,7 @@ class Door:
     listen: str
     url: str = ""
     """Base URL for clients."""
-    _visitors: dict[str, Visitor] = field(default_factory=dict)
+    _visits: dict[str, Visit] = field(default_factory=dict)
     _closed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_KEYS))
 
     def __post_init__(self) -> None:
@@ -105,14 +94,14 @@ class Door:
         run.start()
 
     @contextmanager
-    def open(self, visitor: Visitor) -> Iterator[str]:
-        """Give the key under which the requests of an agent reach `visitor`, during the block."""
+    def open(self, visit: Visit) -> Iterator[str]:
+        """Give the key under which the requests of an agent reach `visit`, during the block."""
         key = f"episode-{secrets.token_urlsafe(18)}"
-        self._visitors[key] = visitor
+        self._visits[key] = visit
         try:
             yield key
         finally:
-            del self._visitors[key]
+            del self._visits[key]
             self._closed.append(key)
 
     def _application(self) -> Starlette:
@@ -132,12 +121,12 @@ class Door:
             ]
         )
 
-    def _visitor(self, request: Request) -> Visitor:
+    def _visit(self, request: Request) -> Visit:
         """Return the episode whose key a request has. Raises Refused if there is none."""
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
         key = given.removeprefix("Bearer ").strip()
-        if key in self._visitors:
-            return self._visitors[key]
+        if key in self._visits:
+            return self._visits[key]
         if key in self._closed:
             raise episode_over()
         raise Refused(
@@ -148,18 +137,15 @@ class Door:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse(models_body(self._visitor(request).roles))
+        return JSONResponse(models_body(self._visit(request).roles))
 
     async def _model(self, request: Request) -> Response:
-        self._visitor(request)
+        self._visit(request)
         return JSONResponse(models_body([request.path_params["name"]])["data"][0])
 
     async def _complete(self, interface: Interface, request: Request) -> Response:
-        visitor, body = self._visitor(request), await _body(request)
-        try:
-            asked = interface.read(read_body(body))
-        except RequestError as error:
-            raise _refused(error) from None
+        visit, body = self._visit(request), await _body(request)
+        asked = interface.read(read_body(body))
         headers = request.headers
         named = headers.get("idempotency-key", "")
         connection = Connection()
@@ -172,10 +158,8 @@ class Door:
         )
         watch = asyncio.create_task(_watch(request, connection))
         try:
-            visitor.loop.call_soon_threadsafe(visitor.arrive, arrival)
+            visit.loop.call_soon_threadsafe(visit.arrive, arrival)
             reply = await asyncio.wrap_future(arrival.reply)
-        except RequestError as error:
-            raise _refused(error) from None
         except (RuntimeError, asyncio.CancelledError):  # the loop has ended
             raise episode_over() from None
         finally:
@@ -203,16 +187,15 @@ def _answered(
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
+        except RequestError as error:
+            refused = Refused(str(error), status=400, code=error.code, param=error.param)
+            return JSONResponse(interface.error(refused), refused.status)
         except Refused as error:
             return JSONResponse(interface.error(error), error.status)
         except ClientDisconnect:
             return Response(status_code=400)
 
     return answer
-
-
-def _refused(error: RequestError) -> Refused:
-    return Refused(str(error), status=400, code=error.code, param=error.param)
 
 
 async def _unknown(request: Request) -> Response:

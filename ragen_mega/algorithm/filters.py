@@ -48,17 +48,20 @@ def has_return(trajectory: Trajectory, judges: Iterable[str] = ()) -> bool:
 
 
 def with_returns(
-    groups: Sequence[TrajectoryGroup], has: Callable[[Trajectory], bool] = has_return
+    groups: Sequence[TrajectoryGroup],
+    has: Callable[[Trajectory], bool] = has_return,
+    *,
+    least: int = 2,
 ) -> list[TrajectoryGroup]:
     """Return the groups with the members that have a return. A group that is left with fewer than
-    two is left out: nothing can be compared in it.
+    `least` is left out: in a group of one, nothing can be compared.
     """
     found = []
     for group in groups:
         members = [member for member in group.trajectories if has(member)]
         if len(members) == len(group.trajectories):
             found.append(group)
-        elif len(members) >= 2:
+        elif len(members) >= least:
             found.append(replace(group, trajectories=members))
     return found
 

@@ -17,12 +17,7 @@ from typing import Any
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.environments.boards import (
-    Board,
-    has_packaged_boards,
-    held_out_seeds,
-    load_boards,
-)
+from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.protocol import Budget, Environment
@@ -30,9 +25,10 @@ from ragen_mega.environments.reference_players import (
     EPISODES_PER_PROMPT,
     MAX_SECONDS,
     Baselines,
+    Prompt,
     baselines,
 )
-from ragen_mega.environments.registry import held_out_options, make, names
+from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options, make
 from ragen_mega.report.metrics import write_json
 
 _DEFAULT_NUM_SEEDS = 256
@@ -46,7 +42,7 @@ OPTION = flag(
     metavar="NAME=VALUE",
 )
 FLAGS = (
-    flag("--environment", f"one of {', '.join(names())}", required=True),
+    flag("--environment", f"one of {', '.join(ENVIRONMENTS.names())}", required=True),
     flag("--boards", "boards to start from", type=Path, metavar="FILE.jsonl"),
     flag("--num-prompts", "the first N boards or seeds (default: all, 256)", type=int, metavar="N"),
     *(
@@ -77,20 +73,20 @@ def choose_prompts(
     options: dict[str, Any],
     path: Path | None,
     num_prompts: int | None,
-) -> tuple[list[int] | list[Board], str]:
+) -> tuple[list[Prompt], str]:
     """Return the prompts and where they come from. Raises ValueError if there are too few."""
     if num_prompts is not None and num_prompts < 1:
         raise ValueError(f"--num-prompts must be at least 1, not {num_prompts}")
     if path is None and not has_packaged_boards(environment):
         seeds = held_out_seeds(environment_name, environment, num_prompts or _DEFAULT_NUM_SEEDS)
-        return list(seeds), f"seeds {seeds[0]} to {seeds[-1]}"
+        return [(seed, None) for seed in seeds], f"seeds {seeds[0]} to {seeds[-1]}"
     boards = load_boards(path, environment_name, **options)
     source = f"packaged boards {boards[0].set}" if path is None else str(path)
     if num_prompts is not None and num_prompts > len(boards):
         raise ValueError(
             f"--num-prompts {num_prompts} exceeds the {len(boards)} boards of {source}; lower it"
         )
-    return boards[:num_prompts], source
+    return [(board.seed, board.rows) for board in boards[:num_prompts]], source
 
 
 def text(result: Baselines, budget: Budget, source: str) -> str:
@@ -136,7 +132,7 @@ def main(arguments: argparse.Namespace) -> None:
     options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
     protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
     name, build = arguments.environment, partial(make, arguments.environment, **options)
-    with briefly(name, build, EnvironmentConfig.environment_timeout) as environment:
+    with briefly(name, build, EnvironmentConfig.environment_timeout) as (_, environment):
         prompts, source = choose_prompts(
             name, environment, options, arguments.boards, arguments.num_prompts
         )

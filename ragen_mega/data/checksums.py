@@ -8,7 +8,7 @@ multilinear hash of the bit pattern (Lemire and Kaser, arXiv:1202.4961): the sum
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 
 import numpy as np
@@ -51,16 +51,7 @@ def checksum_each(tensors: Sequence[Tensor]) -> list[int]:
     return [_combine(own, tensor.shape) for own, tensor in zip(rows, tensors)]
 
 
-def checksums(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return name -> checksum as 16 hexadecimal digits."""
-    tensors = dict(named)
-    values = checksum_each([*tensors.values()])
-    return {name: f"{value:016x}" for name, value in zip(tensors, values)}
-
-
-def check_names(
-    sent: Collection[str], expected: Collection[str], *, receiver: str = "the engine"
-) -> None:
+def check_names(sent: Collection[str], expected: Collection[str]) -> None:
     """Raise ValueError unless exactly the expected names were sent, each once."""
     counts, wanted = Counter(list(sent)), set(expected)
     for what, names in (
@@ -70,20 +61,9 @@ def check_names(
     ):
         if names:
             raise ValueError(
-                f"{receiver} needs each of its {len(wanted)} weights exactly once; {what}:"
+                f"the engine needs each of its {len(wanted)} weights exactly once; {what}:"
                 f" {_few(names)}; check that the weights belong to the model config"
             )
-
-
-def check_checksums(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Raise ValueError unless the engine's checksums are those of what was sent, name by name."""
-    check_names(held, sent)
-    if differing := {name for name, value in sent.items() if held[name] != value}:
-        raise ValueError(
-            f"the engine must hold the bits that were sent; {len(differing)} of {len(sent)}"
-            f" weights differ: {_few(differing)}; send all weights again, and if it stays so"
-            " compare the layouts with tests/distributed/test_resharding.py"
-        )
 
 
 def _few(names: Collection[str]) -> str:

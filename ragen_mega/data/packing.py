@@ -138,14 +138,6 @@ def flatten(rows: Iterable[Sequence], dtype: type[np.generic]) -> Tensor:
     )
 
 
-def minibatches(
-    batch: TokenBatch, minibatch_size: int, *, num_passes: int, generator: torch.Generator
-) -> Iterator[TokenBatch]:
-    """Yield the minibatches of `minibatch_ids`."""
-    for ids in minibatch_ids(batch.num_trajectories, minibatch_size, num_passes, generator):
-        yield batch.select(ids)
-
-
 def minibatch_ids(
     num_trajectories: int, minibatch_size: int, num_passes: int, generator: torch.Generator
 ) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +123,6 @@ class Packed(Sequence[Any]):
     """Values in an array, read as from a list: an eighth of its memory, and nothing to build."""
 
     __slots__ = ("array",)
-    __hash__ = None
 
     def __init__(self, array: NDArray) -> None:
         self.array = array
@@ -229,11 +228,6 @@ class Trajectory:
         """Drop what was recorded with the tokens, `length` of them (None: as many as are held)."""
         absent = Elsewhere(len(self) if length is None else length)
         self.token_fields = dict.fromkeys(recorded_fields(), absent)
-
-    def without_tokens(self) -> Trajectory:
-        """Return a copy as it was before its first token."""
-        empty = {"tokens": [], "loss_mask": [], "rollout_logprobs": [], "turns": [], "breaks": []}
-        return replace(self, **empty, further_fields=_no_values())
 
     def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced

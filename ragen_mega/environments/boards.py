@@ -3,7 +3,10 @@
     {"set": "sokoban_6x6_1box", "seed": 123, "board": ["######", "##P_##", ...]}
 
 `seed` is the prompt seed that belongs to the board; other keys are ignored. The environment defines
-what the rows mean. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
+what the rows mean: its `reset` takes the keyword `board`, and its `accepts_board(rows)` returns
+whether a board has its kind and size; for a malformed board of its kind it raises ValueError that
+names the broken rule. Its attribute `board_set`, if any, names the packaged set that matches its
+options. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
 validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Environment
@@ -29,19 +32,6 @@ class Board:
     set: str
     seed: int
     rows: tuple[str, ...]
-
-
-@runtime_checkable
-class BoardEnvironment(Environment, Protocol):
-    """An environment that can start from a board: its `reset` takes the keyword `board`.
-
-    Its attribute `board_set`, if any, names the packaged set that matches its options.
-    """
-
-    def accepts_board(self, rows: tuple[str, ...]) -> bool:
-        """Return whether a board has this environment's kind and size. For a malformed board of its
-        kind, raises ValueError that names the broken rule.
-        """
 
 
 def packaged_sets() -> list[str]:
@@ -77,7 +67,7 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
     one line, if a line breaks a rule, the file cannot be read or nothing fits.
     """
     environment = make(environment_name, **options)
-    if not isinstance(environment, BoardEnvironment):
+    if not hasattr(environment, "accepts_board"):
         raise ValueError(f"environment {environment_name} does not start from boards; use seeds")
     name = getattr(environment, "board_set", "boards")
     if path is None:
@@ -104,7 +94,7 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
     return fitting
 
 
-def _fits(environment: BoardEnvironment, board: Board) -> bool:
+def _fits(environment: Any, board: Board) -> bool:
     try:
         return guarded(partial(environment.accepts_board, board.rows))
     except EnvironmentFailed as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-Cell = tuple[int, int]
+from ragen_mega.environments.worlds.ways import Cell
 
 SHAPES: Mapping[str, str] = {
     "wall": '<rect width="20" height="20" fill="#5b6472"/>',

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
-from ragen_mega.environments.calls import reset, step
+from ragen_mega.environments.calls import close, reset, step
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
     CUT,
@@ -273,8 +273,9 @@ class Episode:
         # A copy of what was said, because the environment may write into it, or use it again.
         parsed = replace(parsed, actions=copy.deepcopy(actions))
         results = self._execute(actions)
+        last = results[-1] if results else StepResult(self.observation, 0.0, False)
         if results:
-            self._is_success = is_success(results[-1])
+            self._is_success = is_success(last)
         info = {"success": self._is_success} | _turn_info(parsed, results)
         if parsed.problem:
             info[PROBLEM] = parsed.problem
@@ -282,13 +283,10 @@ class Episode:
             info["claims"] = (sum(claims), len(claims))
         self._num_turns += 1
         reward = math.fsum(result.reward for result in results)
-        terminated = bool(results) and results[-1].terminated
-        truncated = not terminated and (
-            (bool(results) and results[-1].truncated) or self.actions_left == 0
-        )
+        terminated = last.terminated
+        truncated = not terminated and (last.truncated or self.actions_left == 0)
         if truncated:
-            is_own = bool(results) and results[-1].truncated
-            info[TRUNCATED_BY] = "environment" if is_own else "budget"
+            info[TRUNCATED_BY] = "environment" if last.truncated else "budget"
         self.done = terminated or truncated
         messages = () if self.done else self._next_messages(results, reward, parsed.problem)
         if num_quoted := sum(message.content.count(CUT) for message in messages):
@@ -301,6 +299,10 @@ class Episode:
             truncated=truncated,
             info=info,
         )
+
+    def close(self) -> None:
+        """Close the environment."""
+        close(self.environment)
 
     def _execute(self, actions: Sequence[Action]) -> list[StepResult]:
         """Run the actions in order until the environment ends or the budget does."""

@@ -191,13 +191,14 @@ def _settle(
 
 
 @contextlib.contextmanager
-def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[T]:
-    """Build the environment `name` for readers of its declarations, by `build`, within a time limit
-    of `seconds`; close it on leaving. Raises ValueError as `Worker.build` does.
+def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[tuple[Worker, T]]:
+    """Give the context a thread and what `build` makes in it, the environment `name` or an episode
+    of it; close it on leaving. A call takes at most `seconds`. Raises ValueError as `Worker.build`
+    does.
     """
     worker = Worker(seconds)
-    environment = worker.build(name, build)
+    built = worker.build(name, build)
     try:
-        yield environment
+        yield worker, built
     finally:
-        worker.end(partial(calls.close, environment))
+        worker.end(partial(calls.close, built))

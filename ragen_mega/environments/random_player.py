@@ -24,16 +24,14 @@ def is_drawn(episode: Episode) -> bool:
     )
 
 
-def random_steps(episode: Episode, generator: np.random.Generator, *, count: int) -> list[Action]:
-    """Return the steps for `write_answer`: `count` names of actions; or one step, from the
-    environment's `random_answer`, else a tool call with arguments drawn from its schema, else a
-    word of the observation.
+def random_steps(episode: Episode, generator: np.random.Generator) -> list[Action]:
+    """Return the step for `write_answer`: the name of an action, of which a state may have none;
+    else what the environment's `random_answer` draws, else a tool call with arguments drawn from
+    its schema, else a word of the observation.
     """
     environment = episode.environment
-    if episode.takes_names:
-        if not len(environment.actions):  # none in this state: a turn passes
-            return []
-        return [str(generator.choice(environment.actions)) for _ in range(count)]
+    if episode.takes_names:  # without actions a turn passes
+        return [str(generator.choice(environment.actions))] if len(environment.actions) else []
     draw = random.Random(int(generator.integers(2**62)))
     if hasattr(environment, "random_answer"):
         return [environment.random_answer(draw)]

@@ -8,7 +8,7 @@ solver; else the random player is measured by play, if that is cheap. Interval: 
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.boards import Board
 from ragen_mega.environments.episode import Episode, EpisodeConfig, is_success
-from ragen_mega.environments.pool import EnvironmentFailed, Worker, describe_failures, guarded
-from ragen_mega.environments.protocol import (
-    Action,
-    Environment,
-    References,
-    Solver,
-    stable_seed,
+from ragen_mega.environments.pool import (
+    EnvironmentFailed,
+    Worker,
+    briefly,
+    describe_failures,
+    guarded,
 )
+from ragen_mega.environments.protocol import Environment, References, Solver, stable_seed
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.registry import make
 
@@ -67,37 +66,33 @@ class Baselines:
 
 def baselines(
     name: str,
-    boards_or_seeds: Iterable[int | Board | Prompt | Sequence[str]],
+    prompts: Sequence[Prompt],
     protocol: EpisodeConfig,
     options: Mapping[str, Any] | None = None,
     *,
     timeout: float = 60.0,
 ) -> Baselines:
-    """Return the baselines of environment `name` on the given prompts: seeds, boards, rows of
-    boards, or seeds with rows or None.
+    """Return the baselines of environment `name` on the given prompts.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. `timeout`: seconds that the environment may take to be built or to start
     (0: no limit). Raises ValueError for an unknown environment, option or board, if there
     is no prompt, or if every call of the environment fails.
     """
-    prompts = [_prompt(prompt) for prompt in boards_or_seeds]
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    # Calls may not return, so a thread makes them; it also builds the environment.
-    worker = Worker(timeout)
-    episode = worker.build(name, lambda: Episode(make(name, **(options or {})), protocol))
-    environment = episode.environment
-    solver: Solver | None = getattr(environment, "solver", None)
     errors_say = None
-    try:
+
+    def build() -> Episode:
+        return Episode(make(name, **(options or {})), protocol)
+
+    with briefly(name, build, timeout) as (worker, episode):
+        solver: Solver | None = getattr(episode.environment, "solver", None)
         if solver is None:
             rate, errors_say = _measure_random(name, worker, episode, prompts)
             solved = [References(rate, None, None)]
         else:
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
-    finally:
-        worker.end(partial(calls.close, environment))
     random = _mean_if_known([references.random for references in solved])
     interval = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
@@ -114,14 +109,6 @@ def baselines(
         is_exact=solver is not None and all(references.is_exact for references in solved),
         errors_say=errors_say,
     )
-
-
-def optimal_actions(environment: Environment, *, actions_left: int = 10) -> list[Action]:
-    """Return the next actions of an optimal player, given the true state and a budget of
-    `actions_left` actions; empty if the episode is over. Raises ValueError for an environment
-    without a solver.
-    """
-    return find_solver(environment).optimal_actions(environment, actions_left)
 
 
 def find_solver(environment: Environment) -> Solver:
@@ -149,16 +136,6 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     centre = (rate + z * z / (2 * n)) / scale
     half_width = z * math.sqrt(rate * (1.0 - rate) / n + z * z / (4 * n * n)) / scale
     return max(0.0, centre - half_width), min(1.0, centre + half_width)
-
-
-def _prompt(prompt: int | Board | Prompt | Sequence[str]) -> Prompt:
-    if isinstance(prompt, int):
-        return prompt, None
-    if isinstance(prompt, tuple) and isinstance(prompt[0], int):
-        return prompt
-    if isinstance(prompt, Board):
-        return prompt.seed, prompt.rows
-    return 0, tuple(prompt)
 
 
 def _solve(
@@ -234,7 +211,7 @@ def _play_randomly(
         episode.start(seed, outcome_seed=outcome_seed, board=rows)
         opening = "</think>" if episode.config.think else ""
         while True:
-            answer = write_answer(episode, random_steps(episode, rng, count=1))
+            answer = write_answer(episode, random_steps(episode, rng))
             result = episode.respond(opening + answer)
             if episode.done:
                 return result.info["success"]

@@ -73,11 +73,6 @@ _RESERVED = (
 """Class attributes that belong to the protocol and are not options."""
 
 
-def names() -> list[str]:
-    """Return the names that `make` knows, besides import paths."""
-    return ENVIRONMENTS.names()
-
-
 def register(name: str, environment: Any, **options: Any) -> None:
     """Give an environment class, or a function that builds one, a name; `options` are what the name
     implies. Raises ValueError for a name that is taken.

@@ -11,9 +11,9 @@ import textwrap
 import numpy as np
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Environment, Narrator, text_of
+from ragen_mega.environments.protocol import Action, Budget, Narrator, text_of
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
-from ragen_mega.environments.reference_players import find_solver, optimal_actions
+from ragen_mega.environments.reference_players import find_solver
 
 MAX_REPEATED = 120
 """Characters of an observation that a thought repeats."""
@@ -39,14 +39,16 @@ def scripted_response(
     if narrator is not None:
         per_turn = narrator.actions_per_turn
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
-    plan = optimal_actions(environment)[:count] if skill > 0 else []
+    plan: list[Action] = []
+    if skill > 0:
+        plan = find_solver(environment).optimal_actions(environment, Budget().max_actions)[:count]
     if skill == 1:  # a solver of a random world plans no further than the next action
         count = len(plan) or count
     actions = [
         (
             plan[index]
             if index < len(plan) and generator.random() < skill
-            else random_steps(episode, generator, count=1)[0]
+            else random_steps(episode, generator)[0]
         )
         for index in range(count if episode.takes_names else 1)
     ]
@@ -63,12 +65,6 @@ def scripted_response(
     else:
         thought = narrator.describe(environment, actions)
     return f"{thought}</think>{answer}"
-
-
-def check_skill(environment: Environment, skill: float) -> None:
-    """Raise ValueError if a player of that skill needs a solver that the environment lacks."""
-    if skill > 0:
-        find_solver(environment)
 
 
 def narration_note(name: str, episode: Episode) -> str | None:

@@ -26,6 +26,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """Return a tool as chat templates take it; what is None is left out."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    given = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
 class UnreadableCall(ValueError):
     """A tool call that is no JSON object with a name and arguments."""
 

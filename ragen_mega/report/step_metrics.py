@@ -21,13 +21,13 @@ from ragen_mega.algorithm.filters import (
     by_environment,
     group_uncertainty,
     soft_reweighting,
+    with_returns,
 )
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
 from ragen_mega.data.distributed import max_over_ranks
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.report.metrics import Metrics
-from ragen_mega.rollout.endings import without_failures
 
 EVALUATED = ("success", "reward", "random", "optimum")
 """The values of an evaluated set that are logged as eval/..."""
@@ -87,7 +87,7 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
     metric fails, returns something else, or uses a key that is taken.
     """
     result: dict[str, float] = {}
-    groups = without_failures(groups)
+    groups = with_returns(groups, least=1)
     for name in names if groups else ():
         answer = call(METRICS, name, METRICS.get(name), groups)
         for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():

@@ -215,7 +215,7 @@ def pictures(
     """
     name = trajectories[0].environment
     try:
-        with briefly(name, partial(make, name, **options), timeout) as world:
+        with briefly(name, partial(make, name, **options), timeout) as (_, world):
             if not callable(getattr(world, "render", None)):
                 return None
             if not is_instant(world):

@@ -79,9 +79,8 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         self._slots = distributed.gather_objects(engine.num_slots)
         self._num_tasks = 0
         self._waiting: deque[tuple[int, Task]] = deque()
-        # For every rank: the number of its tasks, and those not taken by their places among them.
-        self._num_dealt = [0 for _ in self._slots]
-        self._dealt: list[dict[int, int]] = [{} for _ in self._slots]
+        # For every rank: its tasks that were not taken, and the unfinished ones among them.
+        self._dealt: list[set[int]] = [set() for _ in self._slots]
         self._unfinished: list[set[int]] = [set() for _ in self._slots]
 
     def __exit__(self, *error: object) -> None:
@@ -115,15 +114,14 @@ class JointCollection(AbstractContextManager["JointCollection"]):
 
     def take(self, tasks: Iterable[int]) -> list[TrajectoryGroup]:
         """Return the groups of finished tasks, in order, and keep them no longer; see `share`."""
-        wanted, mine = set(tasks), distributed.rank()
-        places = [
-            [place for place, index in dealt.items() if index in wanted] for dealt in self._dealt
-        ]
-        found = share(self._collection.take(places[mine]))
+        wanted = set(tasks)
+        indices = [sorted(wanted & dealt) for dealt in self._dealt]
+        found = share(self._collection.take(indices[distributed.rank()]))
+        self._dealt = [dealt - wanted for dealt in self._dealt]
         order = {
-            dealt.pop(place): trajectory
-            for dealt, at, part in zip(self._dealt, places, found, strict=True)
-            for place, trajectory in zip(at, part, strict=True)
+            index: trajectory
+            for own, part in zip(indices, found, strict=True)
+            for index, trajectory in zip(own, part, strict=True)
         }
         return in_groups(order[index] for index in sorted(wanted))
 
@@ -149,21 +147,16 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         ]
         for rank, num in enumerate(deal(len(self._waiting), rooms)):
             part = [self._waiting.popleft() for _ in range(num)]
-            indices = (index for index, _ in part)
-            self._dealt[rank].update(enumerate(indices, self._num_dealt[rank]))
-            self._num_dealt[rank] += num
+            self._dealt[rank].update(index for index, _ in part)
             if rank == distributed.rank():
-                self._collection.add(task for _, task in part)
+                self._collection.add(part)
 
     def _note(self, parts: Sequence[tuple[bool, list[int]]]) -> bool:
         """Note for every rank whether its engine has weights, and which tasks are unfinished.
         Returns False if an engine has lost its weights; all have got them again.
         """
         have_weights = all(has_weights for has_weights, _ in parts)
-        self._unfinished = [
-            {dealt[place] for place in places}
-            for dealt, (_, places) in zip(self._dealt, parts, strict=True)
-        ]
+        self._unfinished = [set(unfinished) for _, unfinished in parts]
         if not have_weights:
             with _on_all_ranks():
                 if self._send_again is None:

@@ -109,7 +109,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._player = Player(engine, renderer, settings, advance, self._pause_if_due)
         self._engine = engine
         self._settings = settings
-        self._num_tasks = 0
         self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them
         self._unfinished: set[int] = set()  # sessions
         self._kinds: dict[Callable[[], Episode], _Kind] = {}
@@ -122,7 +121,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._workers: list[ReferenceType[Worker]] = []  # ending, or already gone
         # An embedded engine decides between its decoding steps when outside answers count.
         self._meanwhile = getattr(engine, "meanwhile", _plainly)
-        self.add(tasks)
+        self.add(enumerate(tasks))
 
     def __exit__(self, *error: object) -> None:
         _apart(self._runner.close)()  # cancels what is played, which closes the environments
@@ -131,12 +130,10 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             if worker := reference():
                 worker.join(max(0.0, deadline - time.monotonic()))
 
-    def add(self, tasks: Iterable[Task]) -> None:
-        """Add tasks, which the next `play` starts."""
-        for session, task in enumerate(tasks, self._num_tasks):
-            self._new.append((session, task))
-            self._unfinished.add(session)
-            self._num_tasks += 1
+    def add(self, tasks: Iterable[tuple[int, Task]]) -> None:
+        """Add tasks with their indices, which are their sessions; the next `play` starts them."""
+        self._new.extend(tasks)
+        self._unfinished.update(session for session, _ in self._new)
 
     @property
     def unfinished(self) -> list[int]:

@@ -5,10 +5,8 @@ docs/environments.md has the table of all endings.
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
-from ragen_mega.algorithm.filters import has_return
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
@@ -44,18 +42,6 @@ def cause(trajectory: Trajectory) -> str | None:
     if ERROR in info:  # a rollout that an earlier version wrote
         return "error"
     return "context" if info.get("context_overflow") else "budget"
-
-
-def without_failures(groups: Iterable[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """Return the groups with the members that have a return; groups without any are left out."""
-    found = []
-    for group in groups:
-        members = [trajectory for trajectory in group.trajectories if has_return(trajectory)]
-        if len(members) == len(group.trajectories):
-            found.append(group)
-        elif members:
-            found.append(replace(group, trajectories=members))
-    return found
 
 
 def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:

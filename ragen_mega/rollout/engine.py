@@ -37,7 +37,6 @@ class EngineCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Number of prompt tokens found in the cache."""
-    completions: int = 0
     reissued: int = 0
     """Number of requests that were repeated because a server was lost."""
     restarts: int = 0
@@ -108,8 +107,9 @@ class RolloutEngine(Protocol):
 
         `session` identifies the trajectory: the part of `tokens` that is in its cache is not
         computed again. Any RuntimeError, MemoryError or OSError means that the engine has failed;
-        after WeightsLost it can recover.
+        after WeightsLost it can recover. By default, nothing is sampled in this process.
         """
+        raise RuntimeError("this engine samples nothing; give its tasks to another process")
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
         """Return a future that is done after `steps` more decoding steps; the engine then pauses
@@ -133,9 +133,3 @@ class NoEngine(RolloutEngine):
 
     shard = None
     num_slots = 1
-
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, *, session: int
-    ) -> Completion:
-        """Raise RuntimeError: nothing is sampled here."""
-        raise RuntimeError("nothing samples here")

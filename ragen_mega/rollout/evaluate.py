@@ -25,7 +25,7 @@ from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.collector import check_starts
 from ragen_mega.rollout.endings import check_ends, describe_errors, environment_errors
 from ragen_mega.rollout.engine import RolloutEngine
-from ragen_mega.rollout.player import Advance, PlaySettings
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, evaluation_tasks
 
@@ -94,8 +94,9 @@ def evaluate_each(
     send_again: Callable[[], None] | None = None,
     watch: Callable[[str, Sequence[TrajectoryGroup]], None] | None = None,
 ) -> dict[str, EvaluationResult]:
-    """Call `evaluate` for every environment in `sets`, with its progress on the console; the engine
-    has the weights.
+    """Play `samples_per_prompt` episodes of every environment in `sets` from each of its initial
+    states, with its progress on the console; the engine has the weights. `watch` gets the groups
+    that were played. Raises what `JointCollection.play`, `check_starts` and `check_ends` do.
     """
     results = {}
     for name, held_out in sets.items():
@@ -105,56 +106,24 @@ def evaluate_each(
             if reference.errors_say:
                 console.say(reference.errors_say)
         num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
-        max_turns = held_out.config.expected_turns
-        with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
-            results[name] = evaluate(
-                engine,
-                renderer,
-                held_out.config,
-                name,
-                held_out.settings,
-                prompts=held_out.prompts,
-                samples_per_prompt=samples_per_prompt,
-                reference=reference,
-                advance=progress.turn,
-                send_again=send_again,
-                watch=watch and partial(watch, name),
-            )
+        max_turns, settings = held_out.config.expected_turns, held_out.settings
+        groups = evaluation_tasks(
+            held_out.config, name, held_out.prompts, samples_per_prompt=samples_per_prompt
+        )
+        with (
+            console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress,
+            JointCollection(
+                engine, renderer, settings, advance=progress.turn, send_again=send_again
+            ) as joint,
+        ):
+            tasks = joint.add(groups)
+            joint.play()
+            played = joint.take(tasks)
+        score = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
+        results[name] = on_main(score)  # which has the infos of all turns
+        if watch is not None:
+            watch(name, played)
     return results
-
-
-def evaluate(
-    engine: RolloutEngine,
-    renderer: ChatRenderer,
-    config: EnvironmentConfig,
-    name: str,
-    settings: PlaySettings,
-    *,
-    prompts: Sequence[Prompt],
-    samples_per_prompt: int,
-    reference: Baselines | None = None,
-    advance: Advance | None = None,
-    send_again: Callable[[], None] | None = None,
-    watch: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
-) -> EvaluationResult:
-    """Play `samples_per_prompt` episodes of environment `name` from each of these initial states.
-
-    `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what `JointCollection.play`, `check_starts` and `check_ends` do.
-    """
-    groups = evaluation_tasks(config, name, prompts, samples_per_prompt=samples_per_prompt)
-    reference = reference or reference_players(config, name, prompts)
-    with JointCollection(
-        engine, renderer, settings, advance=advance, send_again=send_again
-    ) as joint:
-        tasks = joint.add(groups)
-        joint.play()
-        played = joint.take(tasks)
-    score = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
-    result = on_main(score)  # which has the infos of all turns
-    if watch is not None:
-        watch(played)
-    return result
 
 
 def _score(

@@ -6,8 +6,9 @@ loss mask.
 """
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -67,7 +68,6 @@ class PlaySettings:
     """Most tokens that the policy may see, plus those it samples after them."""
     temperature: float
     seed: int
-    top_p: float = 1.0
     context_window: int = 0
     """Number of turns that the policy sees (0: all)."""
     environment_timeout: float = EnvironmentConfig.environment_timeout
@@ -221,16 +221,17 @@ class Player:
         )
         try:
             messages = await seat.start(task)
-            if isinstance(seat.episode.environment, AgentProgram):
-                return await self._host(attempt, seat, trajectory)
-            context = Context(renderer, seat.episode, settings.context_window)
-            trajectory.append_observation(context.begin(messages))
         except EnvironmentFailed as error:
             return self._unplayed(attempt, trajectory, failed_turn(error).info)
-        if len(trajectory) >= max_context:
-            why = EnvironmentFailed(no_room(task.environment, len(trajectory), max_context))
+        if isinstance(seat.episode.environment, AgentProgram):
+            return await self._host(attempt, seat, trajectory)
+        context = Context(renderer, seat.episode, settings.context_window)
+        prompt = context.begin(messages)
+        if len(prompt) >= max_context:
+            why = EnvironmentFailed(no_room(task.environment, len(prompt), max_context))
             info = failed_turn(why).info | {TRUNCATED_BY: "context"}
             return self._unplayed(attempt, trajectory, info)
+        trajectory.append_observation(prompt)
         is_over = False
         while not is_over:
             most = seat.episode.budget.max_response_length
@@ -241,13 +242,10 @@ class Player:
             await self.wait_for_turn(attempt.session)
             completion = None
             while completion is None:
-                loaded = self._loaded
-                try:
+                async with self.outlasting_weights():
                     completion = await engine.generate(
                         context.tokens[:], sampling, session=attempt.session
                     )
-                except (RuntimeError, MemoryError, OSError) as error:
-                    await self._recover(error, loaded)
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version
@@ -283,7 +281,7 @@ class Player:
             max_tokens=budget.max_response_length,
             max_calls=budget.max_turns,
             temperature=settings.temperature,
-            top_p=settings.top_p,
+            top_p=1.0,
             stop_token_ids=self._renderer.stop_token_ids,
             agent=agent,
         )
@@ -332,26 +330,24 @@ class Player:
         self.advance(0, not attempt.is_repeated(last))
         return trajectory
 
-    async def complete(
-        self, tokens: list[int], sampling: SamplingParams, session: int
-    ) -> Completion:
-        """Sample for a call of an agent, again if the engine loses its weights meanwhile."""
-        while True:
-            loaded = self._loaded
-            try:
-                return await self._engine.generate(tokens[:], sampling, session=session)
-            except (RuntimeError, MemoryError, OSError) as error:
-                await self._recover(error, loaded)
-
-    async def _recover(self, error: Exception, loaded: asyncio.Event) -> None:
-        """Wait until the engine has its weights again, if that is what failed. Raises EngineError
-        for anything else.
+    @contextlib.asynccontextmanager
+    async def outlasting_weights(self) -> AsyncIterator[None]:
+        """Give a context for a request to the engine. If this has lost its weights, the context
+        ends once the engine has others, which may have come since the request. Raises EngineError
+        if the engine fails otherwise.
         """
-        if not isinstance(error, WeightsLost):
+        loaded = self._loaded
+        try:
+            yield
+        except WeightsLost:
+            if loaded is self._loaded:
+                self.has_weights = False
+                self._on_wait()
+            await loaded.wait()
+        except (RuntimeError, MemoryError, OSError) as error:
             raise EngineError(
                 f"the rollout engine failed: {type(error).__name__}: {error}"
             ) from error
-        await self._wait_for_weights(loaded)
 
     def _sampling(
         self, attempt: Attempt, num_turns: int, max_tokens: int, num_recorded: int
@@ -362,7 +358,6 @@ class Player:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=settings.temperature,
-            top_p=settings.top_p,
             stop_token_ids=self._renderer.stop_token_ids,
             seed=text_seed(repr((*stream, num_turns))),
             num_recorded=num_recorded,
@@ -372,9 +367,7 @@ class Player:
         self, attempt: Attempt, trajectory: Trajectory, info: dict[str, Any]
     ) -> Trajectory:
         """Return the trajectory of an environment that could not start: nothing was sampled."""
-        nothing = self._renderer.start([Message("user", "")])
-        trajectory = trajectory.without_tokens()
-        trajectory.append_observation(nothing)
+        trajectory.append_observation(self._renderer.start([Message("user", "")]))
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(info)
         trajectory.truncated = True
@@ -392,15 +385,6 @@ class Player:
         """Note that a trajectory has nothing in the engine until its next `wait_for_turn`."""
         self._resting.add(session)
         self._on_wait()
-
-    async def _wait_for_weights(self, loaded: asyncio.Event) -> None:
-        """Wait for the weights after those that a request was made under, which were lost: not at
-        all if they have come since the request.
-        """
-        if loaded is self._loaded:
-            self.has_weights = False
-            self._on_wait()
-        await loaded.wait()
 
 
 class _Sessions:
@@ -424,7 +408,10 @@ class _Sessions:
         session = self._own if self._own not in self._busy else player.further_session()
         self._busy.add(session)
         try:
-            completion = await player.complete(tokens, sampling, session)
+            completion = None
+            while completion is None:
+                async with player.outlasting_weights():
+                    completion = await engine.generate(tokens[:], sampling, session=session)
         finally:
             self._busy.discard(session)
             if session != self._own or self._busy:

@@ -9,14 +9,13 @@ from statistics import fmean
 
 from ragen_mega.agents.call_tree import UNTRAINED
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
-from ragen_mega.algorithm.filters import group_uncertainty
+from ragen_mega.algorithm.filters import by_environment, group_uncertainty, with_returns
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import CAUSES, QUOTED
 from ragen_mega.rollout.endings import (
     cause,
     environment_errors,
     failed_attempts,
-    without_failures,
 )
 from ragen_mega.rollout.visit import ASKED, UNDELIVERED
 
@@ -46,12 +45,11 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     if not groups:
         return {}
     metrics = _summarize(groups)
-    by_environment: dict[str, list[TrajectoryGroup]] = {}
-    for group in groups:
-        by_environment.setdefault(group.trajectories[0].environment, []).append(group)
-    if len(by_environment) > 1:
-        for name, own_groups in by_environment.items():
-            metrics |= {f"{key}/{name}": value for key, value in _summarize(own_groups).items()}
+    places_of = by_environment(groups)
+    if len(places_of) > 1:
+        for name, places in places_of.items():
+            own = _summarize([groups[place] for place in places])
+            metrics |= {f"{key}/{name}": value for key, value in own.items()}
     return metrics
 
 
@@ -72,7 +70,7 @@ def _summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    samples = without_failures(groups)
+    samples = with_returns(groups, least=1)
     trajectories = [trajectory for group in samples for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     if not turns:

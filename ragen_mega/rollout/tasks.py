@@ -16,9 +16,9 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
-from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
+from ragen_mega.environments.pool import EnvironmentFailed, briefly
 from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import Environment, Message, text_seed
+from ragen_mega.environments.protocol import Environment, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import ENVIRONMENTS, make
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
@@ -109,18 +109,18 @@ def _worked_example(
 ) -> Conversation:
     """Play an example within the time limit of the environment."""
     rules = replace(episode_config(config), system_prompt="")
-    build = partial(make, name, **config.options(name) | options)
-    worker = Worker(config.environment_timeout)
-    episode = worker.build(name, lambda: Episode(build(), rules))
-    try:
-        return worker.wait(partial(worked_example, episode, seeds, held_out))
-    except EnvironmentFailed as error:
-        raise ValueError(
-            f"prompt_examples {config.prompt_examples} needs scripted play of {name} ({error});"
-            " give --prompt-examples-file, or drop --prompt-examples"
-        ) from error
-    finally:
-        worker.end(partial(calls.close, episode.environment))
+
+    def build() -> Episode:
+        return Episode(make(name, **config.options(name) | options), rules)
+
+    with briefly(name, build, config.environment_timeout) as (worker, episode):
+        try:
+            return worker.wait(partial(worked_example, episode, seeds, held_out))
+        except EnvironmentFailed as error:
+            raise ValueError(
+                f"prompt_examples {config.prompt_examples} needs scripted play of {name} ({error});"
+                " give --prompt-examples-file, or drop --prompt-examples"
+            ) from error
 
 
 def tasks_for_group(
@@ -222,14 +222,9 @@ class TaskSampler:
         seed = int(generator.integers(*TRAINING_SEEDS))
         if held_out:
             episode = make_episode()
-            while initial_state(episode.environment, seed) in held_out:
+            while calls.reset(episode.environment, seed) in held_out:
                 seed = int(generator.integers(*TRAINING_SEEDS))
         return seed
-
-
-def initial_state(environment: Environment, seed: int, board: Sequence[str] | None = None) -> str:
-    """Return the first observation, by which boards are told apart."""
-    return calls.reset(environment, seed, board=board)
 
 
 def draws_by_outcome(
@@ -238,21 +233,17 @@ def draws_by_outcome(
     """Return whether the first observations from a seed differ, and each follows from the outcome
     seed; False if a call of the environment takes more than `timeout` seconds (0: no limit).
     """
-    worker = Worker(timeout)
     try:
-        episode = worker.build("of the group", make_episode)
-    except ValueError:
+        with briefly("of the group", make_episode, timeout) as (worker, episode):
+            first, *others = [
+                [
+                    worker.wait(partial(episode.start, seed, outcome_seed=drawn))
+                    for drawn in outcome_seeds
+                ]
+                for _ in range(_REPEATED_STARTS)
+            ]
+    except (ValueError, EnvironmentFailed):
         return False
-
-    def starts() -> list[list[Message]]:
-        return [worker.wait(partial(episode.start, seed, outcome_seed=s)) for s in outcome_seeds]
-
-    try:
-        first, *others = [starts() for _ in range(_REPEATED_STARTS)]
-    except EnvironmentFailed:
-        return False
-    finally:
-        worker.end(partial(calls.close, episode.environment))
     return first[0] != first[-1] and all(other == first for other in others)
 
 
@@ -263,7 +254,8 @@ def held_out_states(
     those of the file `boards` if it is evaluated on them. The set is empty if there are no boards.
     """
     options = config.evaluation_options(name)
-    with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
+    build = partial(make, name, **options)
+    with briefly(name, build, config.environment_timeout) as (_, environment):
         files = [None] if has_packaged_boards(environment) else []
     if boards is not None and name in config.evaluated:
         files.append(boards)
@@ -271,7 +263,7 @@ def held_out_states(
     if not held_out:
         return frozenset()
     environment = make(name, **config.options(name))
-    return frozenset(initial_state(environment, board.seed, board.rows) for board in held_out)
+    return frozenset(calls.reset(environment, board.seed, board=board.rows) for board in held_out)
 
 
 def evaluation_tasks(
@@ -298,7 +290,8 @@ def evaluation_prompts(
     Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
     options = config.evaluation_options(name)
-    with briefly(name, partial(make, name, **options), config.environment_timeout) as environment:
+    build = partial(make, name, **options)
+    with briefly(name, build, config.environment_timeout) as (_, environment):
         seeds = held_out_seeds(name, environment, num_prompts)
         takes_boards = boards is not None or has_packaged_boards(environment)
     if not takes_boards:
@@ -318,21 +311,17 @@ def check_first_prompts(
     first = [
         (name, episode_maker(world, name, options=world.evaluation_options(name)), *states[0])
         for name, states in prompts.items()
+        if not is_agent(name)  # an agent writes its prompts while it plays
     ]
     trained = [
-        (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.shares
+        (name, episode_maker(world, name, step=0), TRAINING_SEEDS[0], None) for name in world.worlds
     ]
     for name, make_episode, seed, board in first + trained:
-        if is_agent(name):  # an agent writes its prompts while it plays
-            continue
-        worker = Worker(world.environment_timeout)
-        episode = worker.build(name, make_episode)
-        start = partial(episode.start, seed, outcome_seed=seed, board=board)
-        try:
-            num_tokens = len(renderer.start(worker.wait(start), episode.tools))
-        except EnvironmentFailed:
-            continue
-        finally:
-            worker.end(partial(calls.close, episode.environment))
+        with briefly(name, make_episode, world.environment_timeout) as (worker, episode):
+            try:
+                messages = worker.wait(partial(episode.start, seed, outcome_seed=seed, board=board))
+            except EnvironmentFailed:
+                continue
+        num_tokens = len(renderer.start(messages, episode.tools))
         if num_tokens >= config.rollout.max_context_length:
             raise ValueError(no_room(name, num_tokens, config.rollout.max_context_length))

@@ -21,13 +21,13 @@ import torch
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.distributed import on_main
-from ragen_mega.data.packing import count_minibatches, minibatches
+from ragen_mega.data.packing import count_minibatches, minibatch_ids
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
-from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant, where
 from ragen_mega.environments.protocol import Message, Observation
-from ragen_mega.environments.scripted import check_skill, scripted_response
+from ragen_mega.environments.reference_players import find_solver
+from ragen_mega.environments.scripted import scripted_response
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -95,7 +95,7 @@ class _Player:
             played.turns.append((response, result))
 
     def close(self) -> None:
-        self._worker.end(partial(calls.close, self.episode.environment))
+        self._worker.end(self.episode.close)
 
 
 def scripted_episodes(
@@ -118,7 +118,8 @@ def scripted_episodes(
     """
     first = _Player(make_episode, timeout)
     name = name or type(first.episode.environment).__name__
-    check_skill(first.episode.environment, skill)
+    if skill > 0:
+        find_solver(first.episode.environment)  # raises where there is none
     free: queue.SimpleQueue[_Player] = queue.SimpleQueue()
     free.put(first)
 
@@ -250,10 +251,10 @@ def fit(
     """
     generator = torch.Generator().manual_seed(seed)
     passes = -(-num_steps // count_minibatches(batch.num_trajectories, batch_size))
-    drawn = minibatches(batch, batch_size, num_passes=passes, generator=generator)
+    drawn = minibatch_ids(batch.num_trajectories, batch_size, passes, generator)
     losses: list[float] = []
-    for minibatch in islice(drawn, num_steps):
-        result = step(minibatch)
+    for ids in islice(drawn, num_steps):
+        result = step(batch.select(ids))
         report(result)
         losses.append(result["loss"])
         if until_flat and len(losses) % FLAT_WINDOW == 0 and on_main(partial(is_flat, losses)):

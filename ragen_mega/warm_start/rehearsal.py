@@ -2,7 +2,7 @@
 them and the limits hold them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -11,10 +11,10 @@ import torch
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups, has_return
 from ragen_mega.algorithm.rewards import shape_rewards
-from ragen_mega.config import StarPOConfig
+from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.packing import pack
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
 from ragen_mega.environments.pool import describe_failures
 from ragen_mega.environments.random_player import is_drawn
@@ -48,7 +48,11 @@ def fit_context(config: StarPOConfig) -> StarPOConfig:
     its own, of `max_response_length`. Never above the given one.
     """
     trained, evaluated = config.environment.shares, config.environment.evaluated
-    played = {name: begun(rehearse(config, name)) for name in evaluated if not is_agent(name)}
+    played = {
+        name: [episode for episode in rehearse(config, name) if episode.turns]
+        for name in evaluated
+        if not is_agent(name)
+    }
     if config.model.load is not None:
         directory = str(local_directory(config.model.load))
         renderer = load_renderer(directory, think=config.environment.think)
@@ -77,11 +81,6 @@ def rehearse(config: StarPOConfig, name: str) -> Iterator[ScriptedEpisode]:
         timeout=config.environment.environment_timeout,
         in_sentences=config.model.load is not None,
     )
-
-
-def begun(played: Iterable[ScriptedEpisode]) -> list[ScriptedEpisode]:
-    """Return the episodes that have a turn."""
-    return [episode for episode in played if episode.turns]
 
 
 def _texts(played: Sequence[ScriptedEpisode]) -> Iterator[str]:
@@ -125,21 +124,25 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
     filter or metric of the user's fails on it or answers with something else.
     """
     notes = []
-    for name in config.environment.shares:
-        if is_agent(name):
-            continue
+    for name in config.environment.worlds:
         rehearsed = list(rehearse(config, name))
         failures = [(each.seed, each.error) for each in rehearsed if each.error is not None]
         if errors := describe_failures(name, "scripted", len(rehearsed), failures):
             notes.append(errors)
-        if played := begun(rehearsed):
+        if played := [episode for episode in rehearsed if episode.turns]:
             unread = _unreadable_note(name, played)
             # Without a warm start nobody imitates scripted play, and it may guess at the form.
             if unread and (config.has_warm_start or is_drawn(played[0].begun)):
                 raise ValueError(unread)
-            _try_plug_ins(config, _scripted_groups(config, renderer, name, played))
+            rollout = config.rollout
+            room, window = rollout.max_context_length, rollout.context_window
+            held = [
+                as_trajectory(episode, renderer, name, max_context=room, window=window)
+                for episode in played
+            ]
+            _try_plug_ins(config, _scripted_groups(rollout, held))
             said = (
-                _context_note(config, renderer, name, played),
+                _context_note(room, held, played),
                 _answer_note(renderer, played),
                 _budget_note(played),
             )
@@ -164,23 +167,16 @@ def _unreadable_note(name: str, played: Sequence[ScriptedEpisode]) -> str | None
 
 
 def _scripted_groups(
-    config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
+    rollout: RolloutConfig, trajectories: Sequence[Trajectory]
 ) -> list[TrajectoryGroup]:
-    """Make the groups of a step, with as many trajectories each, of scripted episodes, over and
-    over.
-    """
-    room, window = config.rollout.max_context_length, config.rollout.context_window
-    held = [
-        as_trajectory(episode, renderer, name, max_context=room, window=window)
-        for episode in played
-    ]
-    held = [trajectory for trajectory in held if trajectory.turns and has_return(trajectory)]
-    members, size = cycle(held), config.rollout.group_size
+    """Make the groups of a step, all of one size, of the given trajectories, over and over."""
+    samples = [each for each in trajectories if each.turns and has_return(each)]
+    members, size = cycle(samples), rollout.group_size
     return [
         TrajectoryGroup(
             index, [replace(member, group_id=index) for member in islice(members, size)]
         )
-        for index in range(config.rollout.num_groups if held else 0)
+        for index in range(rollout.num_groups if samples else 0)
     ]
 
 
@@ -203,13 +199,8 @@ def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> No
 
 
 def _context_note(
-    config: StarPOConfig, renderer: ChatRenderer, name: str, played: Sequence[ScriptedEpisode]
+    room: int, held: Sequence[Trajectory], played: Sequence[ScriptedEpisode]
 ) -> str | None:
-    room, window = config.rollout.max_context_length, config.rollout.context_window
-    held = [
-        as_trajectory(episode, renderer, name, max_context=room, window=window)
-        for episode in played
-    ]
     cut = [
         (len(trajectory.turns), len(episode.turns))
         for trajectory, episode in zip(held, played, strict=True)

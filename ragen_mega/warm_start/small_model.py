@@ -23,7 +23,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.examples import read_conversations
-from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.pool import Worker, briefly
 from ragen_mega.environments.protocol import Environment
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.scripted import narration_note
@@ -111,7 +111,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             name=name,
             timeout=config.environment.environment_timeout,
         )
-        with _declared(config, name) as environment:
+        with _declared(config, name) as (_, environment):
             vocabulary += getattr(environment, "vocabulary", ())
     tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # Rounded so that no layout needs padded vocabulary rows.
@@ -123,7 +123,9 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
 
-def _declared(config: StarPOConfig, name: str) -> AbstractContextManager[Environment]:
+def _declared(
+    config: StarPOConfig, name: str
+) -> AbstractContextManager[tuple[Worker, Environment]]:
     """Return the environment `name`, for its declarations."""
     build = partial(make, name, **config.environment.options(name))
     return briefly(name, build, config.environment.environment_timeout)
@@ -156,10 +158,8 @@ def warm_start(
         with_muon=warm.warm_start_optimizer == "muon",
     )
     student.load_weights(open_model(base))
-    for name in config.environment.shares:
-        if is_agent(name):
-            continue
-        with _declared(config, name) as environment:
+    for name in config.environment.worlds:
+        with _declared(config, name) as (_, environment):
             note = narration_note(name, Episode(environment, episode_config(config.environment)))
         if note:
             console.say(note)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
-from ragen_mega.data.checksums import check_checksums, checksums
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import (
     build_model,
@@ -196,18 +195,15 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
     assert {group for _, group in counts} <= {groups.tp, groups.pp}
 
     for size in SIZES:
-        sums = []
         for rank in range(size):
             truth = engine_truth(weights, hf, rank, size)
             shards = dict(cut_stream(iter(full), hf, rank, size))
             assert_same(shards, truth, f"gather, rollout rank {rank} of {size}")
-            sums.append(checksums(shards.items()))
         traffic, part = Traffic(), EngineShard(distributed.rank() % size, size)
         with counted() as counts:
             ours = dict(export_weights(model, groups, part, traffic=traffic))
         truth = engine_truth(weights, hf, part.rank, size)
         assert_same(ours, truth, f"rank {part.rank} of {size}")
-        check_checksums(sums[part.rank], checksums(ours.items()))
         if size != tp:
             assert counts["calls", groups.tp] == (len(plan.buckets) if tp > 1 else 0)
             continue

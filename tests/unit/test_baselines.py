@@ -11,8 +11,9 @@ from ragen_mega.commands.baselines import text
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget, StepResult
-from ragen_mega.environments.reference_players import Baselines, baselines, optimal_actions
+from ragen_mega.environments.reference_players import Baselines, baselines, find_solver
 from ragen_mega.environments.registry import register
+from tests.support.prompts import first_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,12 +121,12 @@ class Coin:
 
 def test_environment_without_a_solver():
     register("coin", Coin)
-    result = baselines("coin", range(100), EpisodeConfig())
+    result = baselines("coin", first_seeds(100), EpisodeConfig())
     assert result.random == pytest.approx(0.5, abs=0.04) and not result.is_exact
     assert result.optimum is None and result.optimum_closed_loop is None
-    assert baselines("coin", range(3), EpisodeConfig(max_actions=1)).random == 0.0
+    assert baselines("coin", first_seeds(3), EpisodeConfig(max_actions=1)).random == 0.0
     with pytest.raises(ValueError, match="no solver for Coin"):
-        optimal_actions(Coin())
+        find_solver(Coin())
     with pytest.raises(ValueError, match="one board or seed"):
         baselines("coin", [], EpisodeConfig())
 
@@ -141,7 +142,7 @@ class Fragile(Coin):
 
 def test_errors_of_the_random_player_are_said():
     register("fragile", Fragile)
-    result = baselines("fragile", range(100), EpisodeConfig())
+    result = baselines("fragile", first_seeds(100), EpisodeConfig())
     assert result.random == pytest.approx(0.25, abs=0.04), "an error counts as lost"
     num_failed, num_episodes = map(
         int, result.errors_say.split(": ")[1].split(" random")[0].split(" of ")
@@ -149,4 +150,4 @@ def test_errors_of_the_random_player_are_said():
     assert num_episodes == 3200 and num_failed == 3200 - round(3200 * result.random)
     assert "RuntimeError: tails is lost (in step, " in text(result, Budget(), "seeds")
     register("coin_again", Coin)
-    assert baselines("coin_again", range(3), EpisodeConfig()).errors_say is None
+    assert baselines("coin_again", first_seeds(3), EpisodeConfig()).errors_say is None

@@ -5,12 +5,7 @@ names.
 import pytest
 import torch
 
-from ragen_mega.data.checksums import (
-    check_checksums,
-    check_names,
-    checksum,
-    checksums,
-)
+from ragen_mega.data.checksums import check_names, checksum
 
 
 def splitmix64(value: int) -> int:
@@ -83,12 +78,3 @@ def test_names_are_checked_both_ways() -> None:
             check_names(sent, ["a", "b"])
     with pytest.raises(ValueError, match="missing: n0, .* 7 more"):
         check_names([], [f"n{i}" for i in range(10)])
-
-
-def test_a_stale_weight_is_named() -> None:
-    weights = {"a": torch.ones(3), "b": torch.zeros(3)}
-    sent = checksums(weights.items())
-    check_checksums(sent, checksums(weights.items()))
-    weights["b"] += 1
-    with pytest.raises(ValueError, match="1 of 2 .* differ: b"):
-        check_checksums(sent, checksums(weights.items()))

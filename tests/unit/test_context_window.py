@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.config import AdvantageConfig, parse
-from ragen_mega.data.packing import microbatches, minibatches, pack
+from ragen_mega.data.packing import microbatches, minibatch_ids, pack
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -306,8 +306,8 @@ def test_parts_of_a_batch_keep_their_segments(played) -> None:
     generator = torch.Generator().manual_seed(0)
     seen = [
         text
-        for part in minibatches(batch, 4, num_passes=1, generator=generator)
-        for text in texts(part.by_segment())
+        for ids in minibatch_ids(batch.num_trajectories, 4, 1, generator)
+        for text in texts(batch.select(ids).by_segment())
     ]
     assert sorted(seen) == sorted(spans)
     segments = batch.by_segment()

@@ -9,6 +9,7 @@ import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.gymnasium import environment_id
 from ragen_mega.environments.boards import (
     has_packaged_boards,
@@ -16,7 +17,7 @@ from ragen_mega.environments.boards import (
     packaged_sets,
 )
 from ragen_mega.environments.protocol import Environment, stable_seed
-from ragen_mega.environments.registry import make, names, register
+from ragen_mega.environments.registry import ENVIRONMENTS, make, register
 
 CHECK = "\u221a"
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
@@ -31,7 +32,7 @@ def play(environment, actions):
 
 
 # WebShop takes free text: tests/unit/test_webshop.py
-@pytest.mark.parametrize("name", [name for name in names() if name != "webshop"])
+@pytest.mark.parametrize("name", [name for name in ENVIRONMENTS.names() if name != "webshop"])
 def test_every_environment_keeps_the_protocol(name):
     environment = make(name)
     assert isinstance(environment, Environment)
@@ -126,8 +127,8 @@ def test_bandit_order_is_random_but_shared_by_the_group():
     firsts = Counter(environment.reset(seed).split()[3] for seed in range(1000))
     assert firsts["Phoenix"] == pytest.approx(500, abs=64)
     assert len({environment.reset(11, outcome_seed=member) for member in range(16)}) == 1
-    with pytest.raises(ValueError, match="no boards"):
-        environment.reset(0, board=["##"])
+    with pytest.raises(ValueError, match="does not start from boards"):
+        calls.reset(environment, 0, board=["##"])
 
 
 # Sokoban
@@ -320,7 +321,7 @@ def test_unreadable_boards_files(tmp_path):
 # Gymnasium
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ENVIRONMENTS.names())
 @pytest.mark.filterwarnings("error")
 def test_gymnasium_checker(name):
     check_env(gymnasium.make(environment_id(name), render_mode="ansi").unwrapped)

@@ -26,7 +26,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.pool import MAX_THREADS, EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import Solver, StepResult
 from ragen_mega.environments.reference_players import baselines
-from ragen_mega.environments.registry import held_out_options, make, names, register
+from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options, make, register
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.traces import pictures
 from ragen_mega.report.viewer.data import read_run
@@ -38,6 +38,7 @@ from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts, tasks_fo
 from ragen_mega.run import evaluation
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.support.prompts import first_seeds
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
 COMPACT = EpisodeConfig(prompt_style="compact", max_response_length=20)
@@ -67,7 +68,7 @@ def test_a_registered_environment_has_a_name_options_and_a_share() -> None:
 
     register("sized", Sized, word="b")
     register("sized", Sized, word="b")  # once more is no harm
-    assert "sized" in names()
+    assert "sized" in ENVIRONMENTS.names()
     assert make("sized", size=2).said == "bb" and make("sized", word="c").said == "ccc"
     config = EnvironmentConfig("sized:4,frozen_lake", environment_options='{"sized": {"size": 5}}')
     assert config.shares == {"sized": 4, "frozen_lake": 1}
@@ -126,7 +127,7 @@ def test_an_installed_package_declares_its_own(
         "[ragen_mega.environments]\ntheirs = their_worlds:Theirs\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert "theirs" in names() and make("theirs").reset(0) == "now"
+    assert "theirs" in ENVIRONMENTS.names() and make("theirs").reset(0) == "now"
     assert EnvironmentConfig("theirs:4").shares == {"theirs": 4}
 
 
@@ -234,10 +235,10 @@ def test_three_members_are_enough() -> None:
     assert result.terminated and result.reward == 1.0 and result.info["success"] is True
     with pytest.raises(ValueError, match="Bare does not start from boards"):
         episode.start(7, board=["##"])
-    known = baselines("bare", range(64), COMPACT)
+    known = baselines("bare", first_seeds(64), COMPACT)
     assert known.random == pytest.approx(0.5, abs=0.05) and not known.is_exact
     assert known.optimum is None and known.optimum_closed_loop is None
-    lake = baselines("frozen_lake", range(4), COMPACT)
+    lake = baselines("frozen_lake", first_seeds(4), COMPACT)
     both = mean_references({"bare": known, "frozen_lake": lake}, {"bare": 1, "frozen_lake": 3})
     assert both == {"random": pytest.approx((known.random + 3 * lake.random) / 4)}
 
@@ -256,7 +257,7 @@ def test_actions_may_come_with_the_first_state() -> None:
     late, bare = Episode(make("late"), EpisodeConfig()), Episode(Bare(), EpisodeConfig())
     assert late.start(7) == bare.start(7) and late.budget == bare.budget
     register("bare", Bare)
-    levels = [baselines(name, range(8), EpisodeConfig()).random for name in ("late", "bare")]
+    levels = [baselines(name, first_seeds(8), EpisodeConfig()).random for name in ("late", "bare")]
     assert levels[0] == levels[1] is not None
 
 
@@ -307,7 +308,7 @@ def test_what_an_environment_declares_wrongly_is_one_line(
     setattr(Wrong, member, value)
     register(name := f"wrong_{member}", Wrong)
     with pytest.raises(ValueError, match=rule):
-        baselines(name, [1], COMPACT, held_out_options(name))
+        baselines(name, [(1, None)], COMPACT, held_out_options(name))
 
 
 def test_a_reset_that_fails_now_and_then_does_not_stop_the_solver() -> None:
@@ -321,8 +322,8 @@ def test_a_reset_that_fails_now_and_then_does_not_stop_the_solver() -> None:
             return super().reset(seed, outcome_seed=outcome_seed, board=board)
 
     register("moody", Moody)
-    assert baselines("moody", range(4), COMPACT) == replace(
-        baselines("frozen_lake", range(4), COMPACT), environment="moody"
+    assert baselines("moody", first_seeds(4), COMPACT) == replace(
+        baselines("frozen_lake", first_seeds(4), COMPACT), environment="moody"
     )
 
 
@@ -350,8 +351,8 @@ def test_a_number_of_tasks_that_is_none_is_one_line(num_tasks: object) -> None:
 
 
 def test_an_optimum_of_zero_is_zero() -> None:
-    unsolvable = ["#######", "#PX___#", "#__#__#", "#____O#", "#######"]
-    known = baselines("sokoban", [unsolvable], EpisodeConfig(max_actions=1))
+    unsolvable = ("#######", "#PX___#", "#__#__#", "#____O#", "#######")
+    known = baselines("sokoban", [(0, unsolvable)], EpisodeConfig(max_actions=1))
     assert mean_references({"sokoban": known}, {"sokoban": 1})["optimum"] == 0.0
 
 
@@ -365,7 +366,7 @@ def test_a_world_that_is_too_slow_to_measure_has_no_random_level(
 
     register("sleepy", Sleepy)
     monkeypatch.setattr("ragen_mega.environments.reference_players.MAX_SECONDS", 0.1)
-    known = baselines("sleepy", range(4), COMPACT)
+    known = baselines("sleepy", first_seeds(4), COMPACT)
     assert known.random is None and known.random_ci_low is None
     assert mean_references({"sleepy": known}, {"sleepy": 1}) == {}
 
@@ -381,7 +382,7 @@ def test_a_constructor_may_take_longer_than_measuring_the_random_player(
     monkeypatch.setattr("ragen_mega.environments.reference_players.MAX_SECONDS", 0.1)
     reference_players(EnvironmentConfig("heavy"), "heavy", [(0, None)])
     with pytest.raises(ValueError, match="took longer than 1 s"):
-        baselines("heavy", [0], COMPACT, timeout=1.0)
+        baselines("heavy", first_seeds(1), COMPACT, timeout=1.0)
 
 
 def test_without_a_narrator_the_thought_repeats_the_observation() -> None:
@@ -427,7 +428,7 @@ def test_answers_of_the_wrong_kind(answer: object, error: str | None) -> None:
     assert type(caught.value).__name__ == kind
     register(name := f"odd {error}".replace(" ", "_").replace(":", "").replace(",", ""), Odd)
     with pytest.raises(ValueError, match="fails whatever is done"):
-        baselines(name, range(2), COMPACT)
+        baselines(name, first_seeds(2), COMPACT)
 
 
 def breaks(answer: str) -> int:
@@ -641,7 +642,7 @@ def test_a_rollout_in_parts_is_the_same_to_the_bit_whatever_the_delays(
         with engine.awake(), Collection(engine, renderer, tasks[:20], settings) as collection:
             engine.load_weights(model.state_dict().items())
             assert collection.play(3) and len(collection.unfinished) == 20
-            collection.add(tasks[20:])
+            collection.add(enumerate(tasks[20:], 20))
             num_parts = 1
             while collection.unfinished:
                 time.sleep(longest / 5)
@@ -787,7 +788,7 @@ def test_the_example_of_the_documentation_runs(
     assert episode.respond("</think><answer>7</answer>").messages[0].content.startswith("lower")
     result = episode.respond("</think><answer>0</answer>")
     assert result.info["success"] and result.reward == 1.0
-    assert 0.5 < baselines("documented_world:Digit", range(8), EpisodeConfig()).random < 1
+    assert 0.5 < baselines("documented_world:Digit", first_seeds(8), EpisodeConfig()).random < 1
 
 
 def test_a_class_that_is_no_environment_is_never_called(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.data.packing import Part, microbatch, microbatches, minibatches, pack
+from ragen_mega.data.packing import Part, microbatch, microbatches, minibatch_ids, pack
 from ragen_mega.data.types import Completion, Trajectory
 
 
@@ -122,15 +122,12 @@ def test_a_microbatch_says_what_the_host_must_know() -> None:
 
 def test_minibatches_are_balanced_passes() -> None:
     batch = pack(ragged(20))
-    sizes = [
-        m.num_trajectories
-        for m in minibatches(batch, 8, num_passes=2, generator=torch.Generator().manual_seed(0))
-    ]
+    sizes = [len(ids) for ids in minibatch_ids(20, 8, 2, torch.Generator().manual_seed(0))]
     assert sizes == [10, 10, 10, 10]
     first, again = (
         [
-            m.labels.tolist()
-            for m in minibatches(batch, 8, num_passes=1, generator=torch.Generator().manual_seed(3))
+            batch.select(ids).labels.tolist()
+            for ids in minibatch_ids(20, 8, 1, torch.Generator().manual_seed(3))
         ]
         for _ in range(2)
     )

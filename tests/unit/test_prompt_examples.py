@@ -26,7 +26,6 @@ from ragen_mega.rollout.tasks import (
     episode_maker,
     evaluation_prompts,
     held_out_states,
-    initial_state,
     prompt_examples,
 )
 from ragen_mega.run.check import check
@@ -93,7 +92,7 @@ def test_examples_come_from_no_state_that_is_evaluated_on() -> None:
     flags = ("--environment-options", '{"frozen_lake": {"size": 4}}', "--prompt-style", "compact")
     config = config_of("frozen_lake", *flags, "--prompt-examples", "200")
     held_out = held_out_states(config.environment, "frozen_lake")
-    drawn = [initial_state(make("frozen_lake"), seed) for seed in range(900_000, 900_200)]
+    drawn = [make("frozen_lake").reset(seed) for seed in range(900_000, 900_200)]
     assert held_out & set(drawn), "the test would not see a board that is left in"
     shown = prompt_examples(config.environment, "frozen_lake")[::2]
     assert len(shown) == 200

@@ -20,6 +20,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks
+from tests.support.prompts import first_seeds
 
 SUMS = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(40)]
 
@@ -140,7 +141,7 @@ def test_an_episode_is_one_answer_in_the_form_that_the_prompt_says(here: Path) -
         episode.start(0)
         wrong = episode.respond(right.format(2 * number + 1))
         assert wrong.terminated and not wrong.info["success"] and wrong.reward == 0.0
-        assert baselines(name, range(8), EpisodeConfig(), options).random < 0.5
+        assert baselines(name, first_seeds(8), EpisodeConfig(), options).random < 0.5
     told = Episode(make(name, instruction="Solve."), EpisodeConfig())
     assert "Solve." in told.start(0)[1].content
     unread = Episode(make(name, answer_after="####"), EpisodeConfig())

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.section import (
     Bounds,
     Count,
@@ -146,6 +147,11 @@ class EnvironmentConfig(Section):
     def shares(self) -> dict[str, int]:
         """Return environment name -> share of the groups."""
         return parse_shares(self.environments)
+
+    @property
+    def worlds(self) -> list[str]:
+        """Environments that are trained on, but for agents."""
+        return [name for name in self.shares if not is_agent(name)]
 
     @property
     def evaluated(self) -> list[str]:

@@ -324,7 +324,6 @@ class EmbeddedEngine(RolloutEngine):
         return True
 
     def _answer(self, finished: list[tuple[int, Completion]]) -> None:
-        self.counts.completions += len(finished)
         self._has_news = self._has_news or bool(finished)
         for slot, completion in finished:
             request = self._running.pop(self._session_in[slot])

@@ -218,7 +218,6 @@ class SGLangEngine(RolloutEngine):
             num_unknown = len(tokens) - sampling.num_recorded
             about = answer["meta_info"]
             completion = with_routes(completion, about, self._shape, num_unknown=num_unknown)
-        self.counts.completions += 1
         self.counts.prompt_tokens += len(tokens)
         self.counts.cached_tokens += answer["meta_info"]["cached_tokens"]
         self._restarts_in_a_row = 0
@@ -374,14 +373,6 @@ class SGLangFollower(RolloutEngine):
     def pause(self) -> None:
         """Wait until the first rank has given it back."""
         self._transfer.wait_for_all_ranks()
-
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, *, session: int
-    ) -> Completion:
-        """Raises RuntimeError: the first rank samples."""
-        raise RuntimeError(
-            f"rank {self.shard.rank} of an engine samples nothing; give its tasks to the first rank"
-        )
 
 
 @contextmanager

@@ -246,8 +246,8 @@ class ServerSettings:
             check=False,
         )
 
-    def link_cuda_runtime(self) -> Path:
-        """Return a folder with the CUDA runtime that torch uses in the server's environment.
+    def link_cuda_runtime(self) -> None:
+        """Fill the folder `lib` with the CUDA runtime that torch uses in the server's environment.
 
         The memory saver is preloaded and needs this runtime, which the loader does not find inside
         torch's wheels. The folder is empty where torch has none of its own.
@@ -258,7 +258,6 @@ class ServerSettings:
             for line in self._ask(_FIND_CUDA_RUNTIME).stdout.splitlines():
                 name, _, file = line.partition(" ")
                 (folder / name).symlink_to(file)
-        return folder
 
     def environment(self, rendezvous: Path) -> dict[str, str]:
         """Return the server's environment variables: of the trainer's only what every program

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from ragen_mega.environments import calls
 from ragen_mega.environments.protocol import Budget, StepResult, text_of
-from ragen_mega.environments.registry import make, names
+from ragen_mega.environments.registry import ENVIRONMENTS, make
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
 _MAX_TURNS = 20
@@ -291,5 +291,5 @@ def environment_id(name: str) -> str:
     return identifier
 
 
-for _name in names():
+for _name in ENVIRONMENTS.names():
     environment_id(_name)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ragen_mega.data.extras import require
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
+from ragen_mega.environments.tool_calls import function_tool
 
 MAX_RESULT = 20_000
 """Most characters of a result that the policy sees, unless said otherwise."""
@@ -268,17 +269,7 @@ def _listed(server: str) -> list[dict[str, Any]]:
             ) from None
     if not tools:
         raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in tools
-    ]
+    return [function_tool(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
 
 async def _ask_for_tools(server: str) -> list[Any]:

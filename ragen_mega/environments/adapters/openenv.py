@@ -15,6 +15,7 @@ import httpx2
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.episode import LIMITS
 from ragen_mega.environments.protocol import Observation, StepResult
+from ragen_mega.environments.tool_calls import function_tool
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
 """Fields of observations that may hold the text, the preferred ones first."""
@@ -153,8 +154,7 @@ class OpenEnvWorld:
             arguments = {"type": "object", "properties": fields, "required": wanted}
             if "$defs" in schema:
                 arguments["$defs"] = schema["$defs"]
-            act = {"name": "act", "description": "Act once.", "parameters": arguments}
-            self.tools = [{"type": "function", "function": act}]
+            self.tools = [function_tool("act", "Act once.", arguments)]
             return None
         return field
 

@@ -28,7 +28,7 @@ from verifiers.v1.interception import InterceptionServer
 
 from ragen_mega.environments.adapters.tasks import held_out
 from ragen_mega.environments.protocol import Message, StepResult, check_seed
-from ragen_mega.environments.tool_calls import tool_calls
+from ragen_mega.environments.tool_calls import function_tool, tool_calls
 
 logging.getLogger(vf.__name__).setLevel(logging.ERROR)  # what fails is raised
 
@@ -197,14 +197,7 @@ def _world(taskset: str, options: str, max_tasks: int) -> _World:
     with ThreadPoolExecutor(1) as thread:  # this one may have an event loop already
         found = thread.submit(asyncio.run, _all_served(shared, of_task)).result()
     schemas = [
-        {
-            "type": "function",
-            "function": {
-                "name": called,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
+        function_tool(called, tool.description or "", tool.input_schema)
         for called, (_, tool) in found.items()
     ]
     tasks = list(source if source.bounded else source.take(max_tasks))

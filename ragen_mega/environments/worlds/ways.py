@@ -1,8 +1,16 @@
-"""Words for the way from one cell of a grid to another."""
+"""The cells of a grid: the distance between two of them, and the way in words."""
+
+Cell = tuple[int, int]
+"""Row and column, both from 0 at the top left."""
 
 
-def way(start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Return e.g. `2 down and 1 left`; `here` for the same cell. Cells are (row, column)."""
+def distance(first: Cell, second: Cell) -> int:
+    """Return the number of moves from one cell to the other where nothing is in the way."""
+    return abs(first[0] - second[0]) + abs(first[1] - second[1])
+
+
+def way(start: Cell, end: Cell) -> str:
+    """Return e.g. `2 down and 1 left`; `here` for the same cell."""
     rows, columns = end[0] - start[0], end[1] - start[1]
     parts = [
         f"{abs(count)} {forward if count > 0 else backward}"

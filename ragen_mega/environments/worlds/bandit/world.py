@@ -120,11 +120,7 @@ class Bandit:
             " average.\nYour available actions are:\n" + ", ".join(self.actions)
         )
 
-    def reset(
-        self, seed: int, *, outcome_seed: int | None = None, board: Sequence[str] | None = None
-    ) -> str:
-        if board is not None:
-            raise ValueError("a bandit has no boards: leave out the board and start it from a seed")
+    def reset(self, seed: int, *, outcome_seed: int | None = None) -> str:
         order_rng = np.random.default_rng(stable_seed(check_seed(seed), "bandit/order"))
         outcome = stable_seed(seed, "outcome") if outcome_seed is None else check_seed(outcome_seed)
         self._rng = np.random.default_rng(stable_seed(outcome, "bandit/payout"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Cell = tuple[int, int]  # (row, column), both from 0 at the top left
+from ragen_mega.environments.worlds.ways import Cell
 
 # The cyclic neighbours of a move in this order are the moves perpendicular to it.
 DIRECTIONS: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
-from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Lake
+from ragen_mega.environments.worlds.ways import Cell, distance
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -80,13 +81,9 @@ def _kind(facts: dict[str, Any], lake: Lake, cell: Cell) -> str:
         return "hole"
     if cell == facts["goal"]:
         return "goal"
-    is_closer = _distance(cell, facts["goal"]) < _distance(facts["player"], facts["goal"])
+    is_closer = distance(cell, facts["goal"]) < distance(facts["player"], facts["goal"])
     is_brink = any(lake.neighbour(cell, action) in facts["holes"] for action in DIRECTIONS)
     return ("closer" if is_closer else "farther") + is_brink * " brink"
-
-
-def _distance(a: Cell, b: Cell) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
 NARRATOR = Narrator(

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen_mega.environments.protocol import Budget, References, Solver
-from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Cell, Lake
+from ragen_mega.environments.worlds.frozen_lake.lakes import DIRECTIONS, Lake
+from ragen_mega.environments.worlds.ways import Cell
 
 _Array = NDArray[np.float64]
 _TIE = 1e-12

@@ -21,14 +21,13 @@ from ragen_mega.environments.protocol import (
 )
 from ragen_mega.environments.worlds.frozen_lake.lakes import (
     DIRECTIONS,
-    Cell,
     Lake,
     generate_lake,
     parse_lake,
 )
 from ragen_mega.environments.worlds.frozen_lake.narrator import NARRATOR, neighbours
 from ragen_mega.environments.worlds.frozen_lake.solver import SOLVER
-from ragen_mega.environments.worlds.ways import way
+from ragen_mega.environments.worlds.ways import Cell, way
 
 Observation = Literal["grid", "cells", "coord", "grid_coord", "words"]
 Untold = Literal["nothing", "cells", "kinds", "behind", "ahead"]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragen_mega.environments.protocol import Narrator
-from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell
-from ragen_mega.environments.worlds.ways import way
+from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Room
+from ragen_mega.environments.worlds.ways import Cell, distance, way
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
@@ -17,16 +17,16 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     the nearest target, or takes the player nearer to or farther from a place to stand. The facts
     that the environment calls `untold` are left out, to measure their worth.
     """
-    facts, untold, parts = environment.facts(), environment.untold, []
+    room, untold, parts = environment.room, environment.untold, []
     for index, action in enumerate(actions or [None]):
         if index:
-            facts = _after(facts, actions[index - 1])
-            if set(facts["boxes"]) == set(facts["targets"]):
+            room = room.after(actions[index - 1])
+            if room.is_solved:
                 return "".join([*parts, " solved"])
             parts.append(" then")
         is_blind = index > 0 and untold == "ahead"
-        standing = _standing_cells(facts)
-        effects = {name: _effect(facts, move, standing) for name, move in DIRECTIONS.items()}
+        standing = _standing_cells(room)
+        effects = {name: _effect(room, move, standing) for name, move in DIRECTIONS.items()}
         if not is_blind:
             parts += [f" stand{cell}" for cell in standing if untold != "standing"]
             parts += [f" {name}{_narrate_move(effects[name], untold)}" for name in effects]
@@ -41,19 +41,20 @@ _NAMES = {"wall": "a wall", "stuck": "a box that is stuck", "closer": "a box", "
 
 def neighbours(environment: Any) -> dict[str, str]:
     """Return the cell that each move leads to, in words."""
-    facts = environment.facts()
-    effects = {name: _effect(facts, move, ())[2] for name, move in DIRECTIONS.items()}
+    room = environment.room
+    effects = {name: _effect(room, move, ())[2] for name, move in DIRECTIONS.items()}
     return {name: _NAMES.get(effect, "free") for name, effect in effects.items()}
 
 
 def ways(environment: Any) -> str:
     """Return, for each box, the way from the player to it and from it to its nearest target."""
-    facts = environment.facts()
+    room = environment.room
     targets = {
-        box: min(facts["targets"], key=lambda cell: _distance(box, cell)) for box in facts["boxes"]
+        box: min(sorted(room.targets), key=lambda cell: distance(box, cell))
+        for box in sorted(room.boxes)
     }
     return " ".join(
-        f"Box: {way(facts['player'], box)}. Its target: {way(box, target)}."
+        f"Box: {way(room.player, box)}. Its target: {way(box, target)}."
         for box, target in targets.items()
     )
 
@@ -69,55 +70,38 @@ def _narrate_move(effect: tuple[Cell, Cell | None, str], untold: str) -> str:
     return ("" if untold == "cells" else cells) + ("" if untold == "effects" else f" {word}")
 
 
-def _after(facts: dict[str, Any], action: str) -> dict[str, Any]:
-    """Return the facts after an action."""
-    move, boxes = DIRECTIONS[action], facts["boxes"]
-    to, pushed, effect = _effect(facts, move, ())
-    if effect in ("wall", "stuck"):
-        return facts
-    moved = (pushed if box == to else box for box in boxes)
-    return facts | {"player": to, "boxes": tuple(sorted(moved))}
-
-
-def _standing_cells(facts: dict[str, Any]) -> list[Cell]:
+def _standing_cells(room: Room) -> list[Cell]:
     """Return the cells behind a box as seen from its nearest target, ignoring walls."""
     return [
         (box[0] - move[0], box[1] - move[1])
-        for box in facts["boxes"]
+        for box in sorted(room.boxes)
         for move in DIRECTIONS.values()
-        if _to_target(facts, _add(box, move)) < _to_target(facts, box)
+        if _to_target(room, _add(box, move)) < _to_target(room, box)
     ]
 
 
-def _effect(
-    facts: dict[str, Any], move: Cell, standing: Sequence[Cell]
-) -> tuple[Cell, Cell | None, str]:
+def _effect(room: Room, move: Cell, standing: Sequence[Cell]) -> tuple[Cell, Cell | None, str]:
     """Return the cell that a move leads to, cell that a box is pushed to, and the word for the
     effect.
     """
-    player, free, boxes = facts["player"], facts["free"], facts["boxes"]
-    to = _add(player, move)
-    if to in boxes:
+    to = _add(room.player, move)
+    if to in room.boxes:
         pushed = _add(to, move)
-        if pushed not in free or pushed in boxes:
+        if pushed in room.walls or pushed in room.boxes:
             return to, pushed, "stuck"
-        return to, pushed, "closer" if _to_target(facts, pushed) < _to_target(facts, to) else "away"
-    if to not in free:
+        return to, pushed, "closer" if _to_target(room, pushed) < _to_target(room, to) else "away"
+    if to in room.walls:
         return to, None, "wall"
-    nearest = min((_distance(player, cell) for cell in standing), default=0)
-    return to, None, "near" if any(_distance(to, cell) < nearest for cell in standing) else "far"
+    nearest = min((distance(room.player, cell) for cell in standing), default=0)
+    return to, None, "near" if any(distance(to, cell) < nearest for cell in standing) else "far"
 
 
-def _to_target(facts: dict[str, Any], cell: Cell) -> int:
-    return min(_distance(cell, target) for target in facts["targets"])
+def _to_target(room: Room, cell: Cell) -> int:
+    return min(distance(cell, target) for target in room.targets)
 
 
 def _add(cell: Cell, move: Cell) -> Cell:
     return cell[0] + move[0], cell[1] + move[1]
-
-
-def _distance(a: Cell, b: Cell) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
 NARRATOR = Narrator(

@@ -8,11 +8,11 @@ solvable by construction.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-Cell = tuple[int, int]  # (row, column), both from 0 at the top left
+from ragen_mega.environments.worlds.ways import Cell, distance
 
 DIRECTIONS: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 _STEPS = tuple(DIRECTIONS.values())
@@ -60,6 +60,19 @@ class Room:
         if cell in self.boxes:
             return BOX_ON_TARGET if on_target else BOX
         return TARGET if on_target else FLOOR
+
+    def after(self, action: str) -> "Room":
+        """Return the position after one action; the same object if nothing can move."""
+        dr, dc = DIRECTIONS[action]
+        ahead = (self.player[0] + dr, self.player[1] + dc)
+        if ahead in self.walls:
+            return self
+        if ahead not in self.boxes:
+            return replace(self, player=ahead)
+        beyond = (ahead[0] + dr, ahead[1] + dc)
+        if beyond in self.walls or beyond in self.boxes:
+            return self
+        return replace(self, player=ahead, boxes=self.boxes - {ahead} | {beyond})
 
     def rows(self, symbols: str = SYMBOLS) -> tuple[str, ...]:
         """Return the board as text, one string per row."""
@@ -210,7 +223,7 @@ def _play_backwards(
 def _displacement(boxes: tuple[Cell, ...], targets: tuple[Cell, ...]) -> int:
     if any(box in targets for box in boxes):
         return 0
-    return sum(abs(b[0] - t[0]) + abs(b[1] - t[1]) for b, t in zip(boxes, targets, strict=True))
+    return sum(distance(box, target) for box, target in zip(boxes, targets, strict=True))
 
 
 def _walk_away(

@@ -10,7 +10,8 @@ from collections import defaultdict, deque
 from typing import Any
 
 from ragen_mega.environments.protocol import Budget, References, Solver
-from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Cell, Room
+from ragen_mega.environments.worlds.sokoban.rooms import DIRECTIONS, Room
+from ragen_mega.environments.worlds.ways import Cell
 
 _State = tuple[int, frozenset[int]]  # player, boxes; a cell is row * columns + column
 
@@ -22,7 +23,7 @@ def shortest_plan(room: Room, max_length: int | None = None) -> list[str] | None
     walls, targets, start = _flatten(room)
     width = room.size[1]
     steps = {name: dr * width + dc for name, (dr, dc) in DIRECTIONS.items()}
-    live = _live_cells(room, walls, targets, tuple(steps.values()))
+    live = _live_cells(walls, targets, tuple(steps.values()))
     if start[1] == targets:
         return []
     parents: dict[_State, tuple[_State, str] | None] = {start: None}
@@ -92,9 +93,7 @@ def _flatten(room: Room) -> tuple[frozenset[int], frozenset[int], _State]:
     )
 
 
-def _live_cells(
-    room: Room, walls: frozenset[int], targets: frozenset[int], steps: tuple[int, ...]
-) -> set[int]:
+def _live_cells(walls: frozenset[int], targets: frozenset[int], steps: tuple[int, ...]) -> set[int]:
     """Return the cells from which a box alone on the board can be pushed to a target: pull one
     backwards from every target.
     """

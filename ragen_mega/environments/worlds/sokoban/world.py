@@ -6,7 +6,6 @@ actions with one box returns 11 - 0.1 n.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -114,7 +113,7 @@ class Sokoban:
         before = self.room
         if before.is_solved:
             raise RuntimeError("the room is solved; call reset before the next step")
-        after = _move(before, name)
+        after = before.after(name)
         gained = len(after.boxes & after.targets) - len(before.boxes & before.targets)
         reward = STEP_REWARD + BOX_REWARD * gained + (DONE_REWARD if after.is_solved else 0.0)
         self._room = after
@@ -208,20 +207,6 @@ class Sokoban:
             parts.append("The meaning of each symbol in the state is:\n" + legend)
         parts.append("Your available actions are:\n" + ", ".join(self.actions))
         return "\n".join(parts)
-
-
-def _move(room: Room, action: str) -> Room:
-    """Return the position after one action; the same object if nothing can move."""
-    dr, dc = DIRECTIONS[action]
-    ahead = (room.player[0] + dr, room.player[1] + dc)
-    if ahead in room.walls:
-        return room
-    if ahead not in room.boxes:
-        return replace(room, player=ahead)
-    beyond = (ahead[0] + dr, ahead[1] + dc)
-    if beyond in room.walls or beyond in room.boxes:
-        return room
-    return replace(room, player=ahead, boxes=room.boxes - {ahead} | {beyond})
 
 
 def _cells(cells: frozenset[tuple[int, int]] | set[tuple[int, int]]) -> str:

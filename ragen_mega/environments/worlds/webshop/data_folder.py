@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import ijson
 
@@ -26,12 +26,6 @@ _DOWNLOAD = (
 )
 
 
-class _Files(NamedTuple):
-    products: Path
-    attributes: Path
-    human: Path
-
-
 def read_folder(
     folder: Path, *, goals: GoalKind, seed: int
 ) -> Iterator[tuple[Product, list[Request]]]:
@@ -41,35 +35,35 @@ def read_folder(
     an identifier that is longer than 10 characters, or repeated, are left out as in the original.
     Raises ValueError for a missing file or a faulty entry.
     """
-    files = _find(folder, goals)
-    described = dict(_entries(files.attributes, ""))
-    asked = dict(_entries(files.human, "")) if goals == "human" else {}
+    products, attributes_file, human = _find(folder, goals)
+    described = dict(_entries(attributes_file, ""))
+    asked = dict(_entries(human, "")) if goals == "human" else {}
     generator = random.Random(seed)
     seen: set[str] = set()
-    for number, entry in enumerate(_entries(files.products, "item")):
-        where = f"{files.products.name}, product {number}"
+    for number, entry in enumerate(_entries(products, "item")):
+        where = f"{products.name}, product {number}"
         asin = _text(entry, "asin", where)
         if asin == "nan" or len(asin) > _LONGEST_ASIN or asin in seen:
             continue
         seen.add(asin)
-        where_about = f"{files.attributes.name}, {asin}"
+        where_about = f"{attributes_file.name}, {asin}"
         about = _checked(described.get(asin, {}), dict, "the entry", where_about)
         attributes = _texts(about.get("attributes", _NO_ATTRIBUTES), "attributes", where_about)
         product = _product(entry, asin, attributes, where, generator)
         if goals == "human":
-            yield product, _human_requests(asked.get(asin, []), f"{files.human.name}, {asin}")
+            yield product, _human_requests(asked.get(asin, []), f"{human.name}, {asin}")
         else:
             yield product, _synthetic_requests(about, where_about)
 
 
-def _find(folder: Path, goals: GoalKind) -> _Files:
-    """Return the paths of the small or the full set. Raises ValueError naming the first missing
-    file.
+def _find(folder: Path, goals: GoalKind) -> tuple[Path, Path, Path]:
+    """Return the files of products, attributes and people's requests, of the small or the full
+    set. Raises ValueError naming the first missing one.
     """
     size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
     if not size and not (folder / "items_shuffle.json").is_file():
         size = "_1000"
-    files = _Files(
+    files = (
         folder / f"items_shuffle{size}.json",
         folder / f"items_ins_v2{size}.json",
         folder / "items_human_ins.json",

@@ -31,20 +31,6 @@ def keywords_of(text: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word not in _NO_KEYWORDS))
 
 
-def random_action(shopper: Any, generator: random.Random) -> str:
-    """Return one of the clicks that the open page offers; on the start page, a search for all
-    keywords or, as likely, for a random part of them.
-    """
-    page = shopper.page
-    if page.kind != "start":
-        return f"click[{generator.choice(page.clickable)}]"
-    words = keywords(shopper.goal) or [shopper.goal.instruction]
-    if generator.random() < 0.5:
-        places = sorted(generator.sample(range(len(words)), generator.randint(1, len(words))))
-        words = [words[place] for place in places]
-    return f"search[{' '.join(words)}]"
-
-
 def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
     """Choose the oracle's action: search the title, open the product, choose its options, buy."""
     facts = shopper.facts()

@@ -16,7 +16,7 @@ from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
 from ragen_mega.environments.worlds.webshop.data_folder import GoalKind
 from ragen_mega.environments.worlds.webshop.narrator import NARRATOR
 from ragen_mega.environments.worlds.webshop.pages import Page
-from ragen_mega.environments.worlds.webshop.players import SOLVER, random_action
+from ragen_mega.environments.worlds.webshop.players import SOLVER, keywords
 from ragen_mega.environments.worlds.webshop.reward import reward
 from ragen_mega.environments.worlds.webshop.shop import Shop, folder_shop, generated_shop
 
@@ -98,8 +98,16 @@ class WebShop:
         return StepResult(self.page.text, paid, is_done, False, info)
 
     def random_answer(self, generator: random.Random) -> str:
-        """Draw the random shopper's action on the open page."""
-        return random_action(self, generator)
+        """Draw one of the clicks that the open page offers; on the start page, a search for all
+        keywords or, as likely, for a random part of them.
+        """
+        if self.page.kind != "start":
+            return f"click[{generator.choice(self.page.clickable)}]"
+        words = keywords(self.goal) or [self.goal.instruction]
+        if generator.random() < 0.5:
+            places = sorted(generator.sample(range(len(words)), generator.randint(1, len(words))))
+            words = [words[place] for place in places]
+        return f"search[{' '.join(words)}]"
 
     @property
     def num_tasks(self) -> int:
@@ -138,8 +146,6 @@ class WebShop:
     @property
     def score(self) -> float:
         """The score of buying the open product with the options chosen so far."""
-        if self._product is None:
-            raise RuntimeError("no product is open; click one on a page of results first")
         return reward(self.goal, self._product, self._chosen)
 
     def _do(self, kind: str, argument: str) -> bool:
