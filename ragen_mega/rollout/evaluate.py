@@ -75,13 +75,13 @@ class EvaluationResult:
 @dataclass(frozen=True)
 class HeldOut:
     """A set that a policy is evaluated on: an environment's rules, the settings of play, the
-    initial states, and the reference players if they are known.
+    initial states, and the reference players on them.
     """
 
     config: EnvironmentConfig
     settings: PlaySettings
     prompts: Sequence[Prompt]
-    reference: Baselines | None = None
+    reference: Baselines
 
 
 def evaluate_each(
@@ -99,11 +99,6 @@ def evaluate_each(
     """
     results = {}
     for name, held_out in sets.items():
-        reference = held_out.reference
-        if reference is None:
-            reference = reference_players(held_out.config, name, held_out.prompts)
-            if reference.errors_say:
-                console.say(reference.errors_say)
         num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
         max_turns = held_out.config.expected_turns
         with console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress:
@@ -115,7 +110,7 @@ def evaluate_each(
                 held_out.settings,
                 prompts=held_out.prompts,
                 samples_per_prompt=samples_per_prompt,
-                reference=reference,
+                reference=held_out.reference,
                 advance=progress.turn,
                 send_again=send_again,
                 watch=watch and partial(watch, name),
@@ -132,18 +127,17 @@ def evaluate(
     *,
     prompts: Sequence[Prompt],
     samples_per_prompt: int,
-    reference: Baselines | None = None,
+    reference: Baselines,
     advance: Advance | None = None,
     send_again: Callable[[], None] | None = None,
     watch: Callable[[Sequence[TrajectoryGroup]], None] | None = None,
 ) -> EvaluationResult:
     """Play `samples_per_prompt` episodes of environment `name` from each of these initial states.
 
-    `reference` saves computing the random and the optimal player again; `watch` gets the groups
-    that were played. Raises what `JointCollection.play`, `check_starts` and `check_ends` do.
+    `reference`: the reference players on them; `watch` gets the groups that were played. Raises
+    what `JointCollection.play`, `check_starts` and `check_ends` do.
     """
     groups = evaluation_tasks(config, name, prompts, samples_per_prompt=samples_per_prompt)
-    reference = reference or reference_players(config, name, prompts)
     with JointCollection(
         engine, renderer, settings, advance=advance, send_again=send_again
     ) as joint:

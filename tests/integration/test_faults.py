@@ -17,7 +17,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ragen_mega.commands import replay
+from ragen_mega import replay
+from ragen_mega.commands.replay import main as replay_command
 from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
@@ -212,8 +213,8 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit, match="77"):
         patched.setattr(os, "execv", become)
-        replay.main(words)
-    on_ranks(lambda: replay.main(words), 2)
+        replay_command(words)
+    on_ranks(lambda: replay_command(words), 2)
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
     assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before

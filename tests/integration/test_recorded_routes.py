@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from ragen_mega.commands import replay
+from ragen_mega import replay
 from ragen_mega.config import parse
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.environments.episode import Episode, EpisodeConfig
