@@ -245,10 +245,8 @@ def _player(text: str) -> tuple[str, float]:
     ),
 )
 def main(arguments: argparse.Namespace) -> None:
-    title = arguments.title
-    if title is None:
-        prefix = os.path.commonprefix([run.name for run in arguments.runs])
-        title = prefix.rstrip("-_.") or "report"
+    shared = os.path.commonprefix([run.name for run in arguments.runs]).rstrip("-_.")
+    title = shared or "report" if arguments.title is None else arguments.title
     if not title or Path(title).name != title:
         raise ValueError(
             f"--title names files in --output, so it cannot be {title!r}; take a name without a"

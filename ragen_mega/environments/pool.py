@@ -88,10 +88,8 @@ def is_refusal(error: BaseException | None) -> bool:
     """Return whether an error is a ValueError of this package, whose text says all; one of the
     user's needs its place.
     """
-    if not isinstance(error, ValueError):
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+    frames = [*traceback.walk_tb(error.__traceback__)] if isinstance(error, ValueError) else []
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_PACKAGE)
 
 
 def _is_ours(code: CodeType) -> bool:
