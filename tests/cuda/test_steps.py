@@ -122,8 +122,10 @@ def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        f"{SHARDED} --advantage-estimator grpo --offload rollout",  # twice data-parallel
         f"{PIPELINE} {TRANSFORMER_ENGINE} --fp8 hybrid --offload turns",
+        pytest.param(  # twice data-parallel
+            f"{SHARDED} --advantage-estimator grpo --offload rollout", marks=pytest.mark.slow
+        ),
         pytest.param(PIPELINE, marks=pytest.mark.slow),
     ],
 )

@@ -19,7 +19,6 @@ FAST = (
     "shared",
     "microbatch_of_one",
     "tp2_pp2_vp2_sp_recompute",
-    "dp2_tp2_sp_distributed_optimizer",
     "dp2_tp2_sp_ep2_distributed_optimizer",
     "pp2_ep2",
 )

@@ -22,20 +22,19 @@ FLAGS = """
 """.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "package", "context"),
     [
         pytest.param("plain", "openai", 800, id="openai"),
-        pytest.param("streaming", "openai", 800, marks=pytest.mark.slow, id="openai-stream"),
-        pytest.param("sub_agent", "openai", 800, marks=pytest.mark.slow, id="sub-agent"),
-        pytest.param("compacting", "openai", 800, marks=pytest.mark.slow, id="compacting"),
-        pytest.param("openai_agents", "agents", 1200, marks=pytest.mark.slow, id="openai-agents"),
-        pytest.param(
-            "openai_agents_chat", "agents", 1200, marks=pytest.mark.slow, id="openai-agents-by-chat"
-        ),
-        pytest.param("anthropic", "anthropic", 800, marks=pytest.mark.slow, id="anthropic"),
-        pytest.param("langgraph", "langgraph", 1200, marks=pytest.mark.slow, id="langgraph"),
-        pytest.param("smolagents", "smolagents", 8000, marks=pytest.mark.slow, id="smolagents"),
+        pytest.param("streaming", "openai", 800, id="openai-stream"),
+        pytest.param("sub_agent", "openai", 800, id="sub-agent"),
+        pytest.param("compacting", "openai", 800, id="compacting"),
+        pytest.param("openai_agents", "agents", 1200, id="openai-agents"),
+        pytest.param("openai_agents_chat", "agents", 1200, id="openai-agents-by-chat"),
+        pytest.param("anthropic", "anthropic", 800, id="anthropic"),
+        pytest.param("langgraph", "langgraph", 1200, id="langgraph"),
+        pytest.param("smolagents", "smolagents", 8000, id="smolagents"),
     ],
 )
 def test_three_steps(tmp_path: Path, agent: str, package: str, context: int) -> None:

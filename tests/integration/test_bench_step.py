@@ -36,6 +36,7 @@ def bench(*flags: str | Path) -> None:
     bench_step.main([*map(str, flags)])
 
 
+@pytest.mark.slow
 def test_a_quarter_of_fixed_trajectories_is_timed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

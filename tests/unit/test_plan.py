@@ -49,7 +49,13 @@ def test_there_is_a_recipe_for_every_size() -> None:
     assert names | {"qwen3_30b_a3b_8_gpus"} == set(RECIPES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_235b_a22b"))
+        for name in RECIPES
+    ],
+)
 def test_recipe(name: str) -> None:
     """It parses, its layout divides model and GPUs, every phase fits, and its comments state the
     plan's numbers.

@@ -50,15 +50,11 @@ Request = tuple[int, list[int], SamplingParams]
 
 
 class RecordingEngine(EmbeddedEngine):
-    """The embedded engine, with the requests that it was asked for, and the memory of the process
-    at every quarter of them.
-    """
+    """The embedded engine, with the requests that it was asked for since `record`."""
 
-    def record(self, num_requests: int) -> None:
-        """Begin a record of `num_requests`."""
+    def record(self) -> None:
+        """Begin a record."""
         self.requests: list[tuple[Request, Completion]] = []
-        self.memory: list[int] = []
-        self._num_expected = num_requests
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -66,8 +62,6 @@ class RecordingEngine(EmbeddedEngine):
         """Record a request and its completion."""
         completion = await super().generate(tokens, sampling, session=session)
         self.requests.append(((session, tokens, sampling), completion))
-        if 4 * len(self.requests) % self._num_expected == 0:
-            self.memory.append(psutil.Process().memory_info().rss)
         return completion
 
 
@@ -131,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = PlaySettings(context, 1.0, 0)
 
     def by_agents() -> dict[str, float]:
-        engine.record(num_calls)
+        engine.record()
         with engine.awake():
             engine.load_weights(weights.items())
             began, own, server = time.process_time(), time.thread_time(), server_seconds()
@@ -140,12 +134,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         server = server_seconds() - server
         turns = [turn for member in group.trajectories for turn in member.turns]
         assert len(turns) == len(engine.requests) == num_calls
-        memory[:] = engine.memory
+        memory.append(psutil.Process().memory_info().rss)
         return {"rollout": own, "server": server, "agents": total - own - server}
 
     def alone() -> dict[str, float]:
         recorded = list(engine.requests)
-        engine.record(num_calls)
+        engine.record()
         with engine.awake():
             engine.load_weights(weights.items())
             began = time.thread_time()
@@ -171,7 +165,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "engine_share": statistics.median(shares),
         "engine_shares": shares,
         "seconds": seconds,
-        "memory_at_each_quarter": memory,
+        "memory_after_each_repetition": memory,
     }
 
 
