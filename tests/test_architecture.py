@@ -26,7 +26,7 @@ LAYERS = (
     ("ragen_mega.agents", "ragen_mega.rollout", "ragen_mega.storage", "ragen_mega.report"),
     ("ragen_mega.megatron", "ragen_mega.engines", "ragen_mega.warm_start"),
     ("ragen_mega.run",),
-    ("ragen_mega.train", "ragen_mega.replay", "ragen_mega.planning", "ragen_mega.studies"),
+    ("ragen_mega.train", "ragen_mega.planning", "ragen_mega.studies"),
     ("ragen_mega.commands",),
 )
 """Lowest first. A module imports from its own layer and from lower ones, never from a higher one.

@@ -52,8 +52,14 @@ def main(arguments: argparse.Namespace) -> int:
             flush=True,
         )
     # Only here, for it brings torch, which takes seconds.
+    from ragen_mega.commands.replayed_step import (
+        read_config,
+        read_row,
+        replay,
+        replay_agents,
+        report,
+    )
     from ragen_mega.data import distributed
-    from ragen_mega.replay import read_config, read_row, replay, replay_agents, report
     from ragen_mega.report.metrics import METRICS_FILE, write_json
 
     if arguments.agent_calls:

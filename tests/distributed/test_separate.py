@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
+from ragen_mega.commands.replayed_step import replay
 from ragen_mega.config import parse
 from ragen_mega.data import distributed
-from ragen_mega.replay import replay
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
