@@ -127,7 +127,7 @@ def test_steps_until_a_loss_is_flat_are_bounded_by_the_flags(fall: float, num_st
 
 
 def test_the_time_left_counts_the_longer_steps_of_a_later_stage() -> None:
-    """A position takes a second: 40 steps of 2 and 20 of 12, as long as the lines say."""
+    """A position takes a second, and the steps of the second stage have more of them."""
     said, now = io.StringIO(), [0.0]
     console = Console(is_writer=True, num_steps=0, file=said, clock=lambda: now[0])
     stages = []
