@@ -59,7 +59,7 @@ BROAD_EXCEPT = {
     "ragen_mega/storage/gguf_files.py::_tokenizer": (
         "tokenizers reports merges and tokens that contradict each other as a bare Exception"
     ),
-    "ragen_mega/storage/model_writers.py::_save_tokenizer": (
+    "ragen_mega/storage/model_writers.py::_write": (
         "tokenizers reports a full disk as a bare Exception; any other is raised again"
     ),
     "ragen_mega/storage/checkpoints.py::CheckpointWriter._write": (

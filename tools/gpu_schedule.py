@@ -102,12 +102,6 @@ def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) 
     return names if was_started else names + rest
 
 
-def blocks(parts: Sequence[Part]) -> list[list[Part]]:
-    """Return the parts that run at the same time, in order."""
-    keys = {id(part): "together" if part.together else part.name for part in parts}
-    return [[*group] for _, group in groupby(parts, key=lambda part: keys[id(part)])]
-
-
 def run_block(parts: Sequence[Part], output: Path, clock: Clock) -> list[dict[str, Any]]:
     """Run the parts at the same time; a row for each. No process outlives its part."""
     rows, running = {}, {}
@@ -140,6 +134,9 @@ def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
     own included, when it is asked to end and when the part has ended.
     """
     command = [sys.executable, "-I", str(SUPERVISOR), str(output / ".none"), "bash", "-c"]
+    # a part that failed in an earlier call goes without settings that are suspected
+    has_failed = part.name in os.environ.get("AGAIN", "").split()
+    cautious = {"TORCHDYNAMO_DISABLE": "1"} if has_failed else {}
     with open(output / f"{part.name}.log", "wb") as log:
         return subprocess.Popen(
             [*command, part.name],
@@ -147,13 +144,8 @@ def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             cwd=ROOT,
-            env=os.environ | ({"TORCHDYNAMO_DISABLE": "1"} if is_cautious(part) else {}),
+            env=os.environ | cautious,
         )
-
-
-def is_cautious(part: Part) -> bool:
-    """Check if the part failed in an earlier call, so that suspected settings are left out."""
-    return part.name in os.environ.get("AGAIN", "").split()
 
 
 _OPEN = os.pipe()
@@ -290,7 +282,8 @@ def main(arguments: Sequence[str]) -> int:
     with suppress(OSError):
         (output / ".reserve").write_bytes(bytes(RESERVE))
     rows: list[dict[str, Any]] = []
-    for block in [[], *blocks(parts)]:  # the first report says what was about to be done
+    blocks = [[*block] for _, block in groupby(parts, lambda part: part.together or part.name)]
+    for block in [[], *blocks]:  # the first report says what was about to be done
         for row in run_block(block, output, clock):
             rows.append(row)
             print(f"{row['part']}: {row['result']}, {row['seconds']} s", flush=True)

@@ -26,11 +26,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
@@ -71,20 +69,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The model to convert."""
-
-    description: str
-    reader: ModelReader
-    hf: PretrainedConfig
-    files: Path
-    """The directory with config.json and the tokenizer."""
-
-
-def open_source(path: Path, say: Say) -> Source:
-    """Find out what `path` is. Raises ValueError if it cannot be converted or is
-    damaged.
+def open_source(path: Path, say: Say) -> tuple[str, ModelReader, Path]:
+    """Find out what `path` is; returns its description, its reader and the directory with
+    config.json and the tokenizer. Raises ValueError if it cannot be converted or is damaged.
     """
     if file := find_gguf(path):
         path = dequantised(file)
@@ -100,7 +87,7 @@ def open_source(path: Path, say: Say) -> Source:
             raise ValueError(f"checkpoint {path} cannot be used: {error}") from None
     if HuggingFaceReader.is_for(path) or MegatronReader.is_for(path):
         kind = "megatron" if MegatronReader.is_for(path) else "Hugging Face"
-        return Source(f"{kind} directory {path}", open_model(path), load_config(str(path)), path)
+        return f"{kind} directory {path}", open_model(path), path
     if (path / CHECKPOINTS).is_dir():
         checkpoint = find_latest(path / CHECKPOINTS, say)
         if checkpoint is None:
@@ -115,7 +102,7 @@ def open_source(path: Path, say: Say) -> Source:
     )
 
 
-def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
+def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> tuple[str, ModelReader, Path]:
     files = _model_of_run(checkpoint, say)
     hf = load_config(str(files))
     check_config(hf)
@@ -125,7 +112,7 @@ def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> Source:
         f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of"
         f" {files}"
     )
-    return Source(description, reader, hf, files)
+    return description, reader, files
 
 
 def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
@@ -190,19 +177,19 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
             )
     parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
     with atomic_directory(arguments.target) as directory:
-        source = open_source(arguments.source, console.say)
-        console.say(f"from {source.description}")
-        shape = ModelShape.of(source.hf)
+        description, reader, files = open_source(arguments.source, console.say)
+        console.say(f"from {description}")
+        shape = ModelShape.of(load_config(str(files)))
         if error := cut_error(shape, *parallel.cut):
             raise ValueError(error)
         slots = list(model_slots(shape))
-        described = {name: source.reader.describe(name) for slot in slots for name in slot.names}
+        described = {name: reader.describe(name) for slot in slots for name in slot.names}
         kinds = {
             name: (DTYPES.get(arguments.dtype, dtype), shape)
             for name, (dtype, shape) in described.items()
         }
         dtypes = {name: dtype for name, (dtype, _) in kinds.items()}
-        copy_other_files(source.files, directory, set(dtypes.values()))
+        copy_other_files(files, directory, set(dtypes.values()))
         writer = (
             MegatronWriter(directory, shape, dtypes, parallel)
             if is_megatron
@@ -210,13 +197,13 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         )
         with console.progress("convert", len(slots)) as progress:
             for slot in slots:
-                tensors = [source.reader(name) for name in slot.names]
+                tensors = [reader(name) for name in slot.names]
                 if isinstance(writer, MegatronWriter):
                     writer.write(slot, tensors)
                 else:
                     for name, tensor in zip(slot.names, tensors, strict=True):
                         writer.write(name, tensor)
-                source.reader.release()
+                reader.release()
                 progress.advance(note=slot.names[0])
         writer.close()
     total = sum(map(num_bytes, kinds.values()))

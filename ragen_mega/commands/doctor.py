@@ -14,13 +14,14 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.version import Version
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.data.extras import installed
 
 _CONFIG = Path(__file__).parents[1] / "config"
 CONSTRAINTS = {"cpu": _CONFIG / "constraints.txt", "h100": _CONFIG / "constraints-h100.txt"}
@@ -77,14 +78,6 @@ class Finding:
     def __str__(self) -> str:
         remedy = f"  -> {self.remedy}" if self.remedy else ""
         return f"  {self.name:<26} {self.state:<10} {self.detail}{remedy}"
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a distribution, None if there is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def ask(python: str, statement: str, **environment: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ragen_mega.run.build import build_models, set_fields
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, read_checkpoint
+from ragen_mega.storage.checkpoints import CHECKPOINTS, find_latest
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.train import train_step
@@ -222,7 +223,8 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     """Return everything that the loop needs to repeat `step`, and where it starts from."""
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
-    checkpoint = on_main(lambda: find_start(directory / CHECKPOINTS, step))
+    tell = partial(print, file=sys.stderr)
+    checkpoint = on_main(lambda: find_latest(directory / CHECKPOINTS, tell, last=step))
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     hf = load_config(str(base))
     set_fields(config, hf)
@@ -258,19 +260,6 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         run.restore(checkpoint)
         return run, str(checkpoint.directory)
     return run, "the weights that training started from"
-
-
-def find_start(directory: Path, step: int) -> Checkpoint | None:
-    """Return the newest intact checkpoint at or before `step`; damaged ones are reported and
-    skipped.
-    """
-    for path in sorted(directory.glob("step_*"), reverse=True):
-        if int(path.name.removeprefix("step_")) <= step:
-            try:
-                return read_checkpoint(path)
-            except ValueError as error:
-                print(f"checkpoint {path} is skipped: {error}", file=sys.stderr)
-    return None
 
 
 def compare(

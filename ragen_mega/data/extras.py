@@ -1,6 +1,7 @@
 """Optional packages, by the extra of `setup.py` that installs them."""
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 EXTRAS = {
@@ -12,6 +13,14 @@ EXTRAS = {
     "verifiers": ("verifiers",),
 }
 """Extra -> the modules that it installs and that code of ours imports by statement."""
+
+
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution, None if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def require(extra: str, purpose: str) -> None:

@@ -248,8 +248,7 @@ def priced(
     if arguments.plot:
         title = f"{arguments.model or config.model.load} on {num_gpus} {machine.hardware.name}"
         cost.timeline(result, title, arguments.plot)
-    text = cost.described(result, helps, is_searched=is_searched)
-    return result | {"helps": helps}, text
+    return result | {"helps": helps}, cost.described(result, helps, is_searched=is_searched)
 
 
 def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:

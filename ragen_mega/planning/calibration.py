@@ -184,8 +184,7 @@ def measure_decoding() -> list[Reading]:
         cache = KVCache(shape, num_slots=batch, max_context=256, dtype=torch.float32)
         slots, places = np.arange(batch), np.full(batch, context)
         cache.reserve(slots, places + 1)
-        seconds = shortest(decode, slots, places)
-        readings.append(((layers, batch, context), seconds))
+        readings.append(((layers, batch, context), shortest(decode, slots, places)))
     return readings
 
 
@@ -371,8 +370,7 @@ class Steps:
 
     def predicted(self, machine: Machine) -> dict[str, float]:
         """Predict the same seconds; the tokens of a turn are those that were sampled."""
-        phases = step_seconds(machine, self.shape, self.config, self.ranks, self.play)
-        return by_timer(phases)
+        return by_timer(step_seconds(machine, self.shape, self.config, self.ranks, self.play))
 
 
 def with_host(machine: Machine, runs: Sequence[Steps]) -> Machine:

@@ -202,17 +202,6 @@ _TABLE = (
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _TABLE})
 
 
-def find_hardware(name: str) -> Hardware:
-    """Find the row of this name, case-insensitive. Raises ValueError if there is none."""
-    rows = {known.lower(): row for known, row in HARDWARE.items()}
-    if name.lower() not in rows:
-        raise ValueError(
-            f"--hardware must be one of {', '.join(HARDWARE)}, not {name!r}; take the nearest, or"
-            " measure yours with --calibrate"
-        )
-    return rows[name.lower()]
-
-
 def constant(value: float, low: float, high: float) -> float:
     """Make a field of `Constants` with the range in which it keeps its meaning."""
     return field(default=value, metadata={"low": low, "high": high})
@@ -355,12 +344,19 @@ class Machine:
 
 
 def find_machine(name: str, constants: Constants | None = None) -> Machine:
-    """Find a row of the table under `constants` (default: those of the published steps), or read
-    what --calibrate wrote; a file without constants gets those. Raises ValueError for neither.
+    """Find a row of the table, in any letter case, under `constants` (default: those of the
+    published steps), or read what --calibrate wrote; a file without constants gets those. Raises
+    ValueError for neither.
     """
     usual = constants or Constants()
+    rows = {known.lower(): row for known, row in HARDWARE.items()}
+    if name.lower() in rows:
+        return Machine(rows[name.lower()], usual)
     if not name.endswith(".json"):
-        return Machine(find_hardware(name), usual)
+        raise ValueError(
+            f"--hardware must be one of {', '.join(HARDWARE)}, not {name!r}; take the nearest, or"
+            " measure yours with --calibrate"
+        )
     try:
         values = json.loads(Path(name).read_text())
         measured = values.get("constants")

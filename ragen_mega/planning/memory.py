@@ -202,8 +202,9 @@ def _state(
         elif is_critic and is_last and item != FP32:  # the value head is always float32
             buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
         buffers.append(([experts * len(layers)], item, sharers[1]))
-        # only the first chunk of the first stage sends its gradients bucket by bucket
-        bucket_size = bucket_elements(dp) if is_first and dp > 1 else None
+        # only the first chunk of the first stage sends its gradients bucket by bucket, which
+        # megatron-core closes from so many elements on
+        bucket_size = max(40_000_000, 1_000_000 * dp) if is_first and dp > 1 else None
         for buckets, itemsize, (count, rank) in buffers:
             length = owned = sum(map(sum, buckets))
             if shards:
@@ -212,13 +213,6 @@ def _state(
             gradients += length * FP32
             optimizer += owned * (MOMENTS + (FP32 if itemsize != FP32 else 0))
     return ModelState(parameters, gradients, optimizer)
-
-
-def bucket_elements(dp: int) -> int:
-    """Return the elements from which megatron-core closes a bucket of gradients that it reduces by
-    itself.
-    """
-    return max(40_000_000, 1_000_000 * dp)
 
 
 def _distributed_buffer(
@@ -492,8 +486,7 @@ def fit(
     lines = check_fits(shape, setting, device_bytes)
     config = replace(config, parallel=layout)
     if given is None:
-        train = replace(config.train, max_tokens_per_microbatch=tokens)
-        config = replace(config, train=train)
+        config = replace(config, train=replace(config.train, max_tokens_per_microbatch=tokens))
     if tokens < sizes[0] or layout.recomputation != (mode or "none"):
         lines.insert(
             0,

@@ -606,8 +606,7 @@ def rollout(
             contexts[session] += turns[session][turn]
             held -= contexts[session]
             if turn + 1 < play.turns:
-                ready = now + play.environment_seconds
-                heapq.heappush(waiting, (ready, session, turn + 1))
+                heapq.heappush(waiting, (now + play.environment_seconds, session, turn + 1))
             elif later:
                 heapq.heappush(waiting, (now, later.popleft(), 0))
     return tuple(terms.items())

@@ -132,15 +132,13 @@ def check_keys(
     if not isinstance(given, Mapping):
         raise ValueError(f"{what} must be an object, not {given!r}; write it as one")
     known = (*required, *others)
-    for name in given:
-        if name not in known:
-            raise ValueError(
-                f"{what} must have no entry but {', '.join(known)}, not {name}; drop it, or put"
-                ' what it says in "note"'
-            )
-    for name in required:
-        if name not in given:
-            raise ValueError(f"{what} must have {', '.join(required)}, and lacks {name}; add it")
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(
+            f"{what} must have no entry but {', '.join(known)}, not {unknown[0]}; drop it, or put"
+            ' what it says in "note"'
+        )
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"{what} must have {', '.join(required)}, and lacks {missing[0]}; add it")
     return given
 
 

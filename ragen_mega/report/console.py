@@ -261,14 +261,8 @@ class Console:
         self.say(table)
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Keep the line about the whole run on the terminal during the block."""
-        with self._display():
-            yield
-
-    @contextmanager
     def _bar(self, progress: Advance) -> Iterator[None]:
-        with self._display() as bars:
+        with self.open() as bars:
             fields = {"text": progress.text, "is_run": False}
             task = bars.add_task(progress.name, total=progress.total, **fields)
             progress._report = lambda now: bars.update(
@@ -280,8 +274,10 @@ class Console:
                 bars.remove_task(task)
 
     @contextmanager
-    def _display(self) -> Iterator[Progress]:
-        """Show the progress bars; the outermost user starts and stops them."""
+    def open(self) -> Iterator[Progress]:
+        """Keep the progress bars on the terminal during the block, that of the whole run first; the
+        outermost block starts and stops them.
+        """
         if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
             yield self._bars
             return
@@ -305,9 +301,9 @@ class Console:
             self.say(f"{progress.name} {progress.text}{progress.left(now - started)}{run}")
 
 
-def fail(message: str, exit_code: int = 2) -> NoReturn:
-    """Leave with `error: message` on standard error, printed once however many ranks of this
-    machine fail alike.
+def fail(message: str) -> NoReturn:
+    """Leave with `error: message` on standard error and exit code 2; the message is printed once
+    however many ranks of this machine fail alike.
 
     Whichever rank comes first prints: torchrun stops the others as soon as one has left, so no
     fixed rank can be relied on to get as far as its message.
@@ -316,7 +312,7 @@ def fail(message: str, exit_code: int = 2) -> NoReturn:
         # in one piece: `print` would write the end of the line by itself, behind another rank's
         sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
         sys.stderr.flush()
-    raise SystemExit(exit_code)
+    raise SystemExit(2)
 
 
 def _is_first_to_say(message: str) -> bool:

@@ -161,11 +161,6 @@ GLOSSARY = {
     "custom/*": "A metric of your own, or one of --metrics.",
 }
 """Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
-key with an environment behind it, as `eval/success_sokoban`, means the same.
+key with an environment behind it, as `eval/success_sokoban`, means the same: the longest entry that
+a key begins with holds.
 """
-
-
-def explain(key: str) -> str | None:
-    """Explain a metric key; None for a key without an entry."""
-    known = [name for name in GLOSSARY if key == name or key.startswith((f"{name}/", f"{name}_"))]
-    return GLOSSARY.get(max(known, key=len, default=f"{key.split('/')[0]}/*"))

@@ -5,10 +5,11 @@ libraries that compute.
 import os
 import platform
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from ragen_mega.data.extras import installed
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "transformers")
 
@@ -28,14 +29,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     server may run in another environment with other versions.
     """
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    return interpreter | {name: _installed(name) for name in packages}
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    return interpreter | {name: installed(name) or "none" for name in packages}
 
 
 def describe() -> str:

@@ -41,13 +41,6 @@ class Mean:
     value: SupportsFloat
     weight: SupportsFloat = 1.0
 
-    def __post_init__(self) -> None:
-        if not float(self.weight) >= 0.0:
-            raise ValueError(
-                f"the weight of a mean must be >= 0, not {float(self.weight)}; pass a count of its"
-                " terms"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -151,9 +144,8 @@ class RunLogger:
     W&B if asked for.
 
     Only the process with `is_writer` touches the disk; on the others every method does nothing, so
-    that callers need no condition. A run that continues (`resume`) drops what an earlier process
-    logged at or after its first step; if there is no run yet, `resume` begins one, so that a
-    launcher can use the same command every time.
+    that callers need no condition. If there is no run yet, `resume` begins one, so that a launcher
+    can use the same command every time.
 
     Raises ValueError if the directory holds another run and neither `resume` nor `overwrite` is
     given, or if it holds something else.
@@ -171,8 +163,6 @@ class RunLogger:
     ) -> None:
         self.directory = Path(directory)
         self._is_writer = is_writer
-        self._is_open = False
-        self._last_step: int | None = None
         self._settings: Settings = {}
         self._tables: list[Table] = []
         self._uses_tensorboard = tensorboard
@@ -236,23 +226,15 @@ class RunLogger:
             self._tables.append((name, head, rows))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step, flushed. Non-finite values become null with a warning. Steps must
-        increase (ValueError).
-        """
+        """Append one step, flushed. Non-finite values become null with a warning."""
         if not self._is_writer:
             return
-        self._open(step)
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(
-                f"steps must increase: {step} was logged after {self._last_step}; log each step"
-                " once"
-            )
-        self._last_step = step
         values = _finite(metrics, where=f"step {step}")
         with (self.directory / METRICS_FILE).open("a") as file:  # a killed run leaves whole lines
             file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         finite = {key: value for key, value in values.items() if value is not None}
-        if self._tensorboard is not None:
+        if self._uses_tensorboard:
+            self._open_tensorboard(step)
             for key, value in finite.items():
                 self._tensorboard.add_scalar(key, value, step)
             for name, head, rows in self._tables:
@@ -273,7 +255,6 @@ class RunLogger:
     def note(self, step: int, text: str) -> None:
         """Append something that happened in a step, e.g. a warning, to events.jsonl."""
         if self._is_writer:
-            self._open(step)
             with (self.directory / EVENTS_FILE).open("a") as file:
                 file.write(json.dumps({"step": step, "text": text}) + "\n")
 
@@ -297,26 +278,19 @@ class RunLogger:
         """Flush and close every file; idempotent."""
         self._open_files.close()
 
-    def _open(self, first_step: int) -> None:
-        """Drop the rows of an earlier process for the first step of this process and for later
-        steps.
-        """
-        if self._is_open:
+    def _open_tensorboard(self, first_step: int) -> None:
+        """Open TensorBoard's files with the first step of this process that is logged."""
+        if self._tensorboard is not None:
             return
-        self._is_open = True
-        self.drop_from(first_step)
-        if self._uses_tensorboard:
-            # Slow to import, and only one rank needs it.
-            from torch.utils.tensorboard import SummaryWriter
-            from torch.utils.tensorboard.summary import hparams
+        # Slow to import, and only one rank needs it.
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
-            self._tensorboard = self._open_files.enter_context(
-                SummaryWriter(
-                    str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10
-                )
-            )
-            for summary in hparams(_flat(self._settings), dict.fromkeys(HEADLINES, 0.0)):
-                self._tensorboard.file_writer.add_summary(summary)
+        self._tensorboard = self._open_files.enter_context(
+            SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step, flush_secs=10)
+        )
+        for summary in hparams(_flat(self._settings), dict.fromkeys(HEADLINES, 0.0)):
+            self._tensorboard.file_writer.add_summary(summary)
 
 
 def _flat(settings: Settings) -> dict[str, Any]:

@@ -130,21 +130,6 @@ def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
     return StarPOConfig.from_dict(settings)
 
 
-def settings_at(
-    recorded: Mapping[str, Any], step: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Return the settings that a step was trained under, and the start that it belongs to; None
-    where the run has no such records.
-    """
-    settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
-    starts = list(recorded.get(STARTS, []))
-    while len(starts) > 1 and starts[-1]["first_step"] > step:
-        for key, (old, _) in starts.pop()["changed"].items():
-            section, name = key.split(".")
-            settings[section][name] = old
-    return settings, starts[-1] if starts else None
-
-
 def read_settings(
     run: Path, step: int = sys.maxsize
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
@@ -152,5 +137,11 @@ def read_settings(
     flags that are newer than the run have their defaults. Also the recorded start that the step
     belongs to, None for an older run. Raises ValueError if the directory holds no run.
     """
-    settings, start = settings_at(read_recorded(run), step)
-    return with_defaults(settings), start
+    recorded = read_recorded(run)
+    settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
+    starts = list(recorded.get(STARTS, []))
+    while len(starts) > 1 and starts[-1]["first_step"] > step:
+        for key, (old, _) in starts.pop()["changed"].items():
+            section, name = key.split(".")
+            settings[section][name] = old
+    return with_defaults(settings), starts[-1] if starts else None

@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data import distributed
 from ragen_mega.storage.integrity import (
-    MANIFEST,
     check_files,
     describe_file,
     read_manifest,
@@ -49,7 +48,6 @@ _SECONDS_TO_GATHER = 600.0
 """Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
 
-T = TypeVar("T")
 Stage = Callable[[Path], Callable[[], Path]]
 """Copies the state of this rank, collectively; the function that it returns writes it as one file
 of the directory, from any thread.
@@ -122,11 +120,16 @@ def lock_run(directory: Path) -> TextIO:
     return file
 
 
-def find_latest(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint in `directory` that verifies; `report` gets a line for each
-    newer one that does not. Raises OSError if one cannot be read: it may be intact.
+def find_latest(
+    directory: Path, report: Callable[[str], None], *, last: int | None = None
+) -> Checkpoint | None:
+    """Return the newest checkpoint in `directory` that verifies, of at most `last` steps;
+    `report` gets a line for each newer one that does not. Raises OSError if one cannot be read: it
+    may be intact.
     """
     for path in _published(directory):
+        if last is not None and path.name > _name(last):
+            continue
         try:
             return read_checkpoint(path)
         except ValueError as error:
@@ -140,17 +143,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = read_manifest(path, format=FORMAT)
     check_files(path, manifest["files"])
-    for name in (STATE, *(name for name in manifest["files"] if name.endswith(".json"))):
-        try:
-            json.loads((path / name).read_bytes())
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{name} is no JSON ({type(error).__name__})") from None
-    state = json.loads((path / STATE).read_bytes())
-    try:
-        facts = [manifest[name] for name in ("step", "score", "config", "models")]
-    except KeyError as error:
-        raise ValueError(f"{MANIFEST} does not say its {error}") from None
-    return Checkpoint(path, *facts, state)
+    facts = (manifest[name] for name in ("step", "score", "config", "models"))
+    return Checkpoint(path, *facts, json.loads((path / STATE).read_bytes()))
 
 
 def check_config(

@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,14 @@ def write_remedy(error: OSError) -> str:
     return "free space or choose another --output"
 
 
+def system_error(error: Exception, path: Path) -> OSError | None:
+    """Return the error of the operating system that a library written in Rust has put into words,
+    as one about `path`; None if it is another error.
+    """
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else None
+
+
 def sync(path: Path) -> None:
     """Return when the disk has the file, or the names in the directory."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -60,14 +69,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file that readers see whole or not at all: it is renamed once it is on disk. Raises
     OSError, and then leaves the old file.
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:
-        with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
+        unfinished.write_bytes(data)
         sync(unfinished)
         unfinished.replace(path)
     except OSError:

@@ -9,8 +9,6 @@ https://github.com/huggingface/safetensors#format
 import copy
 import json
 import math
-import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -25,7 +23,7 @@ from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.storage.integrity import sync, write_whole
+from ragen_mega.storage.integrity import sync, system_error, write_whole
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
 
@@ -211,7 +209,10 @@ def _write(
     config = copy.deepcopy(hf)
     config.architectures, config.dtype = [shape.family.architecture], dtype
     config.save_pretrained(directory)
-    _save_tokenizer(tokenizer, directory)
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        raise system_error(error, directory) or error from None
     _add_older_spellings(directory)
     generation = Path(hf.name_or_path) / "generation_config.json"
     if hf.name_or_path and generation.is_file():
@@ -251,12 +252,3 @@ def _add_older_spellings(directory: Path) -> None:
     if values.get("tokenizer_class") == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(directory)) from None
-        raise

@@ -81,10 +81,6 @@ def holds_work(path: Path) -> bool:
 def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Raise ValueError if a run may not use this directory; nothing is touched."""
     summary = directory / SUMMARY_FILE
-    if resume and overwrite:
-        raise ValueError(
-            "resume continues a run and overwrite deletes it; drop resume or overwrite"
-        )
     for path in (directory, *directory.parents):
         if path.exists() and not path.is_dir():
             raise ValueError(

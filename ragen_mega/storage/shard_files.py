@@ -8,8 +8,6 @@ in a pickle).
 
 import json
 import math
-import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ragen_mega.storage.integrity import sync
+from ragen_mega.storage.integrity import sync, system_error
 
 PATTERN = "rank_*.safetensors"
 HEADER = "pieces"
@@ -65,10 +63,8 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     try:
         save_file(tensors, path, metadata={HEADER: json.dumps(header)})
     except SafetensorError as error:  # raised on a full disk
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise OSError(f"cannot write {path}: {error}") from None
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        other = OSError(f"cannot write {path}: {error}")
+        raise system_error(error, path) or other from None
     sync(path)
 
 

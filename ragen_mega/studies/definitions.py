@@ -5,6 +5,7 @@ A study is a TOML file (ragen_mega/config/studies/); `Study.read` documents its 
 """
 
 import math
+import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -89,12 +90,13 @@ class Study:
         _check_keys(path, "a study", data, ("title", "source", "arms"), _OTHERS)
         preset = preset or next((name for name in PRESETS if name in data), PRESETS[0])
         if preset not in data:
-            raise ValueError(f"{path} has no preset [{preset}]; it has {_presets(data)}")
+            known = ", ".join(name for name in PRESETS if name in data) or "none"
+            raise ValueError(f"{path} has no preset [{preset}]; it has {known}")
         part = data[preset]
         _check_keys(path, f"[{preset}]", part, ("recipe",), ("flags", "confounds"))
         arms = _arms(path, data, preset)
         names = [arm.name for arm in arms]
-        if len(set(names)) < len(names) or not all(map(_is_plain, names)):
+        if len(set(names)) < len(names) or not all(map(_PLAIN.fullmatch, names)):
             raise ValueError(
                 f"{path}: arms need different names of letters, digits, '.', '-' and '_', not"
                 f" {', '.join(names)}"
@@ -139,6 +141,7 @@ def _arms(path: Path, data: Mapping[str, Any], preset: str) -> list[Arm]:
 
 
 _OTHERS = (*PRESETS, "claims", "metrics", "notes")
+_PLAIN = re.compile(r"[\w.-]+")
 
 
 def _are(kind: type, value: Any) -> bool:
@@ -183,14 +186,6 @@ def _words(path: Path, flags: str) -> tuple[str, ...]:
         return tuple(shlex.split(flags))
     except ValueError as error:
         raise ValueError(f"{path}: flags {flags!r} cannot be split: {error}") from None
-
-
-def _presets(data: Mapping[str, Any]) -> str:
-    return ", ".join(name for name in PRESETS if name in data) or "none"
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and all(c.isalnum() or c in "._-" for c in name)
 
 
 @dataclass(frozen=True)

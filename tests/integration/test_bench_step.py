@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragen_mega.planning.published import model_config
 from ragen_mega.report.metrics import read_metrics
 from ragen_mega.storage.rollouts import RolloutStore
 from tools.benchmarks import bench_step
-from tools.benchmarks.random_models import model_config, write_checkpoint
+from tools.benchmarks.random_models import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {

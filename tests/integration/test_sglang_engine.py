@@ -38,6 +38,7 @@ from tests.support.sglang_server import (
     CONFIG,
     IS_CUDA,
     MAX_CONTEXT,
+    OTHER_FAMILIES,
     PYTHON,
     TOLERANCE,
     VOCAB,
@@ -98,6 +99,24 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
         # At the least the second and third turn find what came before them.
         assert cached > prompts / 2
     assert engine.server.num_starts == 1 and engine.counts.restarts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_families_follow_transformers(family: str, tmp_path: Path) -> None:
+    config = OTHER_FAMILIES[family]
+    engine = SGLangEngine(config, settings(tmp_path), transfer="file", bucket_bytes=BUCKET)
+    try:
+        for version in (1, 2):
+            model = build_model(version, config)
+            with engine.awake():
+                engine.load_weights(shards(model))
+                engine.start()
+                for turns in converse_all(engine):
+                    for prompt, answer in turns:
+                        check_logprobs(model, prompt, answer, 1.0)
+    finally:
+        engine.shutdown()
 
 
 def test_greedy_answers_nucleus_and_a_full_context(engine: SGLangEngine) -> None:

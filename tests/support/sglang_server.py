@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.engine import SGLangEngine
@@ -47,23 +55,29 @@ most and 0.045 in the mean. Under other weights the mean would be above 1.
 START_TIMEOUT = 120.0 if IS_CUDA else 1200.0
 VOCAB = 400
 MAX_CONTEXT = 400
-CONFIG = Qwen2Config(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    initializer_range=0.2,
-    max_position_embeddings=512,
-)
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 512,
+}
+CONFIG = Qwen2Config(**SIZES, tie_word_embeddings=True)
+OTHER_FAMILIES = {
+    "llama": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+}
 
 
-def build_model(seed: int) -> PreTrainedModel:
+def build_model(seed: int, config: PreTrainedConfig = CONFIG) -> PreTrainedModel:
     """In float32, with weights that the server's type holds exactly."""
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(CONFIG).eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():  # biases start at 0 and norms at 1, which would hide a mistake
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
@@ -73,7 +87,7 @@ def build_model(seed: int) -> PreTrainedModel:
 
 
 def shards(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    return cut_stream(model.state_dict().items(), CONFIG, *EngineShard())
+    return cut_stream(model.state_dict().items(), model.config, *EngineShard())
 
 
 def settings(directory: Path, **changes: object) -> ServerSettings:

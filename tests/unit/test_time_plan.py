@@ -15,7 +15,7 @@ from ragen_mega.config import parse
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import calibration, cost, validation
-from ragen_mega.planning.hardware import HARDWARE, Constants, Machine, find_hardware
+from ragen_mega.planning.hardware import HARDWARE, Constants, Machine
 from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
@@ -61,7 +61,7 @@ def test_sizes_count_what_the_shape_counts() -> None:
 
 def test_the_terms_of_a_layer_by_hand() -> None:
     constants = Constants(product=0.5, tile=1, attention=0.25, memory=0.5, link=0.5, latency=1e-6)
-    machine = Machine(find_hardware("h100"), constants)
+    machine = Machine(HARDWARE["H100"], constants)
     shape = shape_of("Qwen2.5-7B")
     terms = layer(machine, Sizes.of(shape), Cut(tp=2), 4096, 2048)
     # queries with keys and values, their projection, gate with up, down: each reads its input once

@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -178,12 +177,11 @@ def by_turns(cases: Sequence[Case]) -> list[Case]:
     """Order the jobs: first one shape of every job, then a second one, so that a budget leaves no
     job out.
     """
-    seen = Counter[str]()
-    turns = []
+    jobs: dict[str, list[Case]] = {}
     for case in cases:
-        turns.append((seen[case.name], case))
-        seen[case.name] += 1
-    return [case for _, case in sorted(turns, key=lambda turn: turn[0])]
+        jobs.setdefault(case.name, []).append(case)
+    turns = itertools.zip_longest(*jobs.values())
+    return [case for turn in turns for case in turn if case is not None]
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

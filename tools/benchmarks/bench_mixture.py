@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, spread, table
-from random_models import model_config
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
 from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_policy_model, transformer_config
+from ragen_mega.planning.published import model_config
 
 VOCAB = 1024
 """Words of the model around the layer, which is never run."""

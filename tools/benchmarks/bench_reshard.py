@@ -33,7 +33,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
-from random_models import model_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -56,6 +55,7 @@ from ragen_mega.megatron.weights import held
 from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.planning.published import model_config
 from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 

@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,14 @@ from typing import Any
 import torch
 from harness import OUTPUTS, interleave, provenance, publish, spread, table
 from peers import DeafRenderer, play_turns
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.player import PlaySettings, Task
-from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import evaluation_tasks
 from ragen_mega.warm_start.small_model import write_small_model
 
@@ -55,13 +54,6 @@ SHAPE = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "vocab_size",
 )  # fmt: skip
-
-
-def play_with_generate(
-    model: PreTrainedModel, renderer: ChatRenderer, tasks: Sequence[Task], max_tokens: int
-) -> int:
-    """Play one rollout with `generate` per turn; return the number of sampled tokens."""
-    return sum(map(sum, play_turns(model, renderer, tasks, max_tokens)["env_mask"]))
 
 
 def measure(
@@ -90,9 +82,12 @@ def measure(
         contexts[:] = map(len, trajectories)
         return sum(trajectory.num_sampled_tokens for trajectory in trajectories)
 
-    def rates(play: Callable[..., int], *inputs: Any) -> tuple[int, float, float]:
+    def play_with_generate() -> int:
+        return sum(map(sum, play_turns(model, renderer, tasks, arguments.max_tokens)["env_mask"]))
+
+    def rates(play: Callable[[], int]) -> tuple[int, float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
-        sampled = play(*inputs)
+        sampled = play()
         return (
             sampled,
             sampled / (time.perf_counter() - wall),
@@ -102,10 +97,9 @@ def measure(
     # A full collection need not visit imported objects; train does the same.
     gc.collect()
     gc.freeze()
-    inputs = (model, renderer, tasks, arguments.max_tokens)
     players = {
         "embedded": partial(rates, play_with_engine),
-        "transformers": partial(rates, play_with_generate, *inputs),
+        "transformers": partial(rates, play_with_generate),
     }
     readings = interleave(players, arguments.repeats)
     counts = {sampled for readings_of in readings.values() for sampled, _, _ in readings_of}

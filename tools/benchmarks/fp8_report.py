@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
-from random_models import SHAPES, model_config
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -35,6 +34,7 @@ from ragen_mega.megatron.model import build_policy_model, model_inputs, transfor
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
+from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
@@ -229,43 +229,28 @@ def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
     }
 
 
-def break_even_tokens(ratios: Mapping[tuple[int, int], float]) -> dict[int, int | None]:
-    """Return a map: hidden size -> fewest measured tokens from which on every ratio (time over
-    bfloat16's) is below 1, None if none is.
-
-    `ratios` maps (tokens, hidden size) to the ratio.
+def break_even_tokens(ratios: Mapping[int, float]) -> int | None:
+    """Return the fewest measured tokens from which on every ratio (time over bfloat16's) is below
+    1, None if that of the most tokens is not. `ratios` maps tokens to the ratio.
     """
-    return {
-        hidden: break_even_size(
-            {(tokens, 1): ratio for (tokens, width), ratio in ratios.items() if width == hidden}
-        )
-        for hidden in sorted({hidden for _, hidden in ratios})
-    }
+    most_losing = max((tokens for tokens, ratio in ratios.items() if not ratio < 1), default=0)
+    return min((tokens for tokens in ratios if tokens > most_losing), default=None)
 
 
-def break_even_size(ratios: Mapping[tuple[int, int], float]) -> int | None:
-    """Return the smallest measured tokens x hidden size from which on every ratio is below 1, None
-    if that of the largest is not.
-    """
-    losing = [tokens * hidden for (tokens, hidden), ratio in ratios.items() if not ratio < 1]
-    paying = [
-        tokens * hidden for tokens, hidden in ratios if tokens * hidden > max(losing, default=0)
-    ]
-    return min(paying, default=None)
-
-
-def summarize(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the break-even shapes of every recipe in the report's table of times."""
-    tables = {
-        name: {(row["tokens"], row["hidden"]): row["ratios"][name] for row in report["time"]}
-        for name in report["recipes"]
-    }
+def summarize(report: dict[str, Any]) -> dict[str, dict[int, int | None]]:
+    """Return a map: recipe -> hidden size -> break-even tokens, from the times of the report."""
     return {
         name: {
-            "tokens_by_hidden": break_even_tokens(table),
-            "tokens_x_hidden": break_even_size(table),
+            hidden: break_even_tokens(
+                {
+                    row["tokens"]: row["ratios"][name]
+                    for row in report["time"]
+                    if row["hidden"] == hidden
+                }
+            )
+            for hidden in sorted({row["hidden"] for row in report["time"]})
         }
-        for name, table in tables.items()
+        for name in report["recipes"]
     }
 
 
@@ -288,10 +273,7 @@ def tables(report: dict[str, Any]) -> str:
         (
             name,
             report["alignment"][name],
-            ", ".join(
-                f"{width}: {least or 'never'}" for width, least in row["tokens_by_hidden"].items()
-            ),
-            row["tokens_x_hidden"] or "never",
+            ", ".join(f"{width}: {least or 'never'}" for width, least in row.items()),
         )
         for name, row in report["break_even"].items()
     ]
@@ -308,9 +290,7 @@ def tables(report: dict[str, Any]) -> str:
             "## Time of forward and backward over that of bfloat16",
             table(("tokens", "hidden", "bf16 ms", *recipes), times),
             "## From which shape on a recipe pays",
-            table(
-                ("recipe", "tokens padded to", "tokens, by hidden size", "tokens x hidden"), shapes
-            ),
+            table(("recipe", "tokens padded to", "tokens, by hidden size"), shapes),
         )
     )
 

@@ -8,8 +8,6 @@ from transformers import PretrainedConfig
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.models.huggingface import random_weights
-from ragen_mega.planning.published import SHAPES as SHAPES
-from ragen_mega.planning.published import model_config as model_config
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_writers import save_huggingface

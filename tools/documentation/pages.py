@@ -5,6 +5,7 @@ files elsewhere in the repository that pages link to.
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,15 @@ def flags_page() -> str:
         " `ragen_mega/config/sections/`. A switch is turned off by `--no-...`; a later flag wins,"
         " and any flag over the recipe's. `--help` says the same.",
     ]
-    sections = {name: field.default_factory for name, field in _fields(StarPOConfig).items()}
-    for section, settings in sections.items():
-        about = " ".join((settings.__doc__ or "").split())
+    for section in fields(StarPOConfig):
+        about = " ".join((section.default_factory.__doc__ or "").split())
         rows = [
-            _row(flag) for flag in all_flags() if flag.section == section and flag.name != "recipe"
+            _row(flag)
+            for flag in all_flags()
+            if flag.section == section.name and flag.name != "recipe"
         ]
         head = "| flag | takes | default | |\n|---|---|---|---|"
-        title = section.replace("_", " ").capitalize()
+        title = section.name.replace("_", " ").capitalize()
         parts.append("\n".join((f"## {title}", "", about, "", head, *rows)))
     return "\n\n".join(parts) + "\n"
 
@@ -147,13 +149,6 @@ def _flat(lists: Any) -> list[Any]:
     return [entry for part in lists for entry in part]
 
 
-def _fields(settings: Any) -> dict[str, Any]:
-    return settings.__dataclass_fields__
-
-
 def _cell(text: str) -> str:
-    return (
-        text.replace("|", "\\|").replace("<", "&lt;")
-        if "`" not in text
-        else text.replace("|", "\\|")
-    )
+    text = text.replace("|", "\\|")
+    return text if "`" in text else text.replace("<", "&lt;")

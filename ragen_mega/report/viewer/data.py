@@ -1,7 +1,6 @@
 """Data of a run for the viewer's page, as JSON values; traces stay compressed files."""
 
 import gzip
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,16 @@ def read_run(directory: Path) -> dict[str, Any]:
     """
     config = read_recorded(directory)
     records = read_metrics(directory / METRICS_FILE) if _has(directory, METRICS_FILE) else []
+    keys = {key: None for record in records for key in record if key != "step"}
     return {
         "name": directory.name,
         "config": config,
         "summary": read_object(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
         "alike": alike(config),
-        "metrics": _columns(records),
+        "metrics": {
+            "steps": [record["step"] for record in records],
+            "values": {key: [record.get(key) for record in records] for key in keys},
+        },
         "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
         "timeline": _has(directory, TIMELINE),
         "traces": [
@@ -52,14 +55,6 @@ def trace_bytes(directory: Path, trace: str) -> bytes:
         if path.name == f"{trace}.json.gz":
             return path.read_bytes()
     raise ValueError(f"{directory} has no trace {trace!r}")
-
-
-def _columns(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    keys = {key: None for record in records for key in record if key != "step"}
-    return {
-        "steps": [record["step"] for record in records],
-        "values": {key: [record.get(key) for record in records] for key in keys},
-    }
 
 
 def _has(directory: Path, name: str) -> bool:

@@ -148,8 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             case [""]:
                 return _page(None, []).encode(), "text/html; charset=utf-8"
             case ["runs"]:
-                data = [read_run(run) for run in self._runs]
-                return json.dumps(data).encode(), "application/json"
+                return json.dumps([*map(read_run, self._runs)]).encode(), "application/json"
             case ["trace", index, trace] if index.isdecimal() and int(index) < len(self._runs):
                 return trace_bytes(self._runs[int(index)], trace), "application/octet-stream"
         raise ValueError(f"no page {self.path}")

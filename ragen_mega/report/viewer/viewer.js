@@ -54,7 +54,7 @@ const percent = (value) => (value === null || value === undefined ? "-" : `${(10
 const number = (value) => (value === null || value === undefined ? "-" : String(Number(value.toPrecision(4))));
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Like explain() of glossary.py: a key has the meaning of the longest known key that it begins with.
+// A key has the meaning of the longest known key that it begins with.
 function explain(key) {
   const known = Object.keys(glossary).filter((name) => key === name || key.startsWith(`${name}/`) || key.startsWith(`${name}_`));
   known.sort((a, b) => b.length - a.length);
