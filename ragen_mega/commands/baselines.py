@@ -50,6 +50,11 @@ FLAGS = (
         for name in BUDGET
     ),
     OPTION,
+    flag(
+        "--environment-timeout",
+        "seconds that the environment may take to be built or to start (0: no limit)",
+        EnvironmentConfig.environment_timeout,
+    ),
     JSON,
 )
 
@@ -132,12 +137,13 @@ def main(arguments: argparse.Namespace) -> None:
     options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
     protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
     name, build = arguments.environment, partial(make, arguments.environment, **options)
-    with briefly(name, build, EnvironmentConfig.environment_timeout) as (_, environment):
+    world = EnvironmentConfig(environment_timeout=arguments.environment_timeout)  # checks it
+    with briefly(name, build, world.environment_timeout) as (_, environment):
         prompts, source = choose_prompts(
             name, environment, options, arguments.boards, arguments.num_prompts
         )
         budget = protocol.budget(environment)
-    result = baselines(name, prompts, protocol, options)
+    result = baselines(name, prompts, protocol, options, timeout=world.environment_timeout)
     limits = {name: getattr(budget, name) for name in BUDGET}
     about = {"protocol": limits, "options": options, "prompts": source}
     if arguments.json:

@@ -35,6 +35,7 @@ RULES = (
     flag("--prompt-examples-file", "conversations that they are taken from"),
     flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
+    flag("--environment-timeout", "seconds of a call; default: the run's, else 60", type=float),
 )
 """Flags that replace the environment settings of a run."""
 FLAGS = (

@@ -17,303 +17,11 @@ Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ragen_mega.commands.command_line import JSON, command, flag, relaunch
-from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.launcher import is_rank
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.engines.embedded.engine import EmbeddedEngine
-from ragen_mega.environments.episode import ERROR
-from ragen_mega.environments.reference_players import Baselines
-from ragen_mega.megatron.initialize import initialize
-from ragen_mega.models.huggingface import load_config
-from ragen_mega.report.console import Console
-from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics, write_json
-from ragen_mega.report.provenance import read_settings
-from ragen_mega.rollout.collector import Collection
-from ragen_mega.rollout.engine import NoEngine
-from ragen_mega.rollout.holding import from_main
-from ragen_mega.rollout.player import Task
-from ragen_mega.rollout.renderer import load_renderer
-from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
-from ragen_mega.rollout.visit import RecordedAnswers
-from ragen_mega.run.build import build_models, set_fields
-from ragen_mega.run.placement import Colocated
-from ragen_mega.run.run import Run
-from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import CHECKPOINTS, find_latest
-from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from ragen_mega.train import train_step
-from ragen_mega.warm_start.small_model import BASE, Start, find_warm_start
-
-STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
-LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "use_distributed_optimizer",
-)
-EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
-
-
-class RecordedRollouts:
-    """Rollouts that are read from the disk, whoever has sampled them."""
-
-    are_remote = False
-
-    def __init__(self, files: RolloutStore) -> None:
-        self._files = files
-
-    def recall(self, step: int) -> list[TrajectoryGroup]:
-        """Read the groups of a step. Collective."""
-        return from_main(lambda: self._files.read(step).groups)
-
-
-def replay(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Replay the step and compare. Raises ValueError or OSError if files are missing or damaged."""
-    config, _ = read_config(arguments)
-    logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
-    run, origin = open_replay(config, arguments.step)
-    keys = compare(logged, repeat(run, arguments.step))
-    worst = max((row["difference"] for row in keys.values()), default=0.0)
-    return {
-        "run": str(config.run_directory),
-        "step": arguments.step,
-        "from": origin,
-        "world_size": distributed.world_size(),
-        "tolerance": arguments.tolerance,
-        "largest_difference": worst,
-        "equal": worst <= arguments.tolerance,
-        "keys": keys,
-    }
-
-
-def replay_agents(arguments: argparse.Namespace) -> list[str]:
-    """Play the episodes of agents of a step with the recorded answers; returns a line for each that
-    differs, and one about all. Raises ValueError if there are none.
-    """
-    config, _ = read_config(arguments)
-    directory = config.run_directory
-    base = local_directory(config.model.load) if config.model.load else directory / BASE
-    renderer = load_renderer(str(base), think=config.environment.think)
-    settings = play_settings(
-        config.rollout,
-        config.environment,
-        temperature=config.rollout.temperature,
-        seed=config.train.seed,
-        agent=config.agent,
-    )
-    groups = RolloutStore(directory / ROLLOUTS).read(arguments.step).groups
-    recorded = [member for group in groups for member in group.trajectories if member.is_tree]
-    if not recorded:
-        raise ValueError(
-            f"step {arguments.step} of {directory} has no episode of an agent; drop --agent-calls"
-        )
-    lines = []
-    for before in recorded:
-        name = before.environment
-        maker = episode_maker(config.environment, name, arguments.step)
-        task = Task(before.group_id, name, before.seed, before.outcome_seed, None, maker)
-        answers = RecordedAnswers(before)
-        with Collection(
-            NoEngine(), renderer, [task], replace(settings, answers=answers)
-        ) as collection:
-            collection.play()
-            (after,) = collection.trajectories()
-        if not _is_repeated(before, after):
-            said = after.turns[-1].info.get(ERROR, "it asks or earns something else")
-            lines.append(f"{name}, seed {before.seed}, outcome seed {before.outcome_seed}: {said}")
-    num_equal = len(recorded) - len(lines)
-    return [
-        *lines,
-        f"step {arguments.step} of {directory}: {num_equal} of {len(recorded)} episodes of agents"
-        " are repeated to the token",
-    ]
-
-
-def _is_repeated(before: Trajectory, after: Trajectory) -> bool:
-    """Return whether an episode has the tokens, branches and rewards of another."""
-    return all(
-        list(each(before)) == list(each(after))
-        for each in (
-            lambda trajectory: trajectory.tokens,
-            lambda trajectory: trajectory.breaks,
-            lambda trajectory: (turn.reward for turn in trajectory.turns),
-        )
-    )
-
-
-def repeat(run: Run, last_step: int) -> dict[str, float]:
-    """Repeat the steps up to the last one from the disk; returns its metrics. Raises ValueError if
-    a rollout is missing.
-    """
-    on_main(lambda: check_rollouts(run, last_step))
-    run.rollouts = RecordedRollouts(run.rollouts.files)
-    for step in range(run.step, last_step + 1):
-        log = run.log.begin(step)
-        train_step(run, step, log)
-    return log.result()
-
-
-def check_rollouts(run: Run, last_step: int) -> None:
-    """Raise ValueError unless the rollouts up to the step are on the disk."""
-    files = run.rollouts.files
-    starts, held = {0, *run.checkpoints.steps()}, set(files.steps())
-    since = {step: max(start for start in starts if start <= step) for step in held}
-    missing = [step for step in range(run.step, last_step + 1) if step not in held]
-    if missing:
-        whole = [step for step in sorted(held) if held.issuperset(range(since[step], step + 1))]
-        raise ValueError(
-            f"step {last_step} would be repeated from step {missing[0]}, whose rollout is not in"
-            f" {files.directory}; this run can repeat {span(whole)}. Train with --keep-rollouts 0"
-            " to keep more"
-        )
-
-
-def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
-    """Return the configuration that the step was trained under, in the run's current directory,
-    with the layout of the run unless the flags change it; and how many ranks it takes.
-    """
-    settings, start = read_settings(arguments.run, arguments.step)
-    if start:
-        settings["parallel"] = start["parallel"]
-    named = {name: getattr(arguments, name) for name in LAYOUT}
-    settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
-    if settings["parallel"]["tensor_model_parallel_size"] == 1:
-        settings["parallel"]["sequence_parallel"] = False
-    if settings["parallel"]["pipeline_model_parallel_size"] == 1:
-        settings["parallel"]["virtual_pipeline_model_parallel_size"] = 1
-    config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
-    logging = replace(
-        config.logging,
-        output=str(directory.parent),
-        name=directory.name,
-        overwrite=False,
-        trace_groups=0,
-    )
-    num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
-    return replace(config, logging=logging), num_ranks
-
-
-def check_ranks(start: Mapping[str, Any]) -> int:
-    """Return the ranks of a start of a run. Raises ValueError if they cannot be started here."""
-    num_ranks, num_gpus = start["world_size"], torch.cuda.device_count()
-    remedy = "--num-ranks replays it on another layout, equal to rounding"
-    if not is_rank() and num_ranks != start["ranks_per_node"]:
-        raise ValueError(
-            f"the run had {num_ranks} ranks, {start['ranks_per_node']} on each node, and this tool"
-            f" starts those of one node; start it by torchrun on as many nodes, or {remedy}"
-        )
-    if start["device"] == "cuda" and num_gpus < start["ranks_per_node"]:
-        raise ValueError(
-            f"the run had {start['ranks_per_node']} GPUs on {start['host']}, and here are"
-            f" {num_gpus}; {remedy}"
-        )
-    return num_ranks
-
-
-def read_row(path: Path, step: int) -> dict[str, Any]:
-    """Read the metrics that the run logged for the step."""
-    rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
-    if step not in rows:
-        raise ValueError(
-            f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these"
-        )
-    return rows[step]
-
-
-def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
-    """Return everything that the loop needs to repeat `step`, and where it starts from."""
-    groups = initialize(config.parallel, config.train.seed)
-    directory = config.run_directory
-    tell = partial(print, file=sys.stderr)
-    checkpoint = on_main(lambda: find_latest(directory / CHECKPOINTS, tell, last=step))
-    base = local_directory(config.model.load) if config.model.load else directory / BASE
-    hf = load_config(str(base))
-    set_fields(config, hf)
-    start = Start(base, None)
-    if config.has_warm_start and (found := find_warm_start(config)) is not None:
-        start = found
-    elif config.has_warm_start and (checkpoint is None or config.needs_reference):
-        raise ValueError(
-            f"no checkpoint at or before step {step} and no whole warm start in {directory};"
-            " replay a later step"
-        )
-    if config.model.critic_load:
-        start = start._replace(critic=local_directory(config.model.critic_load))
-    placement = Colocated(config.parallel.offload)
-    policy, critic = build_models(config, hf, groups, start, placement)
-    unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
-    run = Run(
-        config=config,
-        policy=policy,
-        critic=critic,
-        engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
-        renderer=load_renderer(str(base), think=config.environment.think),
-        tasks=TaskSampler(config),
-        prompts={},
-        references=dict.fromkeys(config.environment.shares, unknown),
-        logger=RunLogger(directory, is_writer=False),
-        console=Console(is_writer=False, num_steps=config.train.num_steps),
-        placement=placement,
-        timers=Timers(),
-    )
-    run.guard.directory = None  # nothing is written into the run
-    if checkpoint:
-        run.restore(checkpoint)
-        return run, str(checkpoint.directory)
-    return run, "the weights that training started from"
-
-
-def compare(
-    logged: Mapping[str, float | None], replayed: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
-    """Return a map: key -> logged, replayed and their difference relative to max(1, |logged|);
-    infinite where only one is a number.
-    """
-    keys = {}
-    for key in sorted(logged.keys() | replayed.keys()):
-        if not key.startswith(STAGES) or key.endswith("per_second") or key in EXCLUDED:
-            continue
-        before, now = logged.get(key), replayed.get(key)
-        if now is not None and not math.isfinite(now):
-            now = None  # as in the log
-        difference = 0.0 if before is now else math.inf
-        if before is not None and now is not None:
-            difference = abs(before - now) / max(1.0, abs(before))
-        keys[key] = {"logged": before, "replayed": now, "difference": difference}
-    return keys
-
-
-def span(steps: list[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if steps else "none"
-
-
-def report(result: Mapping[str, Any]) -> None:
-    """Print the numbers that differ and a summary line."""
-    for key, row in result["keys"].items():
-        if row["difference"] > 0:
-            print(
-                f"{key:40} logged {row['logged']}  replayed {row['replayed']}  difference"
-                f" {row['difference']:.1e}"
-            )
-    print(
-        f"step {result['step']} of {result['run']}, replayed from {result['from']} on"
-        f" {result['world_size']} ranks:"
-        f" {len(result['keys'])} numbers, largest difference {result['largest_difference']:.1e},"
-        f" {'within' if result['equal'] else 'beyond'} {result['tolerance']:g}"
-    )
 
 
 @command(
@@ -337,6 +45,23 @@ def report(result: Mapping[str, Any]) -> None:
     JSON,
 )
 def main(arguments: argparse.Namespace) -> int:
+    if not is_rank():
+        print(
+            f"step {arguments.step} of {arguments.run}: loading the program that trains",
+            file=sys.stderr,
+            flush=True,
+        )
+    # Only here, for it brings torch, which takes seconds.
+    from ragen_mega.commands.replayed_step import (
+        read_config,
+        read_row,
+        replay,
+        replay_agents,
+        report,
+    )
+    from ragen_mega.data import distributed
+    from ragen_mega.report.metrics import METRICS_FILE, write_json
+
     if arguments.agent_calls:
         lines = replay_agents(arguments)
         print("\n".join(lines))

@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -229,7 +230,11 @@ def _player(text: str) -> tuple[str, float]:
     __doc__,
     ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
     flag("--output", "folder of the report (default: reports/ beside that of the runs)", type=Path),
-    flag("--title", "name of the files and heading of the report", required=True),
+    flag(
+        "--title",
+        "name of the files and heading of the report (default: the common beginning of the runs'"
+        " names)",
+    ),
     flag(
         "--return-of",
         "mean return of a player on the same prompts, may be repeated: then returns are reported",
@@ -240,10 +245,12 @@ def _player(text: str) -> tuple[str, float]:
     ),
 )
 def main(arguments: argparse.Namespace) -> None:
-    if not arguments.title or Path(arguments.title).name != arguments.title:
+    shared = os.path.commonprefix([run.name for run in arguments.runs]).rstrip("-_.")
+    title = shared or "report" if arguments.title is None else arguments.title
+    if not title or Path(title).name != title:
         raise ValueError(
-            f"--title names files in --output, so it cannot be {arguments.title!r}; take a name"
-            " without a slash"
+            f"--title names files in --output, so it cannot be {title!r}; take a name without a"
+            " slash"
         )
     # Patterns may overlap, and a copy has the seconds of every step too.
     same: dict[str, dict[str, Any]] = {}
@@ -262,8 +269,8 @@ def main(arguments: argparse.Namespace) -> None:
     beside = arguments.runs[0].parent.parent / "reports"
     folder = arguments.output or report_folder("docs/results", beside)
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(arguments.title, rows, players) + warnings(runs)
-    target = folder / arguments.title
+    text = markdown(title, rows, players) + warnings(runs)
+    target = folder / title
     Path(f"{target}.md").write_text(text)
     shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})

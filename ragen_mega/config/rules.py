@@ -288,15 +288,6 @@ def _check_agents(config: Sections) -> None:
                 f"{name} {value} is for environments, and {agents[0]} writes its own prompts; drop"
                 f" {flag_of(name)}"
             )
-    warm = config.warm_start
-    is_imitated = warm.sft_steps > 0 and warm.sft_file is None
-    if config.model.load is None:
-        is_imitated = warm.warm_start_from is None
-    if is_imitated and config.agent.agent_example is None:
-        raise ValueError(
-            f"the warm start imitates play, and {agents[0]} has no example of it; set"
-            " --agent-example my_module:example, or --load a model that can talk"
-        )
     if config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence":
         raise ValueError(
             f"policy_loss gspo and importance_level sequence need a trajectory whole, and"

@@ -101,12 +101,14 @@ class Registry:
                 path = self._families[name.partition(":")[0]]
             thing = installed.get(name, path)
         if thing is None:
-            meant = self._known_elsewhere.get(name.lower(), name)
-            close = self._of_family(name) or did_you_mean(meant, self.names())
+            meant, names = self._known_elsewhere.get(name.lower(), name), self.names()
+            module, dot, member = name.rpartition(".")
+            paths = [f"{module}:{member}"] if dot else []
+            close = self._of_family(name) or did_you_mean(meant, [*names, *paths])
+            known = f"choose one of {', '.join(names)}, or " if names else ""
             raise ValueError(
-                f"{self.flag}: unknown {self.kind} {name!r}; choose one of"
-                f" {', '.join(self.names())}{close}, or"
-                " give an import path such as my_module:my_thing"
+                f"{self.flag}: unknown {self.kind} {name!r}{close}; {known}give an import path such"
+                " as my_module:my_thing"
             )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)

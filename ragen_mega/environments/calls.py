@@ -69,7 +69,7 @@ def step(environment: Environment, action: Any) -> StepResult:
     if not abs(result.reward) <= MAX_REWARD:  # nan included
         raise FloatingPointError(
             f"the environment's reward must be a finite number, not {result.reward}, and at most"
-            f" {MAX_REWARD:g} in size"
+            f" {MAX_REWARD:g} in size; mend its formula, for example a division by 0"
         )
     if not isinstance(result.info, dict):
         raise TypeError(f"the info of a step must be a dict, not {result.info!r:.60}")

@@ -71,16 +71,25 @@ def describe_failures(
 
 
 def where(error: BaseException) -> str:
-    """` (in step, my_world.py:12)`: the method of the environment that raised, and the innermost
-    line that is no library's. Nothing where our own checks raised: their text names the method.
+    """` (in step, my_world.py:12)`: the function of the user that was called, such as a method of
+    the environment, and the innermost line that is no library's. Nothing where our own checks
+    raised: their text names the method.
     """
     lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     entered = 1 + max((at for at, (code, _) in enumerate(lines) if _is_ours(code)), default=-1)
     if not (inside := lines[entered:]):
         return ""
-    own = [line for line in inside if not line[0].co_filename.startswith(_LIBRARIES)]
-    code, number = (own or inside)[-1]
-    return f" (in {inside[0][0].co_name}, {code.co_filename}:{number})"
+    own = [line for line in inside if not line[0].co_filename.startswith(_LIBRARIES)] or inside
+    code, number = own[-1]
+    return f" (in {own[0][0].co_name}, {code.co_filename}:{number})"
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether an error is a ValueError of this package, whose text says all; one of the
+    user's needs its place.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)] if isinstance(error, ValueError) else []
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_PACKAGE)
 
 
 def _is_ours(code: CodeType) -> bool:
@@ -146,7 +155,7 @@ class Worker:
             return self.wait(function)
         except EnvironmentFailed as error:
             self.end(lambda: None)
-            if isinstance(error.__cause__, ValueError):
+            if is_refusal(error.__cause__):
                 raise error.__cause__ from None
             remedy = "; raise --environment-timeout" if error.is_late else ""
             raise ValueError(f"environment {name} cannot be built: {error}{remedy}") from error

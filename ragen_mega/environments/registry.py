@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ragen_mega.data.registry import Registry
 from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
-from ragen_mega.environments.pool import EnvironmentFailed, guarded
+from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_refusal
 from ragen_mega.environments.protocol import Environment
 
 _WORLDS = "ragen_mega.environments.worlds"
@@ -132,7 +132,7 @@ def make(name: str, **options: Any) -> Environment:
     try:
         environment = guarded(build)
     except EnvironmentFailed as error:
-        if isinstance(error.__cause__, ValueError):
+        if is_refusal(error.__cause__):
             raise error.__cause__ from None
         raise ValueError(f"environment {name} cannot be built: {error}") from error
     _check_members(name, environment)

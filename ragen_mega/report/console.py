@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -99,6 +100,11 @@ class Advance:
     max_turns: int = 1
     """Most turns of an episode, where episodes are played."""
     done: float = 0
+    work: float = 0.0
+    """Work of all counts, and the part of it that is done, where one count takes longer than
+    another; 0 where all are alike.
+    """
+    spent: float = 0.0
     note: str = ""
     num_turns: int = 0
     num_tokens: int = 0
@@ -129,6 +135,13 @@ class Advance:
             )
         done = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         return " ".join(part for part in (done, self.note) if part)
+
+    def left(self, seconds: float) -> str:
+        """Return `, about 5 min left` after so many seconds; nothing as long as that is unknown."""
+        done, total = (self.spent, self.work) if self.work else (self.done, self.total)
+        if not (done and total):
+            return ""
+        return f", about {duration(seconds * max(0.0, total / done - 1))} left"
 
 
 class _Clock(ProgressColumn):
@@ -197,7 +210,7 @@ class Console:
             with self._bar(progress):
                 yield progress
         else:
-            progress._report = self._line
+            progress._report = partial(self._line, started)
             yield progress
         if max_turns:
             seconds = self._clock() - started
@@ -281,10 +294,11 @@ class Console:
         finally:
             self._bars = None
 
-    def _line(self, progress: Advance) -> None:
-        if self._clock() - self._printed >= SECONDS_BETWEEN_LINES:
+    def _line(self, started: float, progress: Advance) -> None:
+        now = self._clock()
+        if now - self._printed >= SECONDS_BETWEEN_LINES:
             run = f" ({self._pace})" if self._pace.num_steps else ""
-            self.say(f"{progress.name} {progress.text}{run}")
+            self.say(f"{progress.name} {progress.text}{progress.left(now - started)}{run}")
 
 
 def fail(message: str) -> NoReturn:

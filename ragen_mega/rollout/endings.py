@@ -148,9 +148,9 @@ class PolicyErrors:
         self._told.update(new)
         return [
             f"the policy causes an error of {name} by {rows[0][0]}: {len(rows)} of the last"
-            f" {played[name]} episodes ({rows[0][1][:_MAX_REASON]}); let step answer such an action"
-            " with an observation and a penalty instead of raising, for the policy learns nothing"
-            " from episodes that fail"
+            f" {played[name]} episodes ({rows[0][1][:_MAX_REASON]}); let the environment answer"
+            " such an action with an observation and a finite reward, for example a penalty, for"
+            " the policy learns nothing from episodes that fail"
             for (name, _), rows in new.items()
         ]
 

@@ -75,13 +75,13 @@ class EvaluationResult:
 @dataclass(frozen=True)
 class HeldOut:
     """A set that a policy is evaluated on: an environment's rules, the settings of play, the
-    initial states, and the reference players if they are known.
+    initial states, and the reference players on them.
     """
 
     config: EnvironmentConfig
     settings: PlaySettings
     prompts: Sequence[Prompt]
-    reference: Baselines | None = None
+    reference: Baselines
 
 
 def evaluate_each(
@@ -100,11 +100,6 @@ def evaluate_each(
     """
     results = {}
     for name, held_out in sets.items():
-        reference = held_out.reference
-        if reference is None:
-            reference = reference_players(held_out.config, name, held_out.prompts)
-            if reference.errors_say:
-                console.say(reference.errors_say)
         num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
         max_turns, settings = held_out.config.expected_turns, held_out.settings
         groups = evaluation_tasks(
@@ -119,7 +114,8 @@ def evaluate_each(
             tasks = joint.add(groups)
             joint.play()
             played = joint.take(tasks)
-        score = partial(_score, name, played, settings.temperature, samples_per_prompt, reference)
+        temperature, reference = settings.temperature, held_out.reference
+        score = partial(_score, name, played, temperature, samples_per_prompt, reference)
         results[name] = on_main(score)  # which has the infos of all turns
         if watch is not None:
             watch(name, played)

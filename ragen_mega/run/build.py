@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data import distributed
 from ragen_mega.data.distributed import on_main
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
@@ -38,7 +37,6 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import describe_start, known_config
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
-from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import (
     TaskSampler,
@@ -46,7 +44,13 @@ from ragen_mega.rollout.tasks import (
     evaluation_prompts,
     prompt_examples,
 )
-from ragen_mega.run.check import check, import_agents, recipe_note, sizes_without_effect
+from ragen_mega.run.check import (
+    check,
+    check_routing,
+    import_agents,
+    recipe_note,
+    sizes_without_effect,
+)
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -62,7 +66,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
-from ragen_mega.warm_start.agent_play import example_references
+from ragen_mega.warm_start.agent_play import find_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -103,7 +107,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     references = known_references(config, checkpoint) or {
-        name: _references(config, name, prompts[name]) for name in names
+        name: find_references(config, name, prompts[name]) for name in names
     }
     logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
@@ -318,13 +322,6 @@ def base_directory(config: StarPOConfig) -> Path:
     return base
 
 
-def _references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
-    """Return reference players of an environment or of an agent with an example. Collective."""
-    if is_agent(name) and config.agent.agent_example is not None:
-        return on_main(lambda: example_references(config, name, prompts))
-    return reference_players(config.environment, name, prompts)
-
-
 def known_references(
     config: StarPOConfig, checkpoint: Checkpoint | None
 ) -> dict[str, Baselines] | None:
@@ -343,13 +340,9 @@ def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
     """
     TOKEN_FIELDS.pop(ROUTES, None)
     shape, source = ModelShape.of(hf), config.train.routing_replay
+    check_routing(config, shape)
     if source == "none":
         return
-    if not shape.num_experts:
-        raise ValueError(
-            f"routing_replay {source} repeats choices of experts, and a {hf.model_type} model has"
-            " none; drop --routing-replay"
-        )
     add_routes(
         shape.num_layers,
         shape.experts_per_token,

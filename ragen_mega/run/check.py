@@ -48,6 +48,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """
     config, _ = with_name(config)
     check_environments(config.environment)
+    _check_example(config)
     trainers = config.parallel.num_trainers(num_ranks)
     for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
         config.rollout.num_engines(part, min(part, ranks_per_node))
@@ -107,6 +108,29 @@ def check_environments(config: EnvironmentConfig) -> None:
                 pass
 
 
+def _check_example(config: StarPOConfig) -> None:
+    """Raise ValueError if a warm start would imitate an agent without an example."""
+    agents, warm = [*filter(is_agent, config.environment.evaluated)], config.warm_start
+    is_imitated = warm.sft_steps > 0 and warm.sft_file is None
+    if config.model.load is None:
+        is_imitated = warm.warm_start_from is None
+    if agents and is_imitated and config.agent.agent_example is None:
+        raise ValueError(
+            f"the warm start imitates play, and {agents[0]} has no example of it; set"
+            " --agent-example my_module:example, or --load a model that can talk"
+        )
+
+
+def check_routing(config: StarPOConfig, shape: ModelShape) -> None:
+    """Raise ValueError if a run repeats choices of experts that a model does not have."""
+    source = config.train.routing_replay
+    if source != "none" and not shape.num_experts:
+        raise ValueError(
+            f"routing_replay {source} repeats choices of experts, and a {shape.model_type} model"
+            " has none; drop --routing-replay"
+        )
+
+
 def _check_models(config: StarPOConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.load is None:
@@ -115,8 +139,10 @@ def _check_models(config: StarPOConfig) -> None:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
-    if shape is not None and (error := cut_error(shape, *parallel.cut)):
-        raise ValueError(error)
+    if shape is not None:
+        check_routing(config, shape)
+        if error := cut_error(shape, *parallel.cut):
+            raise ValueError(error)
 
 
 def recipe_note(config: StarPOConfig) -> str | None:

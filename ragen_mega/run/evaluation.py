@@ -5,7 +5,6 @@ Hub model, played by the embedded engine.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 
 from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
+from ragen_mega.config.rules import Sections
+from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
 from ragen_mega.models.huggingface import load_config
@@ -24,6 +25,7 @@ from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.warm_start.agent_play import find_references
 
 MAX_SESSIONS = 256
 """Trajectories decoded at a time."""
@@ -86,13 +88,28 @@ def evaluate_sets(
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
     distributed.start()
-    sets = {}
-    for name in environments:
-        directory, config, rollout = _settings(load, name, rules or {})
-        settings = play_settings(rollout, config, temperature=temperature, seed=seed)
-        prompts = evaluation_prompts(config, name, num_prompts, boards)
-        sets[name] = HeldOut(config, settings, prompts)
+    console = Console(is_writer=distributed.is_main(), num_steps=0)
+    directory = Path(load) / FINAL_EXPORT
+    is_run = directory.exists() and (Path(load) / CONFIG_FILE).exists()
+    recorded = read_recorded(Path(load)) if is_run else None
+    settings = {name: _settings(recorded, name, rules or {}) for name in environments}
+    if not is_run:
+        directory = local_directory(str(load))
     reader = open_model(directory)
+    sets = {}
+    for name, config in settings.items():
+        prompts = evaluation_prompts(config.environment, name, num_prompts, boards)
+        reference = find_references(config, name, prompts)
+        if reference.errors_say:
+            console.say(reference.errors_say)
+        play = play_settings(
+            config.rollout,
+            config.environment,
+            temperature=temperature,
+            seed=seed,
+            agent=config.agent,
+        )
+        sets[name] = HeldOut(config.environment, play, prompts, reference)
     num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // distributed.world_size())
     # Only here, for it brings a compiler (numba).
@@ -101,12 +118,11 @@ def evaluate_sets(
     hf = load_config(str(directory))
     engine = EmbeddedEngine(
         hf,
-        max_context=rollout.max_context_length,
+        max_context=config.rollout.max_context_length,
         max_sessions=min(per_rank, MAX_SESSIONS),
         dtype=torch.bfloat16 if hf.dtype == torch.bfloat16 else torch.float32,
     )
-    console = Console(is_writer=distributed.is_main(), num_steps=0)
-    renderer = load_renderer(str(directory), think=config.think)
+    renderer = load_renderer(str(directory), think=config.environment.think)
     sync = WeightSync(engine, lambda shard: ((name, reader(name)) for name in reader.names()))
     with engine.awake():
         sync.send()
@@ -114,18 +130,17 @@ def evaluate_sets(
 
 
 def _settings(
-    load: str | Path, environment: str, rules: Mapping[str, Any]
-) -> tuple[Path, EnvironmentConfig, RolloutConfig]:
-    """Return the model directory, rules of play and limits of what is to be evaluated."""
-    directory = Path(load)
+    recorded: Mapping[str, Any] | None, environment: str, rules: Mapping[str, Any]
+) -> Sections:
+    """Return the settings that an environment is played under: those that a run has recorded, or
+    the defaults, with the `rules` in their place.
+    """
     rules = dict(rules)
     given = json_object("environment_options", rules.pop("environment_options", "{}"))
     if environment in given:  # options of other sets do not apply
         rules["environment_options"] = json.dumps({environment: given[environment]})
-    if not ((directory / CONFIG_FILE).exists() and (directory / FINAL_EXPORT).exists()):
-        played = EnvironmentConfig(environments=environment)
-        return local_directory(str(load)), replace(played, **rules), RolloutConfig()
-    recorded = read_recorded(directory)
+    if recorded is None:
+        return Sections(environment=EnvironmentConfig(environments=environment, **rules))
     own = json.loads(recorded["environment"]["environment_options"]).get(environment)
     # Only the rules: worlds, rewards and estimators that the run names are not imported.
     played = recorded["environment"] | {
@@ -134,5 +149,8 @@ def _settings(
         "environment_options": json.dumps({environment: own} if own else {}),
         "curriculum": "{}",
     }
-    rollout = RolloutConfig(**recorded["rollout"])
-    return directory / FINAL_EXPORT, EnvironmentConfig(**played | rules), rollout
+    return Sections(
+        environment=EnvironmentConfig(**played | rules),
+        agent=AgentConfig(**recorded.get("agent", {})),
+        rollout=RolloutConfig(**recorded["rollout"]),
+    )

@@ -1,5 +1,6 @@
 """Sources of a model: a directory, a GGUF file, the hub of Hugging Face."""
 
+import sys
 from pathlib import Path
 from textwrap import shorten
 
@@ -7,6 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ragen_mega.config.recorded import beside
+from ragen_mega.data.distributed import is_main
 from ragen_mega.models.directory import check_hub_name, find_gguf
 from ragen_mega.models.huggingface import brief
 from ragen_mega.storage.gguf_files import dequantised
@@ -23,6 +25,12 @@ def local_directory(name: str, revision: str | None = None, *, fetch: bool = Tru
     if path.is_dir():
         return path
     check_hub_name("--load", name)
+    if revision is None and is_main():
+        print(
+            f"--load {name}: there is no such directory, so the hub is asked for it as owner/name",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         return Path(
             snapshot_download(

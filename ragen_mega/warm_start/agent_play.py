@@ -12,7 +12,9 @@ from itertools import chain
 from typing import Any
 
 from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
-from ragen_mega.config import StarPOConfig
+from ragen_mega.config.rules import Sections
+from ragen_mega.config.sections.agent import is_agent
+from ragen_mega.data.distributed import on_main
 from ragen_mega.data.registry import Registry
 from ragen_mega.data.types import Trajectory
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
@@ -20,6 +22,7 @@ from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_
 from ragen_mega.rollout.collector import collect, in_groups
 from ragen_mega.rollout.endings import check_ends, environment_errors
 from ragen_mega.rollout.engine import NoEngine
+from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import (
@@ -44,7 +47,7 @@ _WHOLE = 1 << 20
 
 
 def example_play(
-    config: StarPOConfig, name: str, renderer: ChatRenderer, indices: Sequence[int]
+    config: Sections, name: str, renderer: ChatRenderer, indices: Sequence[int]
 ) -> dict[int, Trajectory]:
     """Return index -> episode of agent `name`, with the answers of `agent_example` under the loss
     mask. Indices MOST_EPISODES apart have the same episode.
@@ -59,7 +62,14 @@ def example_play(
     return {index: episodes[index % MOST_EPISODES] for index in indices}
 
 
-def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt]) -> Baselines:
+def find_references(config: Sections, name: str, prompts: Sequence[Prompt]) -> Baselines:
+    """Return reference players of an environment or of an agent with an example. Collective."""
+    if is_agent(name) and config.agent.agent_example is not None:
+        return on_main(lambda: example_references(config, name, prompts))
+    return reference_players(config.environment, name, prompts)
+
+
+def example_references(config: Sections, name: str, prompts: Sequence[Prompt]) -> Baselines:
     """Return the success of ideal and of random answers, in the sense of `example_play`, on the
     same prompts.
     """
@@ -79,7 +89,7 @@ def example_references(config: StarPOConfig, name: str, prompts: Sequence[Prompt
     )
 
 
-def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: float) -> Example:
+def _with_skill(config: Sections, name: str, renderer: ChatRenderer, skill: float) -> Example:
     """Return an example whose answers are ideal with probability `skill`. Raises ValueError if an
     error ends every episode with ideal answers, which are played unless `skill` is 1.
     """
@@ -100,7 +110,7 @@ def _with_skill(config: StarPOConfig, name: str, renderer: ChatRenderer, skill: 
     return answer
 
 
-def example_texts(config: StarPOConfig, name: str) -> list[str]:
+def example_texts(config: Sections, name: str) -> list[str]:
     """Return everything that is said in episodes of agent `name`: the corpus of a tokenizer."""
     whole, renderer = _unlimited(config)
     texts = []
@@ -114,7 +124,7 @@ def example_texts(config: StarPOConfig, name: str) -> list[str]:
     return texts
 
 
-def _unlimited(config: StarPOConfig) -> tuple[StarPOConfig, ChatRenderer]:
+def _unlimited(config: Sections) -> tuple[Sections, ChatRenderer]:
     """Return a renderer for which every byte is a token, and `config` without the limits of another
     tokenizer.
     """
@@ -136,7 +146,7 @@ def _calls(
             yield turn.info[CALL], renderer.decode_action(tokens)
 
 
-def _tasks(config: StarPOConfig, name: str, indices: Sequence[int]) -> list[Task]:
+def _tasks(config: Sections, name: str, indices: Sequence[int]) -> list[Task]:
     """Return the tasks of these episodes, which no evaluation has."""
     maker = episode_maker(config.environment, name)
     return [
@@ -147,7 +157,7 @@ def _tasks(config: StarPOConfig, name: str, indices: Sequence[int]) -> list[Task
 
 
 def _play(
-    config: StarPOConfig, renderer: ChatRenderer, example: Example, tasks: Sequence[Task]
+    config: Sections, renderer: ChatRenderer, example: Example, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     """Play episodes of an agent with an example as its model. Raises ValueError if none of them
     asks for an answer, and for an example that fails.

@@ -244,26 +244,33 @@ def _fit(
     losses.
     """
     losses: list[float] = []
+    # Positions of a step, by which it takes its time.
+    costs = [size * batch.num_positions / batch.num_trajectories for batch, _, size in stages]
     with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
+        progress.work = sum(
+            cost * num_steps for cost, (_, num_steps, _) in zip(costs, stages, strict=True)
+        )
 
-        def report(metrics: dict[str, float]) -> None:
+        def report(cost: float, metrics: dict[str, float]) -> None:
             losses.append(metrics["loss"])
             model.trainer.schedule.step(1)
+            progress.spent += cost
             progress.advance(note=f"loss {metrics['loss']:.3f}")
 
         taken = 0
-        for batch, num_steps, size in stages:
+        for cost, (batch, num_steps, size) in zip(costs, stages, strict=True):
             fitted = partial(fit, step, batch, batch_size=size, seed=seed)
-            num_steps = _before_fall(num_steps, until_flat)
-            taken += fitted(num_steps=num_steps, report=report, until_flat=until_flat)
+            num_steps, say = _before_fall(num_steps, until_flat), partial(report, cost)
+            taken += fitted(num_steps=num_steps, report=say, until_flat=until_flat)
         if not until_flat:
             return losses
         num_falling = min(round(TAIL * taken), progress.total - taken)
         progress.total = taken + num_falling
+        progress.work = progress.spent + num_falling * cost
         left = iter(range(num_falling - 1, -1, -1))
 
         def fall(metrics: dict[str, float]) -> None:
-            report(metrics)
+            report(cost, metrics)
             model.trainer.set_lr_factor(next(left) / num_falling)
 
         fit(step, batch, batch_size=size, num_steps=num_falling, seed=seed + 1, report=fall)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from ragen_mega.commands.replay import replay
+from ragen_mega.commands.replayed_step import replay
 from ragen_mega.config import parse
 from ragen_mega.data import distributed
 from ragen_mega.run.build import build

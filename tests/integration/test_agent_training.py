@@ -2,12 +2,14 @@
 and repeated.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from ragen_mega import evaluate
 from ragen_mega.agents.call_tree import CALL
 from ragen_mega.agents.runner import AGENTS
 from ragen_mega.commands.replay import main as replay
@@ -112,6 +114,13 @@ def test_an_agent_is_trained_resumed_and_recorded_to_the_token(
         assert len(records) == 5 and {record["role"] for record in records} == {"main", "checker"}
         sampled = sum(turn.end - turn.start for turn in trajectory.turns)
         assert sampled == sum(trajectory.loss_mask)
+
+    # An evaluation has the reference players that the run has computed.
+    name = "agent:my_agent_of_test:run"
+    known = json.loads((whole / "summary.json").read_text())["sets"][name]
+    found = evaluate(whole, name, num_prompts=2, samples_per_prompt=1).to_dict()
+    assert all(found[player] == known[player] for player in ("random", "optimum", "num_prompts"))
+    assert None not in (found["random"], found["optimum"])
 
     # The agent, answered from the record, does what it has done; another agent does not.
     said = ["--run", str(whole), "--step", "1", "--agent-calls"]

@@ -17,7 +17,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ragen_mega.commands import replay
+from ragen_mega.commands import replayed_step
+from ragen_mega.commands.replay import main as replay_command
 from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
@@ -149,7 +150,7 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
     run = output / "straight"
     before = digest(run)
     for step, origin in ((1, "the weights that"), (3, "step_00000002")):
-        result = replay.replay(replay_arguments(run, step))
+        result = replayed_step.replay(replay_arguments(run, step))
         assert result["equal"] and result["largest_difference"] == 0.0 and origin in result["from"]
         assert {"actor/loss", "actor/grad_norm", "critic/grad_norm", "rollout/reward"} <= result[
             "keys"
@@ -159,7 +160,7 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (moved / "metrics.jsonl").read_text().splitlines()]
     rows[3]["actor/grad_norm"] += 0.01
     (moved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = replay.replay(replay_arguments(moved, 3))
+    result = replayed_step.replay(replay_arguments(moved, 3))
     assert not result["equal"] and [
         key for key, row in result["keys"].items() if row["difference"]
     ] == ["actor/grad_norm"]
@@ -168,11 +169,11 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         ValueError,
         match="step 2, whose rollout .* repeat steps 0 to 1",
     ):
-        replay.replay(replay_arguments(moved, 3))
+        replayed_step.replay(replay_arguments(moved, 3))
     with pytest.raises(ValueError, match="step 9 .*metrics.jsonl, .* 0 to 3"):
-        replay.replay(replay_arguments(moved, 9))
+        replayed_step.replay(replay_arguments(moved, 9))
     with pytest.raises(ValueError, match="holds no run"):
-        replay.replay(replay_arguments(tmp_path, 0))
+        replayed_step.replay(replay_arguments(tmp_path, 0))
 
 
 def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
@@ -184,14 +185,14 @@ def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
         settings["parallel"]["offload"] = "turns"
     (moved / "config.json").write_text(json.dumps(config))
     arguments = replay_arguments(moved, 3)
-    run, _ = replay.open_replay(replay.read_config(arguments)[0], 3)
+    run, _ = replayed_step.open_replay(replayed_step.read_config(arguments)[0], 3)
     replayed: dict[str, float] = {}
-    for work in (dict, lambda: replay.repeat(run, 3)):
+    for work in (dict, lambda: replayed_step.repeat(run, 3)):
         replayed = work()
         models = (model.trainer.memory.on_device() for model in (run.policy, run.critic))
         assert 0 in [sum(held.values()) for held in models]
-    logged = replay.read_row(moved / "metrics.jsonl", 3)
-    assert not any(row["difference"] for row in replay.compare(logged, replayed).values())
+    logged = replayed_step.read_row(moved / "metrics.jsonl", 3)
+    assert not any(row["difference"] for row in replayed_step.compare(logged, replayed).values())
 
 
 @pytest.mark.forks
@@ -212,8 +213,8 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit, match="77"):
         patched.setattr(os, "execv", become)
-        replay.main(words)
-    on_ranks(lambda: replay.main(words), 2)
+        replay_command(words)
+    on_ranks(lambda: replay_command(words), 2)
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
     assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before
@@ -228,7 +229,7 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
         config["provenance"] = [start | changes]
         (run / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=reason):
-            replay.read_config(replay_arguments(run, 1))
+            replayed_step.read_config(replay_arguments(run, 1))
 
 
 def test_bad_updates_change_nothing_and_are_kept(

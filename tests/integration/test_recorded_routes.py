@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from ragen_mega.commands import replay
+from ragen_mega.commands import replayed_step
 from ragen_mega.config import parse
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -88,7 +88,7 @@ def test_routes_are_recorded_stored_and_replayed(
             run=straight, step=1, tolerance=0.0, num_ranks=None, tensor_model_parallel_size=None,
             pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
         )  # fmt: skip
-        replayed = replay.replay(arguments)
+        replayed = replayed_step.replay(arguments)
         assert replayed["equal"] and "actor/routing_overlap" in replayed["keys"]
 
 

@@ -4,6 +4,8 @@ the same observations and rewards, and their packages are optional.
 
 import random
 import re
+import subprocess
+import sys
 
 import gymnasium
 import numpy as np
@@ -56,6 +58,12 @@ def test_what_cannot_be_played_is_one_line(name: str, rule: str) -> None:
 
 
 # Gymnasium
+
+
+def test_an_older_version_of_an_environment_brings_no_warning() -> None:
+    program = "from ragen_mega.environments.registry import make; make('gymnasium:CartPole-v0')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

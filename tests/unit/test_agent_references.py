@@ -6,7 +6,7 @@ import pytest
 
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import evaluation_prompts
-from ragen_mega.run.check import check_environments
+from ragen_mega.run.check import check, check_environments
 from ragen_mega.warm_start.agent_play import example_references
 
 SIDES = ("heads", "tails")
@@ -66,6 +66,19 @@ def test_errors_of_an_agent_with_an_example_are_said() -> None:
     found = example_references(config, f"agent:{name}", prompts)
     assert found.optimum == 0.5 and "16 of 32 random episodes" in found.errors_say
     assert "RuntimeError: tails is lost (in fragile, " in found.errors_say
+
+
+def pays(task):
+    return 1.0
+
+
+def test_an_agent_is_checked_before_it_needs_an_example() -> None:
+    for name, said in (
+        ("pays", r"must be a function \(task, client\)"),
+        ("run", "no example of it"),
+    ):
+        with pytest.raises(ValueError, match=f"{__name__}:{name} .*{said}"):
+            check(parse(["--agent", f"{__name__}:{name}"]), 1, 1)
 
 
 def test_imports_of_an_agent_are_not_timed_as_its_building(

@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands.baselines import text
+from ragen_mega.commands.baselines import main, text
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget, StepResult
@@ -74,6 +75,10 @@ def test_boards_of_the_user(tmp_path):
         (["--environment", "sokoban", "--num-prompts", "257"], "exceeds the 256"),
         (["--environment", "sokoban", "--option", "dim"], "takes NAME=VALUE"),
         (["--boards", "x"], "required: --environment"),
+        (
+            ["--environment", "frozen_lake", "--environment-timeout", "-1"],
+            "environment_timeout must be at least 0, not -1.0; set --environment-timeout",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, arguments, message):
@@ -129,6 +134,21 @@ def test_environment_without_a_solver():
         find_solver(Coin())
     with pytest.raises(ValueError, match="one board or seed"):
         baselines("coin", [], EpisodeConfig())
+
+
+class Slow(Coin):
+    def __init__(self):
+        time.sleep(0.5)
+
+
+def test_the_time_limit_of_an_environment_is_a_flag(capsys):
+    register("slow", Slow)
+    flags = ["--environment", "slow", "--num-prompts", "1", "--environment-timeout"]
+    with pytest.raises(SystemExit):
+        main([*flags, "0.1"])
+    assert "took longer than 0.1 s; raise --environment-timeout" in capsys.readouterr().err
+    main([*flags, "60"])
+    assert "slow: 1 prompts" in capsys.readouterr().out
 
 
 class Fragile(Coin):

@@ -497,7 +497,7 @@ def test_a_file_without_our_header_is_refused(tmp_path: Path) -> None:
 
 
 def test_paths_are_absolute_and_a_hub_name_is_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The cache of the hub, as huggingface_hub lays it out, without a network."""
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -518,3 +518,5 @@ def test_paths_are_absolute_and_a_hub_name_is_a_commit(
     assert config.rollout.sglang_python == str(tmp_path / "venv/bin/python")
     with pytest.raises(ValueError, match="--load owner/other is no directory here"):
         locate(parse(["--load", "owner/other"]))
+    said = "--load owner/other: there is no such directory, so the hub is asked for it"
+    assert capsys.readouterr().err.count(said) == 1

@@ -24,6 +24,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
+from ragen_mega.report.pace import duration
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, held_out_states
 from ragen_mega.storage.model_readers import open_model
@@ -123,6 +124,32 @@ def test_steps_until_a_loss_is_flat_are_bounded_by_the_flags(fall: float, num_st
     assert len(found) == num_steps and len(rates) == num_steps // 5 and rates[-1] == 0.0
     counted = re.findall(r"(\d+)/(\d+) loss", said.getvalue())
     assert counted[0] == ("1", "375") and counted[-1] == (str(num_steps), str(num_steps))
+
+
+def test_the_time_left_counts_the_longer_steps_of_a_later_stage() -> None:
+    """A position takes a second, and the steps of the second stage have more of them."""
+    said, now = io.StringIO(), [0.0]
+    console = Console(is_writer=True, num_steps=0, file=said, clock=lambda: now[0])
+    stages = []
+    for length, num_steps, size in ((1, 40, 2), (3, 20, 4)):
+        one = Trajectory(group_id=0)
+        one.append_observation([1] * length)
+        one.append_action(Completion([2], [0.0], "stop"))
+        stages.append((pack([one]), num_steps, size))
+    seconds = iter([size * batch.num_positions for batch, n, size in stages for _ in range(n)])
+    ends = []
+
+    def step(minibatch: TokenBatch) -> dict[str, float]:
+        now[0] += next(seconds)
+        ends.append(now[0])
+        return {"loss": 1.0}
+
+    trainer = SimpleNamespace(schedule=SimpleNamespace(step=lambda count: None))
+    _fit(SimpleNamespace(trainer=trainer), step, stages, console, "warm start", seed=0)
+    lines = re.findall(r"warm start (\d+)/60 loss 1.000, about (.*) left", said.getvalue())
+    assert len(lines) > 10
+    for count, left in lines:
+        assert left == duration(now[0] - ends[int(count) - 1])
 
 
 def test_the_critic_learns_returns_without_a_kl_that_is_zero(tmp_path: Path) -> None:

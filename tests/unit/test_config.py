@@ -166,7 +166,6 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "agent:my:run may branch; drop them",
         ),
         (f"{AGENT} --context-window 2", "agent:my:run writes its own prompts; drop --context-w"),
-        ("--agent my:run", "agent:my:run has no example of it; set --agent-example"),
         ("--agent-timeout 9", "does nothing without an agent; drop --agent-timeout"),
         ("--policy-loss cispo --dual-clip 3", "policy_loss is cispo; drop --dual-clip"),
         ("--clip-ratio-low 1", "which only policy_loss cispo does"),
@@ -203,9 +202,11 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
         ("--eval-environments lake", "unknown environment 'lake'"),
         ("--environments Taxi-v4", r"did you mean gymnasium:Taxi-v4\?"),
         ("--environments gym:Taxi-v4", r"did you mean gymnasium:Taxi-v4\?"),
+        ("--environments my_world.Desk", r"'my_world.Desk' \(did you mean my_world:Desk\?\)"),
         ("--environments sokoban,bandit:x", "bandit is a name itself, .* whole number"),
         ('--environment-options {"frozen_lake":{"depth":3}}', "depth"),
         ('--curriculum {"4":{"frozen_lake":{"depth":3}}}', "depth"),
+        ("--routing-replay engine", "routing_replay engine .* a qwen2 model has none"),
     ],
 )
 def test_environments_are_built_by_the_check_before_a_run_and_not_by_parsing(

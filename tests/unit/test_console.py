@@ -100,9 +100,9 @@ def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
                 console.say("something else")  # counts as a sign of life
             phase.advance(note=f"loss {step}")
     assert output.getvalue().splitlines() == [
-        "warm start 34/100 loss 33",
+        "warm start 34/100 loss 33, about 40 s left",
         "something else",
-        "warm start 85/100 loss 84",
+        "warm start 85/100 loss 84, about 9 s left",
     ]
     assert "\x1b" not in output.getvalue()
 

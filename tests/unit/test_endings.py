@@ -19,6 +19,7 @@ from ragen_mega.config import AdvantageConfig, parse
 from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
+from ragen_mega.environments.calls import step
 from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
@@ -348,6 +349,24 @@ def test_errors_of_the_policy_are_counted_over_steps_and_kinds() -> None:
         said.append(errors.add([group]))
     assert [len(lines) for lines in said] == [0, 0, 1, 0]
     assert "ValueError" in said[2][0] and "3 of the last 12 episodes" in said[2][0]
+
+
+def test_a_reward_that_is_nan_has_a_remedy() -> None:
+    class Odd:
+        def step(self, action: str) -> tuple:
+            return "on", math.nan, True, False, {}
+
+    with pytest.raises(
+        FloatingPointError, match="finite number, not nan.* mend its formula"
+    ) as nan:
+        step(Odd(), "jump")
+    error = EnvironmentFailed(f"FloatingPointError: {nan.value}")
+    groups = [
+        TrajectoryGroup(n, [played(n, 0.0, error=error, action="jump"), played(n, 1.0)])
+        for n in range(3)
+    ]
+    (said,) = PolicyErrors().add(groups)
+    assert "not nan" in said and "a finite reward" in said and "raising" not in said
 
 
 # Groups of different tasks

@@ -107,7 +107,8 @@ def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     (tmp_path / "huggingface").mkdir()
     given = {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}
+    recorded = config.to_dict()
     for rules, lake in (({}, own["frozen_lake"]), (given, {"success_rate": 0.5})):
-        found = {name: _settings(tmp_path, name, rules)[1].options(name) for name in own}
+        found = {name: _settings(recorded, name, rules).environment.options(name) for name in own}
         assert found == {"sokoban": own["sokoban"], "frozen_lake": lake}
     assert given == {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}

@@ -82,7 +82,7 @@ def test_a_registered_environment_has_a_name_options_and_a_share() -> None:
     for name in ("sized", "a:b", "a,b", ""):
         with pytest.raises(ValueError, match="choose another name"):
             register(name, Bare)
-    with pytest.raises(ValueError, match="'sizes'; .*did you mean sized"):
+    with pytest.raises(ValueError, match=r"'sizes' \(did you mean sized\?\); choose"):
         make("sizes")
 
 

@@ -236,6 +236,15 @@ def test_a_title_that_is_no_name_of_a_file_is_one_line(
     assert not output.parent.exists()
 
 
+@pytest.mark.parametrize(
+    ("names", "title"), [(["a-1"], "a-1"), (["a-1", "a-2"], "a"), (["a", "b"], "report")]
+)
+def test_a_report_is_called_as_its_runs(names: list[str], title: str, tmp_path: Path) -> None:
+    runs = [str(finished(tmp_path / name, {"bandit": 0.5})) for name in names]
+    report.main([*runs, "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out" / f"{title}.md").read_text().startswith(f"# {title}\n")
+
+
 def test_a_bar_in_a_name_stays_in_its_cell() -> None:
     said = table(("run", "success"), [("a|b", "1%")])
     assert said.splitlines()[-1] == r"| a\|b | 1% |"

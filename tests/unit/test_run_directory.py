@@ -180,4 +180,5 @@ def test_a_step_that_was_not_logged_is_refused_before_replay_starts_ranks(
     monkeypatch.setattr("os.execv", lambda *words: pytest.fail(f"ranks begin: {words}"))
     with pytest.raises(SystemExit):
         replay.main(["--run", str(tmp_path), "--step", "77", "--num-ranks", "2"])
-    assert "has steps 0 to 1; replay one of these" in capsys.readouterr().err
+    said, error = capsys.readouterr().err.splitlines()
+    assert "step 77 of" in said and "has steps 0 to 1; replay one of these" in error

@@ -156,7 +156,8 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "    return 1 / (1 + abs(int(answer) - reference) * row['weight'])\n\n\n"
         "def large(answer, reference, row):\n    return 2\n\n\n"
         "def broken(answer, reference, row):\n    return row['missing']\n\n\n"
-        "def short(answer, reference):\n    return 1\n"
+        "def short(answer, reference):\n    return 1\n\n\n"
+        "def words(answer, reference, row):\n    return int('no')\n"
     )
     name = write([row | {"weight": 3} for row in SUMS])
     world = make(name, score="my_scores:close")
@@ -166,7 +167,8 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.reward == 0.25 and not result.info["success"]
     for score, words in (
         ("large", "0 to 1"),
-        ("broken", "my_scores.py:10"),
+        ("broken", r"tasks:.* KeyError: 'missing' \(in broken, .*my_scores.py:10\)"),
+        ("words", r"tasks:.* ValueError: .*'no' \(in words, .*my_scores.py:18\)"),
         ("none", "cannot"),
         ("short", r"called with \(answer, reference, row\)"),
     ):

@@ -7,6 +7,7 @@ the index of an action, or text if the environment takes text, and return text.
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from gymnasium import spaces
 from ragen_mega.environments import calls
 from ragen_mega.environments.protocol import Budget, StepResult, text_of
 from ragen_mega.environments.registry import ENVIRONMENTS, make
+
+# An older version of an environment is a choice of the user.
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"gymnasium\.")
 
 _MAX_EPISODE_STEPS = 100  # as in gym-sokoban and FrozenLake-v1
 _MAX_TURNS = 20
