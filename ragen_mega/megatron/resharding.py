@@ -15,6 +15,7 @@ late as it likes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -130,7 +131,8 @@ class ReshardPlan:
         """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
 
         A gathered bucket, all ranks together, has at most `bucket_bytes`, or holds a single entry.
-        Raises ValueError, the same on all ranks, if a name of the model is missing.
+        Raises ValueError, the same on all ranks, if their plans differ or if a name of the model is
+        missing.
         """
         _check_allocator()
         held = [(slot, tensor.shape, tensor.dtype) for slot, tensor in local]
@@ -150,6 +152,14 @@ class ReshardPlan:
             for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limits[is_expert])
         )
         plan = cls(groups, buckets)
+        # everything that decides which collectives are called, in which order, with how many bytes
+        text = "\n".join(
+            f"{index} {entry.stage} {[slot.names for slot in entry.slots]}"
+            f" {entry.slots[0].weight.cut} {entry.piece.shape} {entry.piece.dtype}"
+            for index, bucket in enumerate(plan.buckets)
+            for entry in bucket.entries
+        )
+        check_same_on_all_ranks(hashlib.sha256(text.encode()).hexdigest())
         shape, names = entries[0].slots[0].shape, plan.names
         expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
         if differing := sorted(expected ^ set(names)):
@@ -177,6 +187,19 @@ class ReshardPlan:
     def group(self, bucket: Bucket) -> dist.ProcessGroup:
         """Return the ranks of a stage that hold equal parts of a bucket."""
         return self.groups.ep if bucket.has_experts else self.groups.tp
+
+
+def check_same_on_all_ranks(digest: str) -> None:
+    """Raise ValueError on every rank, naming those that differ from rank 0, unless all have the
+    same digest. Collective.
+    """
+    digests = distributed.gather_objects(digest)
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise ValueError(
+            f"all ranks must plan the same weight sync, and ranks {', '.join(map(str, others))}"
+            f" differ from rank 0 ({digests[others[0]][:8]} against {digests[0][:8]}); start all"
+            " ranks with one config and one version"
+        )
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from ragen_mega.megatron.model import (
 from ragen_mega.megatron.resharding import (
     ReshardPlan,
     Traffic,
+    check_same_on_all_ranks,
     gather,
 )
 from ragen_mega.megatron.weights import (
@@ -292,3 +293,13 @@ def test_a_critic_and_its_gradients_travel_with_the_value_head(kind: str) -> Non
         )
 
     on_ranks(work, 4)
+
+
+def test_ranks_that_plan_differently_are_named() -> None:
+    def work() -> None:
+        distributed.start()
+        check_same_on_all_ranks("a" * 64)
+        with pytest.raises(ValueError, match="ranks 2 differ .*bbbbbbbb against aaaaaaaa"):
+            check_same_on_all_ranks(("b" if distributed.rank() == 2 else "a") * 64)
+
+    on_ranks(work, 3)

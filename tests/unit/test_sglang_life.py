@@ -367,7 +367,7 @@ def test_a_pause_aborts_requests_and_sends_them_again(build: Callable[..., SGLan
         assert [answer.tokens for answer in runner.run(answers(asking))] == [[5], [5]]
         assert asked(engine) == 2 * GENERATE + FREE + WAKE + SEND + START + 2 * GENERATE
         assert (engine.counts.reissued, engine.counts.restarts) == (2, 0)
-        assert (engine.counts.completions, engine.weight_version) == (2, 1)
+        assert engine.weight_version == 1
 
 
 def test_what_is_aborted_without_a_pause_is_an_error(build: Callable[..., SGLangEngine]) -> None:
