@@ -42,6 +42,8 @@ _SECONDS_TO_CLEAN = 5.0
 """Time that processes of killed ranks have to notice their end, and to remove their files."""
 _end: float | None = None
 """When ranks are killed, after a second signal."""
+_has_told = False
+"""Whether the user knows of `_end`."""
 _family: set[psutil.Process] = set()
 """The ranks, and the processes that they have started, since the first signal."""
 _EXPLAINED = (1, 2)
@@ -247,9 +249,11 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 def _end_in_time(ranks: list[psutil.Process]) -> None:
     """Wait until ranks end, and kill at `_end` those that have not, with all that they started."""
-    _, alive = psutil.wait_procs(ranks, _SECONDS_OF_SILENCE)
+    global _has_told
+    _, alive = psutil.wait_procs(ranks, 0.0 if _has_told else _SECONDS_OF_SILENCE)
     left = max(0.0, _end - time.monotonic())
-    if alive:
+    if alive and not _has_told:
+        _has_told = True
         text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
         os.write(2, text.encode())
     _, alive = psutil.wait_procs(alive, left)
