@@ -19,6 +19,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import calls
@@ -806,12 +807,12 @@ def test_a_class_that_is_no_environment_is_never_called(
 
 def test_an_evaluation_elsewhere_imports_nothing_that_the_run_names(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (run / "huggingface").mkdir(parents=True)
+    run.mkdir()
     values = StarPOConfig().to_dict()
     values["environment"] |= {"environments": "forged:World", "max_turns": 3}
     values["advantage"]["reward"] = "forged:reward"
+    values["agent"] |= {"agent_example": "forged:example", "agent_reward": "forged:reward"}
     (run / "config.json").write_text(json.dumps(values))
-    directory, rules, _ = evaluation._settings(run, "bandit", {})
-    assert directory == run / "huggingface" and rules.max_turns == 3
-    assert rules.evaluated == ["bandit"]
+    rules = evaluation._settings(read_recorded(run), "bandit", {}).environment
+    assert rules.max_turns == 3 and rules.evaluated == ["bandit"]
     assert read_run(run)["config"]["environment"]["environments"] == "forged:World"  # the viewer's

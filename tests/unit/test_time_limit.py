@@ -140,7 +140,7 @@ def play(renderer: ChatRenderer) -> Iterator[Callable]:
             "nan",
             5.0,
             "FloatingPointError: the environment's reward must be a finite number, not nan, and at"
-            " most 1e+30 in size",
+            " most 1e+30 in size; mend its formula, for example a division by 0",
         ),
     ],
 )
