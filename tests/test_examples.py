@@ -25,7 +25,6 @@ ELSEWHERE = {"docs/api.md": "trains", "docs/serving.md": "asks a server"}
 QUICK = {
     "ragen-mega --help": (),
     "ragen-mega baselines": ("--environment frozen_lake --json",),
-    "ragen-mega doctor": ("--for cpu",),
     "ragen-mega make-boards": ("--environment",),
     "ragen-mega plan": ("--model Qwen2.5-7B", "--model Qwen2.5-14B", "--recipe"),
     "ragen-mega study": ("--list", "--slurm"),
