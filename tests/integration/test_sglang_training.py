@@ -65,10 +65,9 @@ TWO_RANKS = (
     ("ranks", "flags"),
     [
         (1, "--weight-transfer ipc"),
-        *((2, flags) for flags in TWO_RANKS),
+        *(pytest.param(2, flags, marks=pytest.mark.slow) for flags in TWO_RANKS),
     ],
 )
-@pytest.mark.slow
 def test_the_server_follows_the_trainer(ranks: int, flags: str, tmp_path: Path) -> None:
     run = launch(tmp_path, ranks, *SERVER, *SHORT, *flags.split())
     rows = read_metrics(run)
