@@ -96,8 +96,6 @@ class Call:
     tools: tuple[dict[str, Any], ...]
     added: list[int]
     """Tokens of the prompt behind the parent's answer."""
-    is_initial: bool
-    """Whether no call had been answered before its request."""
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -171,8 +169,7 @@ class CallTree:
         if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
-        is_initial = not any(call.answers for call in self.calls)
-        call = Call(len(self.calls), role, parent, new, tools, added, is_initial)
+        call = Call(len(self.calls), role, parent, new, tools, added)
         if (size := len(call.tokens)) >= self._max_context:
             raise self._too_long(f"{size} tokens")
         self.calls.append(call)
@@ -204,9 +201,8 @@ class CallTree:
 
         A call continues the segment of its parent's answer if it is the first that continues it;
         every other call begins a segment, with its whole prompt as context. Siblings are in the
-        order of their tokens, which does not depend on their arrival; initial calls come first, so
-        that a trajectory begins with its task. Every answer of a call earns the call's reward. The
-        last turn earns `reward` and what answers outside the mask earned.
+        order of their tokens, which does not depend on their arrival. Every answer of a call earns
+        the call's reward. The last turn earns `reward` and what answers outside the mask earned.
         """
         if others := call_rewards.keys() - range(len(self.calls)):
             raise ValueError(
@@ -355,9 +351,9 @@ def _parts(
     )
 
 
-def _order(node: tuple[Call, int]) -> tuple[bool, list[int], list[int], str]:
+def _order(node: tuple[Call, int]) -> tuple[list[int], list[int], str]:
     call, number = node
-    return not call.is_initial, call.added, call.answers[number].completion.tokens, call.role
+    return call.added, call.answers[number].completion.tokens, call.role
 
 
 def record(call: Call, number: int) -> dict[str, Any]:

@@ -389,14 +389,21 @@ _MOST_GROUPS, _MOST_MEMBERS = 8, 4
 
 def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """Select the trajectories that `diagnose` reads: up to 4 members of each of up to 8 evenly
-    spaced groups, each cut behind its first response.
+    spaced groups, each cut behind its first response. They have the first prompt of the group's
+    first member: an agent's trajectories may begin with another one.
     """
     step = max(1, math.ceil(len(groups) / _MOST_GROUPS))
-    return [
-        TrajectoryGroup(members[0].group_id, list(map(_first_turn, members[:_MOST_MEMBERS])))
-        for group in groups[::step]
-        if (members := _answered(group))
-    ]
+    chosen = []
+    for group in groups[::step]:
+        if members := _answered(group):
+            alike = [m for m in members if _first_prompt(m) == _first_prompt(members[0])]
+            firsts = list(map(_first_turn, alike[:_MOST_MEMBERS]))
+            chosen.append(TrajectoryGroup(group.group_id, firsts))
+    return chosen
+
+
+def _first_prompt(trajectory: Trajectory) -> list[int]:
+    return list(trajectory.tokens[: trajectory.turns[0].start])
 
 
 def _first_turn(trajectory: Trajectory) -> Trajectory:
@@ -430,7 +437,7 @@ def diagnose(
     if not chosen:
         return {}
     members = [group.trajectories for group in chosen]
-    inputs = [group[0].tokens[: group[0].turns[0].start] for group in members]
+    inputs = [_first_prompt(group[0]) for group in members]
     reasonings = list(map(_first_response, sum(members, [])))
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
     batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])

@@ -59,7 +59,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
 
     Tasks without a slot wait in one queue. Every few decoding steps they are dealt to the engines
     with room, and somewhat more than there are slots, so that no slot is idle until the next deal.
-    The deal depends only on the engines' steps, so the batches of a rollout are reproducible.
+    What a task samples does not depend on the engine that plays it.
     """
 
     def __init__(

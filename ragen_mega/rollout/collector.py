@@ -119,8 +119,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._failed: asyncio.Task[None] | None = None  # the first that has
         self._paused: asyncio.Future[None] | None = None  # done once nothing can go on
         self._workers: list[ReferenceType[Worker]] = []  # ending, or already gone
-        # An embedded engine decides between its decoding steps when outside answers count.
-        self._meanwhile = getattr(engine, "meanwhile", _plainly)
+        self._meanwhile = _plainly
+        if settings.is_ordered:
+            self._meanwhile = getattr(engine, "meanwhile", _plainly)
         self.add(enumerate(tasks))
 
     def __exit__(self, *error: object) -> None:

@@ -77,6 +77,10 @@ class PlaySettings:
     time limit of the environment. Evaluation plays once, for what fails counts.
     """
     agent: AgentConfig = field(default_factory=AgentConfig)
+    is_ordered: bool = False
+    """The embedded engine hands over the answers of slow environments only when nothing is left to
+    decode, so that the trajectories that are unfinished after some steps do not depend on speed.
+    """
     answers: Sampler | None = None
     """Source of the answers to agents in place of the engine."""
 

@@ -175,6 +175,7 @@ def play_settings(
         environment_timeout=0.0 if is_hosted else environment.environment_timeout,
         attempts=attempts,
         agent=agent or AgentConfig(),
+        is_ordered=rollout.carry_over > 0,
     )
 
 

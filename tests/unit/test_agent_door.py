@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hashlib
 import json
+import random
 import socket
 import sys
 import threading
@@ -22,11 +23,13 @@ import pytest
 
 from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from tests.support.door import RENDERER, TOOLS, TalkingEngine, ask, play, refusal, sampled
+from tests.support.small_policy import tiny_qwen2
 
 
 def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
@@ -391,6 +394,32 @@ def test_samples_depend_on_the_calls_and_not_on_their_order():
         texts.reverse()
     assert seen[0] == seen[1]
     assert len({seed for _, seed in seen[0][2]}) == 6
+
+
+def test_calls_that_overlap_are_sampled_to_the_bit_whenever_they_come():
+    clock = random.Random(0)
+
+    def branch(client: openai.OpenAI, number: int) -> None:
+        texts = [f"branch {number}"]
+        for _ in range(3):
+            time.sleep(clock.random() / 50)
+            reply = ask(client, *texts, max_tokens=number + 5)
+            texts += [reply.choices[0].message.content, "go on"]
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda number: branch(client, number), range(4)))
+        return 1.0
+
+    model = tiny_qwen2(len(RENDERER.tokenizer))
+    seen = []
+    for _ in range(3):
+        engine = EmbeddedEngine(model.config, max_context=4000, max_sessions=12)
+        with engine.awake():
+            engine.load_weights(model.state_dict().items())
+            played = play(run, engine=engine, count=4)
+        seen.append([(one.tokens, one.rollout_logprobs) for one in played])
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_agents_may_be_coroutines_with_calls_of_their_own_at_once():

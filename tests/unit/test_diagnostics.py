@@ -820,6 +820,12 @@ def test_probes_are_groups_and_members_evenly_spaced():
             assert cut.tokens == member.tokens[: member.turns[0].end] and len(cut.turns) == 1
 
 
+def test_probes_have_the_first_prompt_of_their_group():
+    members = [trajectory(0, prompt, [3, 4]) for prompt in ([1, 2], [1], [1, 2])]
+    (chosen,) = probes([TrajectoryGroup(0, members)])
+    assert [cut.tokens for cut in chosen.trajectories] == [[1, 2, 3, 4]] * 2
+
+
 def test_diagnose_without_turns_says_nothing():
     unplayed = TrajectoryGroup(0, [trajectory(0, [1, 2])])
     assert diagnose(probes([unplayed]), None) == {}

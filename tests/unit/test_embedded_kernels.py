@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from ragen_mega.data import jit
 from ragen_mega.data.jit import in_parts
-from ragen_mega.engines.embedded import kernels, products
+from ragen_mega.engines.embedded import kernels
+from ragen_mega.engines.embedded.decoder import _PackedMatrix
 from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK
+from ragen_mega.engines.embedded.products import Panels
 
 Reals = NDArray[np.float64]
 REALS = (np.float32, np.float64)
@@ -41,22 +43,40 @@ def test_norm_and_gate(real: type) -> None:
     assert close(out, gate * np.exp(-np.logaddexp(0.0, -gate)) * up)
 
 
-@pytest.mark.skipif(
-    not torch.cpu.get_capabilities().get("avx512_bf16"),
-    reason="needs a processor that multiplies bfloat16 (AVX512-BF16)",
-)
-@pytest.mark.parametrize("num_rows", [1, 7, 24])
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 48), (37, 61), (576, 100)])
-def test_bfloat16_products_have_float32_results(num_rows: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, "AMX"])
+def test_products_of_a_row_depend_on_no_other_row(
+    kind: torch.dtype | str, inputs: int, outputs: int
+) -> None:
+    """In one thread and in two; in bfloat16 the results are float32."""
+    is_bfloat16 = kind in (torch.bfloat16, "AMX")
+    if is_bfloat16 and not torch.cpu.get_capabilities().get("avx512_bf16"):
+        pytest.skip("needs a processor that multiplies bfloat16 (AVX512-BF16)")
+    dtype, real = (torch.bfloat16, torch.float32) if is_bfloat16 else (kind, kind)
     generator = torch.Generator().manual_seed(0)
     rows, weight, total = (
-        torch.randn(shape, generator=generator)
-        for shape in ((num_rows, inputs), (outputs, inputs), (num_rows, outputs))
+        torch.randn(shape, generator=generator, dtype=real)
+        for shape in ((300, inputs), (inputs, outputs), (300, outputs))
     )
-    exact = total.double() + rows.bfloat16().double() @ weight.bfloat16().double().t()
-    panels, out = products.panels_of(weight), total.numpy().copy()
-    in_parts(products.add_products, len(panels), products.pairs_of(rows), panels, out)
-    assert close(out, exact.numpy())
+    matrix = (_PackedMatrix if kind == "AMX" else Panels)(weight.to(dtype))
+    expected = total.double() + rows.to(dtype).double() @ weight.to(dtype).double()
+    sums, products, threads = total.clone(), torch.empty_like(total), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        matrix.add(rows, sums)
+        torch.set_num_threads(1)
+        matrix.put_exactly(rows, products)
+        for start, count in ((0, 1), (5, 7), (290, 10), (3, 33), (100, 3)):
+            some, part = slice(start, start + count), total[start : start + count].clone()
+            matrix.add(rows[some], part)
+            assert torch.equal(part, sums[some])
+            matrix.put_exactly(rows[some], part)
+            assert torch.equal(part, products[some])
+    finally:
+        torch.set_num_threads(threads)
+    if kind != "AMX":  # whose products are rounded; `test_logits_of_bfloat16...` bounds that
+        assert close((products + total).numpy(), expected.numpy())
+        assert close(sums.numpy(), expected.numpy())
 
 
 class Batch:

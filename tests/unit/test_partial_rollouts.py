@@ -32,7 +32,7 @@ from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
-SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1)
+SETTINGS = PlaySettings(max_context_length=256, temperature=1.0, seed=1, is_ordered=True)
 FIRST, SECOND = 3, 4
 """Versions of the weights."""
 

@@ -1,20 +1,22 @@
-"""The decoder of the families for inference: matrix products by torch, everything between them
-compiled, but for the router of a mixture of experts. In bfloat16 are matrices, their factors and
-the cache; all sums, and the router, are in float32.
+"""The decoder of the families for inference: compiled, but for the choice of experts in a mixture.
+In bfloat16 are matrices, their factors and the cache; all sums, and the router, are in float32. The
+result for a token depends on no other trajectory of its batch, to the bit.
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ragen_mega.data.jit import Integers, Reals, in_parts
-from ragen_mega.engines.embedded import kernels, products
+from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
+from ragen_mega.engines.embedded.products import Panels
 from ragen_mega.models.layout import complete, expected_tensors
 from ragen_mega.models.shape import ModelShape
 
@@ -27,73 +29,48 @@ _REALS = {
 """Type of the weights -> type of the numbers between matrix products."""
 
 
-class _Matrix:
-    """A weight, stored as [in, out], by which rows of its type are multiplied."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight  # [in, out]
-
-    def put(self, rows: Tensor, out: Tensor) -> None:
-        """out [T, out] <- the products of rows [T, in]."""
-        torch.mm(rows, self._weight, out=out)
-
-    put_exactly = put
-
-    def add(self, rows: Tensor, total: Tensor) -> None:
-        """Add the products of rows [T, in] to total [T, out]."""
-        total.addmm_(rows, self._weight)
-
-
 class _PackedMatrix:
-    """A bfloat16 weight in the order in which oneDNN's kernels read it: from the plain order a
-    product of 32 rows takes a quarter longer. Rows and results are float32.
+    """A bfloat16 weight in the order in which oneDNN's kernels read it, for processors with AMX,
+    which they use. Rows and results are float32.
+
+    Every product has ROWS rows, so that the result of a row depends on no other row.
     """
+
+    ROWS = 32
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
     def put(self, rows: Tensor, out: Tensor) -> None:
         """out [T, out] <- the products of rows [T, in], each rounded to bfloat16."""
-        out.copy_(self._times(rows.bfloat16()))
+        for block, results in self._blocks(rows, out):
+            results.copy_(self._times(block)[: len(results)])
 
     def put_exactly(self, rows: Tensor, out: Tensor) -> None:
         """out [T, out] <- the products with 16 bits: oneDNN returns 8, and the product less those
         in a second pass, which sums in float32.
         """
-        rows = rows.bfloat16()
-        rounded = self._times(rows)
-        rest = torch.ops.mkldnn._linear_pointwise.binary(rows, rounded, self._weight, None, "sub")
-        out.copy_(rounded).add_(rest)
+        subtract = torch.ops.mkldnn._linear_pointwise.binary
+        for block, results in self._blocks(rows, out):
+            rounded = self._times(block)
+            rest = subtract(block, rounded, self._weight, None, "sub")
+            results.copy_(rounded[: len(results)]).add_(rest[: len(results)])
 
     def add(self, rows: Tensor, total: Tensor) -> None:
         """Add the products of rows [T, in] to total [T, out]."""
-        total.add_(self._times(rows.bfloat16()))
+        for block, results in self._blocks(rows, total):
+            results.add_(self._times(block)[: len(results)])
+
+    def _blocks(self, rows: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ROWS rows at a time, in the end with zeros, and where their results go."""
+        padded = F.pad(rows.bfloat16(), (0, 0, 0, -len(rows) % self.ROWS))
+        return zip(padded.split(self.ROWS), out.split(self.ROWS), strict=True)
 
     def _times(self, rows: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
 
 
-class _Panels:
-    """A bfloat16 weight for compiled products: oneDNN's take half as long again for a few rows.
-    Rows and results are float32.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self._panels = products.panels_of(weight.t())
-
-    def put(self, rows: Tensor, out: Tensor) -> None:
-        """out [T, out] <- the products of rows [T, in], rounded to bfloat16."""
-        self.add(rows, out.zero_())
-
-    put_exactly = put
-
-    def add(self, rows: Tensor, total: Tensor) -> None:
-        """Add the products of rows [T, in] to total [T, out]."""
-        pairs, panels = products.pairs_of(rows), self._panels
-        in_parts(products.add_products, len(panels), pairs, panels, total.numpy())
-
-
-_Weight = _Matrix | _PackedMatrix | _Panels
+_Weight = Panels | _PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +82,14 @@ class _Layer:
     k_norm: Reals
     output: _Weight  # heads * d -> hidden
     mlp_norm: Reals  # [hidden]
-    router: Tensor | None  # [experts, hidden]; None in a dense layer, which has one pair below
+    router: Panels | None  # hidden -> experts; None in a dense layer, which has one pair below
     gate_up: list[_Weight]  # of each expert: hidden -> 2 * ffn
     down: list[_Weight]  # of each expert: ffn -> hidden
 
 
 class Workspace:
-    """Buffers for the results of a pass over T tokens: tensors for the matrix products, and the
-    same memory as arrays for the compiled kernels.
+    """Buffers for the results of a pass over T tokens: tensors, and the same memory as arrays for
+    the compiled kernels.
 
     Steps of one size share it: on a small model allocations and views take as long as the
     arithmetic.
@@ -156,8 +133,8 @@ class Decoder:
         processor = torch.cpu.get_capabilities()
         if dtype == torch.bfloat16 and not processor.get("avx512_bf16"):
             dtype = self._real  # this processor multiplies float32 faster
-        in_bfloat16 = _PackedMatrix if processor.get("amx_bf16") else _Panels
-        self._matrix = in_bfloat16 if dtype == torch.bfloat16 else _Matrix
+        has_amx = dtype == torch.bfloat16 and processor.get("amx_bf16")
+        self._matrix = _PackedMatrix if has_amx else Panels
         received = _receive(shape, weights, dtype)
         self._embedding = received[_EMBEDDING]
         self._head = self._matrix(received[_HEAD].t())
@@ -201,7 +178,7 @@ class Decoder:
             k_norm=halves(f"{attention}k_norm.weight"),
             output=matrix(f"{attention}o"),
             mlp_norm=self._numbers(received[f"{prefix}post_attention_layernorm.weight"]),
-            router=None if router is None else router.to(self._real),
+            router=None if router is None else Panels(router.to(self._real).t()),
             gate_up=[matrix(f"{expert}gate", f"{expert}up") for expert in experts],
             down=[matrix(f"{expert}down") for expert in experts],
         )
@@ -275,7 +252,8 @@ class Decoder:
         the normalized ones. Returns their numbers [T, k].
         """
         sizes = dict(self.shape.further)
-        logits = work.normalized @ layer.router.t()  # [T, experts]
+        logits = work.normalized.new_empty(work.num_tokens, self.shape.num_experts)  # [T, experts]
+        layer.router.put(work.normalized, logits)
         scores = logits.softmax(-1) if sizes["moe_router_pre_softmax"] else logits
         weights, chosen = scores.topk(self.shape.experts_per_token)  # [T, k]
         if not sizes["moe_router_pre_softmax"]:

@@ -27,9 +27,7 @@ from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
 MAX_PATIENCE = 30.0
-"""Seconds for which the engine pauses for answers from outside. A later answer is taken when it
-comes, and what is sampled alongside may then differ in the last bits.
-"""
+"""Seconds for which the engine pauses for ordered answers. A later one is taken when it comes."""
 _PASSES = 8
 """Passes of the event loop in which a caller that was answered has asked again, or is absent."""
 
@@ -174,11 +172,10 @@ class EmbeddedEngine(RolloutEngine):
 
     async def meanwhile(self, answer: Awaitable[T]) -> T:
         """Return the result of `answer`, handed over once nobody is left to decode, whenever it
-        really came.
+        really came: the number of steps before the caller goes on does not depend on its speed.
 
-        Other requests are decoded meanwhile. The composition of a batch, and so every
-        log-probability to the bit, does not depend on the speed of the answer. With nothing left to
-        do the engine waits for all answers together, so that slow ones overlap.
+        Other requests are decoded meanwhile. With nothing left to do the engine waits for all
+        answers together, so that slow ones overlap.
         """
         absence = _Absence(
             asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()

@@ -1,8 +1,11 @@
-"""Products of bfloat16 rows and weights with float32 results, compiled for a processor that sums
-products of pairs in one instruction (AVX512-BF16), where torch has bfloat16 results alone.
+"""Products of rows and the weights of a decoder, compiled for a processor.
 
-Few rows meet all weights in a decoding step. So a panel of 48 columns is read once from memory and
-then from the nearest caches, and the sums of eight rows and a panel stay in registers (Goto and van
+The result of a row depends on no other row, to the bit, as libraries' products do not promise: they
+choose the order of a sum by the number of rows. bfloat16 factors have float32 results where the
+processor sums products of pairs in one instruction (AVX512-BF16); torch has bfloat16 results alone.
+
+Few rows meet all weights in a decoding step. So a panel of columns is read once from memory and
+then from the nearest caches, and the sums of a few rows and a panel stay in registers (Goto and van
 de Geijn, Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008).
 """
 
@@ -16,25 +19,56 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragen_mega.data.jit import EXACT, Reals, jit
+from ragen_mega.data.jit import EXACT, Reals, in_parts, jit
 
-PANEL = 48
-"""Columns of a panel: three registers of 16 sums for each row."""
-LANES = 16
+_PROCESSOR = torch.cpu.get_capabilities()
+REGISTER = 64 if _PROCESSOR.get("avx512_f") else 32 if _PROCESSOR.get("avx2") else 16
+"""Bytes of a vector register."""
+MOST_ROWS = 4 if REGISTER == 32 else 8
+"""Rows whose sums stay in registers together: AVX2 has 16 registers, the others have 32."""
+VECTORS = 3
+"""Registers for the columns of a panel, which take as many again for the sums of each row."""
+_WORTH_THREADS = 2**21
+"""Multiplications from which on several threads share a product; starting them takes 30 us."""
 Pairs = NDArray[np.uint32]
 """Two neighbouring numbers of a row in bfloat16."""
 
 
-def panels_of(weight: Tensor) -> Pairs:
-    """Return a weight [out, in] as [panels, in / 2, PANEL]; what is missing is 0."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight.bfloat16(), (0, inputs % 2, 0, -outputs % PANEL))
-    return pairs_of(padded).reshape(-1, PANEL, -(-inputs // 2)).transpose(0, 2, 1).copy()
+class Panels:
+    """A weight [in, out] in the order in which it is read, [panels, in, columns of a panel]; what
+    is missing is 0. Numbers of bfloat16 stand in pairs, [panels, in / 2, columns].
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        by_column = _factors(weight.t(), weight.dtype)  # [out, in]
+        num_columns = VECTORS * REGISTER // max(by_column.itemsize, 4)
+        missing = -len(by_column) % num_columns
+        padded = np.pad(by_column, ((0, missing), (0, 0)))
+        panels = padded.reshape(-1, num_columns, padded.shape[1])
+        self._dtype = weight.dtype
+        self._panels = np.ascontiguousarray(panels.transpose(0, 2, 1))
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """out [T, out] <- the products of rows [T, in], which are rounded to the weight's type."""
+        self.add(rows, out.zero_())
+
+    put_exactly = put
+
+    def add(self, rows: Tensor, total: Tensor) -> None:
+        """Add the products of rows [T, in] to total [T, out]."""
+        arguments = (_factors(rows, self._dtype), self._panels, total.numpy())
+        if self._panels.size * len(rows) < _WORTH_THREADS:
+            _add_products(0, len(self._panels), *arguments)
+        else:
+            in_parts(_add_products, len(self._panels), *arguments)
 
 
-def pairs_of(rows: Tensor) -> Pairs:
-    """Return rows [T, in] as [T, in / 2], rounded to bfloat16."""
-    even = F.pad(rows.bfloat16(), (0, 1)) if rows.shape[1] % 2 else rows.bfloat16()
+def _factors(rows: Tensor, dtype: torch.dtype) -> Reals | Pairs:
+    """Return rows [T, in] as factors of a type: themselves, or [T, in / 2] pairs of bfloat16."""
+    rows = rows.to(dtype)
+    if dtype != torch.bfloat16:
+        return rows.contiguous().numpy()
+    even = F.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows
     return even.contiguous().view(torch.int16).numpy().view(np.uint32)
 
 
@@ -56,8 +90,8 @@ def _tile(num_rows):
 
     @intrinsic
     def add(typing, x, x_at, w, w_at, y, y_at, y_step, depth):
-        """Add the product of rows [num_rows, depth] and a panel [depth, PANEL] of pairs to
-        y [num_rows, PANEL]. All lie in flat arrays from their places `_at` on; rows of y are
+        """Add the product of rows x [num_rows, depth] and a panel w [depth, columns] to
+        y [num_rows, columns]. All lie in flat arrays from their places `_at` on; rows of y are
         `y_step` apart.
         """
 
@@ -76,69 +110,77 @@ def _tile(num_rows):
 
 def _emit_tile(builder, num_rows, x, x_at, w, w_at, y, y_at, y_step, depth):
     index, lane = ir.IntType(64), ir.IntType(32)
-    pairs, sums = ir.VectorType(lane, LANES), ir.VectorType(ir.FloatType(), LANES)
-    factors = ir.VectorType(_Bfloat16(), 2 * LANES)
-    kind = ir.FunctionType(sums, [sums, factors, factors])
-    add_dots = cgutils.get_or_insert_function(
-        builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512"
-    )
-    parts = range(PANEL // LANES)
+    factor, number = x.type.pointee, y.type.pointee
+    lanes = REGISTER // (8 if number == ir.DoubleType() else 4)
+    factors, sums = ir.VectorType(factor, lanes), ir.VectorType(number, lanes)
+    zeros = ir.Constant(ir.VectorType(lane, lanes), None)
 
     def at(array, place, part, kind):
-        place = builder.add(place, index(part * LANES))
+        place = builder.add(place, index(part * lanes))
         return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
 
     lines = [builder.add(y_at, builder.mul(y_step, index(row))) for row in range(num_rows)]
     totals = {}
     for row, line in enumerate(lines):
-        for part in parts:
+        for part in range(VECTORS):
             totals[row, part] = cgutils.alloca_once(builder, sums)
             start = builder.load(at(y, line, part, sums), align=4)
             builder.store(start, totals[row, part])
     with cgutils.for_range_slice(builder, index(0), depth, index(1), index) as (k, _):
-        line = builder.add(w_at, builder.mul(k, index(PANEL)))
-        columns = [
-            builder.bitcast(builder.load(at(w, line, part, pairs), align=4), factors)
-            for part in parts
-        ]
+        line = builder.add(w_at, builder.mul(k, index(VECTORS * lanes)))
+        columns = [builder.load(at(w, line, part, factors), align=4) for part in range(VECTORS)]
         for row in range(num_rows):
             place = builder.add(builder.add(x_at, builder.mul(depth, index(row))), k)
-            pair = builder.load(builder.gep(x, [place]))
-            undefined = ir.Constant(pairs, ir.Undefined)
-            first = builder.insert_element(undefined, pair, lane(0))
-            spread = builder.shuffle_vector(first, undefined, ir.Constant(pairs, None))
-            for part in parts:
+            undefined = ir.Constant(factors, ir.Undefined)
+            first = builder.load(builder.gep(x, [place]))
+            first = builder.insert_element(undefined, first, lane(0))
+            spread = builder.shuffle_vector(first, undefined, zeros)
+            for part in range(VECTORS):
                 total = builder.load(totals[row, part])
-                dots = [total, builder.bitcast(spread, factors), columns[part]]
-                builder.store(builder.call(add_dots, dots), totals[row, part])
+                total = _emit_sum(builder, total, spread, columns[part])
+                builder.store(total, totals[row, part])
     for (row, part), total in totals.items():
         builder.store(builder.load(total), at(y, lines[row], part, sums), align=4)
 
 
-_add_8, _add_4, _add_2, _add_1 = map(_tile, (8, 4, 2, 1))
+def _emit_sum(builder, total, x, y):
+    """total + x * y, of vectors; of pairs of bfloat16 in x and y both products are added."""
+    sums, factors = total.type, x.type
+    if factors == sums:
+        width = "f64" if sums.element == ir.DoubleType() else "f32"
+        name, arguments = f"llvm.fmuladd.v{sums.count}{width}", [x, y, total]
+    else:
+        factors = ir.VectorType(_Bfloat16(), 2 * sums.count)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        arguments = [total, builder.bitcast(x, factors), builder.bitcast(y, factors)]
+    kind = ir.FunctionType(sums, [each.type for each in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+_add_most, _add_4, _add_2, _add_1 = map(_tile, (MOST_ROWS, 4, 2, 1))
 
 
 @jit(fastmath=EXACT)
-def add_products(first: int, last: int, rows: Pairs, panels: Pairs, out: Reals) -> None:
-    """Add the products of rows [T, in / 2] with panels [first, last) of a weight to out [T, out],
-    in float32.
-    """
-    count, depth = rows.shape
+def _add_products(
+    first: int, last: int, rows: Reals | Pairs, panels: Reals | Pairs, out: Reals
+) -> None:
+    """Add the products of rows [T, in] with panels [first, last) of a weight to out [T, out]."""
+    (count, depth), num_columns = rows.shape, panels.shape[2]
     x, w = rows.reshape(-1), panels.reshape(-1)
-    room = np.empty((count, PANEL), np.float32)
+    room = np.empty((count, num_columns), out.dtype)
     for panel in range(first, last):
-        w_at, column = panel * depth * PANEL, panel * PANEL
-        width = min(PANEL, out.shape[1] - column)
+        w_at, column = panel * depth * num_columns, panel * num_columns
+        width = min(num_columns, out.shape[1] - column)
         y, y_at, y_step = out.reshape(-1), column, out.shape[1]
-        if width < PANEL:
+        if width < num_columns:
             room[:] = 0
-            y, y_at, y_step = room.reshape(-1), 0, PANEL
+            y, y_at, y_step = room.reshape(-1), 0, num_columns
         t = 0
         while t < count:
             x_at, at = t * depth, y_at + t * y_step
-            if t + 8 <= count:
-                _add_8(x, x_at, w, w_at, y, at, y_step, depth)
-                t += 8
+            if t + MOST_ROWS <= count:
+                _add_most(x, x_at, w, w_at, y, at, y_step, depth)
+                t += MOST_ROWS
             elif t + 4 <= count:
                 _add_4(x, x_at, w, w_at, y, at, y_step, depth)
                 t += 4
@@ -148,7 +190,7 @@ def add_products(first: int, last: int, rows: Pairs, panels: Pairs, out: Reals) 
             else:
                 _add_1(x, x_at, w, w_at, y, at, y_step, depth)
                 t += 1
-        if width < PANEL:
+        if width < num_columns:
             for t in range(count):
                 for i in range(width):
                     out[t, column + i] += room[t, i]
