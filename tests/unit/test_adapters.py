@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import gymnasium
 import numpy as np
@@ -15,6 +16,7 @@ from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.packages import ProcessRandomness, required
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
@@ -124,6 +126,24 @@ def test_success_is_read_from_the_last_reward() -> None:
     results = [calls.step(cliff, action) for action in way]
     assert results[-1].terminated and results[-1].info["success"]
     assert not any(result.info["success"] for result in results[:-1])
+
+
+def test_success_is_the_threshold_that_an_environment_names() -> None:
+    """CartPole's last reward is 1 however early the pole falls; 475 count as solved."""
+    pole = make("gymnasium:CartPole-v1")
+    left, right = pole.actions
+
+    def play(choose: Callable[[list[float]], str]) -> StepResult:
+        state, result = calls.reset(pole, 0), None
+        while result is None or not (result.terminated or result.truncated):
+            result = calls.step(pole, choose([float(x) for x in state.strip("[]").split()]))
+            state = result.observation
+        return result
+
+    fallen = play(lambda state: left)
+    assert fallen.reward > 0 and not fallen.info["success"]
+    held = play(lambda state: right if state[2] + 0.3 * state[3] > 0 else left)
+    assert held.truncated and held.info["success"]
 
 
 class Keys(gymnasium.Env):

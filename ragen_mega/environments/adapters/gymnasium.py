@@ -132,7 +132,7 @@ class GymnasiumWorld:
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
         observation, info = self._environment.reset(seed=seed)
-        self._mask = info.get("action_mask")
+        self._mask, self._earned = info.get("action_mask"), 0.0
         if outcome_seed is not None:
             self._environment.unwrapped.np_random = np.random.default_rng(outcome_seed)
         self._seen = self._text(observation)
@@ -145,14 +145,20 @@ class GymnasiumWorld:
         observation, reward, terminated, truncated, info = self._environment.step(move)
         self._mask = info.get("action_mask")
         before, self._seen = self._seen, self._text(observation)
-        won = float(reward) > (self._known.success_above if self._known else 0.0)
+        self._earned += float(reward)
+        threshold = self._environment.spec.reward_threshold
+        if self._known is None and threshold is not None:
+            is_solved = (terminated or truncated) and self._earned >= threshold
+        else:
+            least = self._known.success_above if self._known else 0.0
+            is_solved = terminated and float(reward) > least
         return StepResult(
             self._seen,
             float(reward),
             bool(terminated),
             bool(truncated),
             {
-                "success": bool(info.get("success", info.get("is_success", terminated and won))),
+                "success": bool(info.get("success", info.get("is_success", is_solved))),
                 "is_action_effective": self._seen != before,
             },
         )
