@@ -93,13 +93,7 @@ def replay_agents(arguments: argparse.Namespace) -> list[str]:
     directory = config.run_directory
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     renderer = load_renderer(str(base), think=config.environment.think)
-    settings = play_settings(
-        config.rollout,
-        config.environment,
-        temperature=config.rollout.temperature,
-        seed=config.train.seed,
-        agent=config.agent,
-    )
+    settings = play_settings(config, temperature=config.rollout.temperature, seed=config.train.seed)
     groups = RolloutStore(directory / ROLLOUTS).read(arguments.step).groups
     recorded = [member for group in groups for member in group.trajectories if member.is_tree]
     if not recorded:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
-from ragen_mega.config.sections.agent import AgentConfig, is_agent
+from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.config.rules import Sections
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -154,28 +155,22 @@ def tasks_for_group(
 
 
 def play_settings(
-    rollout: RolloutConfig,
-    environment: EnvironmentConfig,
-    *,
-    temperature: float,
-    seed: int,
-    attempts: int = 1,
-    agent: AgentConfig | None = None,
+    config: Sections, *, temperature: float, seed: int, attempts: int = 1
 ) -> PlaySettings:
     """Return the settings by which a run samples: in training, where a failed trajectory gets
     another of its `attempts`, or at another temperature in evaluation, where it counts as it is.
     """
     # A host process times its own calls; a turn may have to wait for those of other environments.
-    is_hosted = environment.environment_processes > 0
+    is_hosted = config.environment.environment_processes > 0
     return PlaySettings(
-        max_context_length=rollout.max_context_length,
-        context_window=rollout.context_window,
+        max_context_length=config.rollout.max_context_length,
+        context_window=config.rollout.context_window,
         temperature=temperature,
         seed=seed,
-        environment_timeout=0.0 if is_hosted else environment.environment_timeout,
+        environment_timeout=0.0 if is_hosted else config.environment.environment_timeout,
         attempts=attempts,
-        agent=agent or AgentConfig(),
-        is_ordered=rollout.carry_over > 0,
+        agent=config.agent,
+        is_ordered=config.rollout.carry_over > 0,
     )
 
 

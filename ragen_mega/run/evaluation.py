@@ -102,13 +102,7 @@ def evaluate_sets(
         reference = find_references(config, name, prompts)
         if reference.errors_say:
             console.say(reference.errors_say)
-        play = play_settings(
-            config.rollout,
-            config.environment,
-            temperature=temperature,
-            seed=seed,
-            agent=config.agent,
-        )
+        play = play_settings(config, temperature=temperature, seed=seed)
         sets[name] = HeldOut(config.environment, play, prompts, reference)
     num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // distributed.world_size())

@@ -375,13 +375,7 @@ class Run:
         and of --eval-environments, under the current weights. The results are added to `log`.
         """
         config = self.config
-        settings = play_settings(
-            config.rollout,
-            config.environment,
-            temperature=config.evaluation.eval_temperature,
-            seed=0,
-            agent=config.agent,
-        )
+        settings = play_settings(config, temperature=config.evaluation.eval_temperature, seed=0)
         sets = {
             name: HeldOut(config.environment, settings, self.prompts[name], self.references[name])
             for name in config.environment.evaluated

@@ -81,12 +81,10 @@ class Sampling:
     def __post_init__(self) -> None:
         config = self.config
         self._settings = play_settings(
-            config.rollout,
-            config.environment,
+            config,
             temperature=config.rollout.temperature,
             seed=config.train.seed,
             attempts=_ATTEMPTS,
-            agent=config.agent,
         )
         self._verifiers = Verifiers(
             config.advantage.reward_terms, timeout=config.environment.environment_timeout or None

@@ -162,9 +162,7 @@ def _play(
     """Play episodes of an agent with an example as its model. Raises ValueError if none of them
     asks for an answer, and for an example that fails.
     """
-    settings = play_settings(
-        config.rollout, config.environment, temperature=1.0, seed=0, agent=config.agent
-    )
+    settings = play_settings(config, temperature=1.0, seed=0)
     settings = replace(settings, answers=ExampleAnswers(renderer, example))
     played = collect(NoEngine(), renderer, tasks, settings)
     return [trajectory for group in played for trajectory in group.trajectories]

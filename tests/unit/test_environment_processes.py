@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from ragen_mega.config import EnvironmentConfig, RolloutConfig
+from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.rules import Sections
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import Worker
@@ -94,7 +95,7 @@ def test_a_host_that_hangs_is_ended() -> None:
 def test_a_call_that_waits_for_others_in_its_host_is_not_too_late() -> None:
     HostedEnvironment("odd_world:Odd", {}, 1).reset(0)  # the host is there
     config = EnvironmentConfig("odd_world:Odd", environment_processes=1, environment_timeout=3.0)
-    settings = play_settings(RolloutConfig(), config, temperature=1.0, seed=0)
+    settings = play_settings(Sections(environment=config), temperature=1.0, seed=0)
     many = [episode_maker(config, "odd_world:Odd")().environment for _ in range(4)]
     workers = [Worker(settings.environment_timeout) for _ in many]
 
