@@ -29,7 +29,9 @@ MOST_ROWS = 4 if REGISTER == 32 else 8
 VECTORS = 3
 """Registers for the columns of a panel, which take as many again for the sums of each row."""
 _WORTH_THREADS = 2**21
-"""Multiplications from which on several threads share a product; starting them takes 30 us."""
+"""Multiplications from which on several threads share a product; starting them takes 30 us. Fewer
+than four rows wait for the weight and take as long as four.
+"""
 Pairs = NDArray[np.uint32]
 """Two neighbouring numbers of a row in bfloat16."""
 
@@ -57,7 +59,7 @@ class Panels:
     def add(self, rows: Tensor, total: Tensor) -> None:
         """Add the products of rows [T, in] to total [T, out]."""
         arguments = (_factors(rows, self._dtype), self._panels, total.numpy())
-        if self._panels.size * len(rows) < _WORTH_THREADS:
+        if self._panels.size * max(4, len(rows)) < _WORTH_THREADS:
             _add_products(0, len(self._panels), *arguments)
         else:
             in_parts(_add_products, len(self._panels), *arguments)
