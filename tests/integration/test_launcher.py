@@ -304,7 +304,10 @@ class TestCheck:
         )
         flags = "--environments aborting:Bandit --prompt-style compact --max-context-length 13"
         program = (sys.executable, "-m", "ragen_mega.commands.program", "train", *flags.split())
-        small = "--max-response-length 12 --hidden-size 16 --ffn-hidden-size 32 --num-layers 1"
+        small = (
+            "--max-response-length 12 --hidden-size 16 --ffn-hidden-size 32 --num-layers 1"
+            " --warm-start-trajectories 8"
+        )
         out = ("--output", tmp_path / "runs", "--environment-options", "{}", "--no-fit-context")
         path = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "kernels")))
         process = execute(*program, *small.split(), *out, NPROC_PER_NODE="2", PYTHONPATH=path)
