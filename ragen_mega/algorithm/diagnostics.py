@@ -396,7 +396,8 @@ def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     chosen = []
     for group in groups[::step]:
         if members := _answered(group):
-            alike = [m for m in members if _first_prompt(m) == _first_prompt(members[0])]
+            prompt = _first_prompt(members[0])
+            alike = [m for m in members if _first_prompt(m) == prompt]
             firsts = list(map(_first_turn, alike[:_MOST_MEMBERS]))
             chosen.append(TrajectoryGroup(group.group_id, firsts))
     return chosen

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -24,15 +24,7 @@ from ragen_mega.environments.pool import (
 )
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.engine import RolloutEngine, WeightsLost
-from ragen_mega.rollout.player import (
-    Advance,
-    Attempt,
-    Player,
-    PlaySettings,
-    Seat,
-    Task,
-    plainly,
-)
+from ragen_mega.rollout.player import Advance, Attempt, Player, PlaySettings, Seat, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 
 FAILED_ATTEMPTS = "failed_attempts"
@@ -127,9 +119,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._failed: asyncio.Task[None] | None = None  # the first that has
         self._paused: asyncio.Future[None] | None = None  # done once nothing can go on
         self._workers: list[ReferenceType[Worker]] = []  # ending, or already gone
-        self._meanwhile = plainly
-        if settings.is_ordered:
-            self._meanwhile = getattr(engine, "meanwhile", plainly)
+        self._meanwhile = engine.meanwhile if settings.is_ordered else _plainly
         self.add(enumerate(tasks))
 
     def __exit__(self, *error: object) -> None:
@@ -315,3 +305,7 @@ def _apart(function: Callable[..., T]) -> Callable[..., T]:
             return thread.submit(function, *arguments).result()
 
     return call
+
+
+async def _plainly(answer: Awaitable[T]) -> T:
+    return await answer

@@ -6,14 +6,16 @@ The weight stream is the only coupling between trainer and engine:
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ragen_mega.data.types import Completion, SamplingParams
+
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
@@ -110,6 +112,10 @@ class RolloutEngine(Protocol):
         after WeightsLost it can recover. By default, nothing is sampled in this process.
         """
         raise RuntimeError("this engine samples nothing; give its tasks to another process")
+
+    async def meanwhile(self, answer: Awaitable[T]) -> T:
+        """Wait for an answer from outside. An engine may decide when it counts."""
+        return await answer
 
     def limit(self, steps: int | None) -> asyncio.Future[None]:
         """Return a future that is done after `steps` more decoding steps; the engine then pauses

@@ -44,11 +44,6 @@ Meanwhile = Callable[[Awaitable[T]], Awaitable[T]]
 """Function that waits for the answer of an environment."""
 
 
-async def plainly(answer: Awaitable[T]) -> T:
-    """Wait for an answer while others are sampled."""
-    return await answer
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One trajectory to sample. The tasks of a group share everything but `outcome_seed`."""
@@ -192,9 +187,6 @@ class Player:
         self._settings = settings
         self.advance = advance
         self._on_wait = on_wait
-        # Agents need this process between their calls. In rounds they and the engine take turns,
-        # and its batches are full.
-        self._in_rounds: Meanwhile = getattr(engine, "meanwhile", plainly)
         self.has_weights = True
         self._resting: set[int] = set()  # sessions of trajectories with nothing in the engine
         self.further_session = partial(next, itertools.count(-1, -1))
@@ -307,7 +299,8 @@ class Player:
         with entrance.open(visit) as key:
             ending = seat.begin_agent(entrance.url, key, agent.agent_timeout)
             try:
-                await visit.serve(ending, self._in_rounds)
+                # Agents need this process between their calls: they and the engine take turns.
+                await visit.serve(ending, self._engine.meanwhile)
             finally:
                 self._resting.discard(attempt.session)
                 ending.cancel()
