@@ -11,6 +11,8 @@ import numpy as np
 from ragen_mega.environments.protocol import Narrator
 
 _SAID = r"(?P<copula>\s*(?:is|are|=|:))?\s*(?:at\s+|in\s+)?(?P<said>\([^()]*\)|-?\d+(?:\.\d+)?|\w+)"
+_NOTHING = r"(?!)"
+"""Regular expression that fits no text."""
 _TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -18,29 +20,38 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
     """Return whether each claim in a thought about the current state is true; None if that is
     unknown.
 
-    Uses the environment's `claims(thought)`; else, if its narrator has a `statement`, compares
-    every statement of that form with what the narrator says; else uses its `facts()`.
+    Uses the environment's `claims(thought)`; else, if its narrator has a `statement` or a
+    `sentence`, compares what has that form with what the narrator says; else uses its `facts()`.
     """
     if hasattr(environment, "claims"):
         return [bool(holds) for holds in environment.claims(thought)]
     narrator: Narrator | None = getattr(environment, "narrator", None)
-    if narrator is not None and narrator.statement is not None:
-        return list(_narrated(environment, narrator, narrator.statement, thought))
+    if narrator is not None and (narrator.statement or narrator.sentence):
+        return [
+            *_stated(environment, narrator, thought),
+            *_explained(environment, narrator, thought),
+        ]
     if hasattr(environment, "facts"):
         return list(claims_about(environment.facts(), thought))
     return None
 
 
-def _narrated(environment: Any, narrator: Narrator, statement: str, thought: str) -> Iterable[bool]:
+def _stated(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool]:
     """Return whether each statement is what the narrator says of the same state: the present one,
     or the one that the actions announced so far lead to.
     """
-    announcement = narrator.announcement or r"(?!)"
+    statement, announcement = narrator.statement or _NOTHING, narrator.announcement or _NOTHING
     actions = re.findall(announcement, thought)
     truth = _between(announcement, narrator.describe(environment, actions))
     for said, line in zip_longest(_between(announcement, thought), truth, fillvalue=""):
         true = set(re.findall(statement, line))
         yield from (claim in true for claim in re.findall(statement, said))
+
+
+def _explained(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool]:
+    """Return whether each sentence is what the narrator explains the same action with."""
+    for found in re.finditer(narrator.sentence or _NOTHING, thought):
+        yield narrator.explain is not None and found[0] in narrator.explain(environment, [found[1]])
 
 
 def _between(announcement: str, thought: str) -> list[str]:

@@ -164,6 +164,10 @@ class Narrator:
     """Function like `describe` that writes sentences, for models that can talk: the thoughts of the
     examples in a prompt and of the play that a loaded model imitates. None: `describe`.
     """
+    sentence: str | None = None
+    """Regular expression of one sentence of `explain`, its first group the action that it is about.
+    Such sentences in a policy's thoughts are checked against those of `explain`.
+    """
 
 
 def text_of(observation: Observation) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +166,50 @@ def test_what_a_narrator_says_is_true_and_of_another_state_is_not(name: str) -> 
         return
     assert len(told) >= 4 and all(told)
     assert not all(check_claims(environment, narrator.describe(other, ())))
+
+
+def _lies_there(facts: dict[str, Any], action: str) -> str:
+    """Return what a move leads to, from facts alone."""
+    step = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}[action]
+    to, behind = (
+        (facts["player"][0] + k * step[0], facts["player"][1] + k * step[1]) for k in (1, 2)
+    )
+    if "holes" in facts:
+        is_inside = all(0 <= position < facts["size"] for position in to)
+        kind = "a hole" if to in facts["holes"] else "the goal" if to == facts["goal"] else "ice"
+        return kind if is_inside else "the edge"
+    if to in facts["boxes"]:
+        is_held = behind in facts["walls"] or behind in facts["boxes"]
+        return "a box that is stuck" if is_held else "a box"
+    return "a wall" if to in facts["walls"] else "free"
+
+
+@pytest.mark.parametrize("name", ["sokoban", "frozen_lake"])
+def test_a_sentence_about_a_move_is_true_where_the_move_leads_there(name: str) -> None:
+    environment, met = make(name), set()
+    kinds = (
+        "free",
+        "a wall",
+        "a box",
+        "a box that is stuck",
+        "ice",
+        "a hole",
+        "the edge",
+        "the goal",
+    )
+    for seed in range(20):
+        environment.reset(seed)
+        rng = np.random.default_rng(seed)
+        for _ in range(6):
+            for action in environment.actions:
+                there = _lies_there(environment.facts(), action)
+                thought = " ".join(f"{action} is {kind}." for kind in kinds)
+                assert check_claims(environment, thought) == [kind == there for kind in kinds]
+                met.add(there)
+            if environment.step(str(rng.choice(environment.actions))).terminated:
+                break
+    assert len(met) == 4, "every kind of cell was met"
+    assert check_claims(environment, "I like boxes. Up is") == []
 
 
 def test_claims_are_checked_against_the_state_that_the_policy_saw() -> None:

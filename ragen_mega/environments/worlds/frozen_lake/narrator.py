@@ -92,4 +92,5 @@ NARRATOR = Narrator(
     statement=r"(?:Left|Down|Right|Up)(?: to\(\d+, \d+\))?"
     r" (?:edge|hole|goal|(?:closer|farther)(?: brink)?)\b",
     explain=explain,
+    sentence=r"(Left|Down|Right|Up) is [a-z ]+\.",
 )

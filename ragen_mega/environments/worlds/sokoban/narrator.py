@@ -110,4 +110,5 @@ NARRATOR = Narrator(
     statement=r"(?:Up|Down|Left|Right) to\(\d+, \d+\)(?: push\(\d+, \d+\))? [a-z]+",
     announcement=r" go (?:[a-z]+ )?(Up|Down|Left|Right)",
     explain=explain,
+    sentence=r"(Up|Down|Left|Right) is [a-z ]+\.",
 )
