@@ -137,9 +137,11 @@ class Advance:
         return " ".join(part for part in (done, self.note) if part)
 
     def left(self, seconds: float) -> str:
-        """Return `, about 5 min left` after so many seconds; nothing as long as that is unknown."""
+        """Return `, about 5 min left` after so many seconds; nothing before 1/200 is done, because
+        the first turn of all waits for every prompt.
+        """
         done, total = (self.spent, self.work) if self.work else (self.done, self.total)
-        if not (done and total):
+        if not total or done < total / 200:
             return ""
         return f", about {duration(seconds * max(0.0, total / done - 1))} left"
 

@@ -107,6 +107,17 @@ def test_without_a_terminal_a_phase_prints_plain_lines_and_not_too_many():
     assert "\x1b" not in output.getvalue()
 
 
+def test_the_first_of_many_turns_says_nothing_about_the_time_left() -> None:
+    """It took the prompts of all 256 episodes, of which each has up to ten turns."""
+    console = Console(is_writer=False, num_steps=0)
+    with console.progress("evaluate", total=256, max_turns=10) as phase:
+        phase.turn(num_tokens=14, is_over=False)
+        assert phase.left(21.0) == ""
+        for _ in range(255):
+            phase.turn(num_tokens=14, is_over=False)
+        assert phase.left(40.0) == ", about 6 min left"  # nine further rounds of 40 s
+
+
 @pytest.mark.parametrize("output", [io.StringIO(), Terminal()])
 def test_a_long_rollout_shows_its_turns_and_the_run(output):
     """Nothing has ended yet, and it is seen that something happens."""
