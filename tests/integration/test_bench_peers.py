@@ -16,19 +16,24 @@ PYTHON = os.environ.get("RAGEN_TRL_PYTHON")
 FLAGS = "--groups 2 --group-size 4 --max-tokens 6 --repeats 1 --threads 1 --turns 1 3"
 
 
+@pytest.mark.parametrize(("end", "why"), [("exit 1", "were the end$"), ("kill -9 $$", "memory")])
 @pytest.mark.parametrize("ask", [bench_peers.Side.reply, bench_peers.Side.step])
 def test_a_side_that_ends_early_is_heard(
-    ask: Callable[[bench_peers.Side], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ask: Callable[[bench_peers.Side], dict],
+    end: str,
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its log is in a folder that ends with the benchmark, so that naming it would not help."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho the cause\necho the end\nexit 1\n")
+    python.write_text("#!/bin/sh\necho the cause\necho the end\n" + end)
     python.chmod(0o755)
     (tmp_path / "settings.json").write_text(json.dumps({"threads": 1}))
     side = bench_peers.Side(str(python), "trl", tmp_path / "settings.json")
     side._process.wait()
     try:
-        with pytest.raises(ValueError, match=f"trl, .*{python}.* were the end$"):
+        with pytest.raises(ValueError, match=f"trl, .*{python}.* {why}"):
             ask(side)
     finally:
         side.close()

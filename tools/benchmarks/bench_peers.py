@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,8 @@ class Side:
         print(*said[-LOG_LINES:], sep="\n", file=sys.stderr)
         python, _, side = self._process.args[:3]
         why = f"its last words were {said[-1]}" if said else "without a word"
+        if self._process.wait() == -signal.SIGKILL:
+            why = "it was killed, as where memory is short; fewer --groups need less"
         raise ValueError(f"the side {side}, run by {python}, ended early: {why}")
 
     def step(self) -> dict[str, float]:
@@ -216,7 +219,9 @@ def main(arguments: argparse.Namespace) -> None:
         report["trajectories"] = arguments.groups * arguments.group_size
         for turns in arguments.turns:
             settings = Settings(str(model), folder, turns=turns, num_steps=steps, **common)
-            report["cases"].append(measure(python, settings, scratch, arguments.repeats))
+            case = measure(python, settings, scratch, arguments.repeats)
+            report["cases"].append(case)
+            print(f"{turns} turns: TRL / ours {case['ratio']['wall']:.2f}", flush=True)
     panels = {
         f"seconds a step, {case['turns']} turns": case["repeats"]["wall"]
         for case in report["cases"]
