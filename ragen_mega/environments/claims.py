@@ -50,8 +50,9 @@ def _stated(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool
 
 def _explained(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool]:
     """Return whether each sentence is what the narrator explains the same action with."""
+    explain = narrator.explain or narrator.describe
     for found in re.finditer(narrator.sentence or _NOTHING, thought):
-        yield narrator.explain is not None and found[0] in narrator.explain(environment, [found[1]])
+        yield found[0] in explain(environment, [found[1]])
 
 
 def _between(announcement: str, thought: str) -> list[str]:

@@ -187,16 +187,7 @@ def _lies_there(facts: dict[str, Any], action: str) -> str:
 @pytest.mark.parametrize("name", ["sokoban", "frozen_lake"])
 def test_a_sentence_about_a_move_is_true_where_the_move_leads_there(name: str) -> None:
     environment, met = make(name), set()
-    kinds = (
-        "free",
-        "a wall",
-        "a box",
-        "a box that is stuck",
-        "ice",
-        "a hole",
-        "the edge",
-        "the goal",
-    )
+    kinds = "free,a wall,a box,a box that is stuck,ice,a hole,the edge,the goal".split(",")
     for seed in range(20):
         environment.reset(seed)
         rng = np.random.default_rng(seed)
