@@ -1,13 +1,15 @@
 """Loops that numba compiles for a processor, and the threads that share their items.
 
 numba's cache on disk knows a compiled function by the file that it stands in, and would keep one
-whose helper has changed in another file. So a kernel calls compiled helpers of its own file alone.
+whose helper has changed in another file. So a kernel calls compiled helpers of its own file, and of
+`compiled.py`, whose text is part of every kernel's stamp.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -32,11 +34,20 @@ def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     def compile_lazily(function: Callable) -> Callable:
         options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
         try:
-            return numba.njit(function, cache=True, **options)
+            compiled = numba.njit(function, cache=True, **options)
         except RuntimeError:  # numba: "no locator available"
             return numba.njit(function, **options)
+        index = compiled._cache._cache_file
+        index._source_stamp = (index._source_stamp, _helpers())
+        return compiled
 
     return compile_lazily
+
+
+@functools.cache
+def _helpers() -> str:
+    """Return the text of the helpers of all kernels."""
+    return Path(__file__).with_name("compiled.py").read_text()
 
 
 @functools.cache

@@ -2,6 +2,9 @@
 does not depend on the others, nor on the number of threads.
 """
 
+from pathlib import Path
+
+import numba
 import numpy as np
 import pytest
 import torch
@@ -92,7 +95,7 @@ class Batch:
         self.last = counts.cumsum() - 1
         per_slot = 4
         self.table = generator.permutation(SLOTS * per_slot).reshape(SLOTS, per_slot)
-        size = (SLOTS * per_slot, self.kv_heads, 2, self.d, BLOCK)
+        size = (SLOTS * per_slot, self.kv_heads, 2, self.d * BLOCK)
         self.blocks = generator.normal(size=size).astype(real)
         num_heads, half = self.kv_heads * (self.group + 2), (2, self.d // 2)
 
@@ -137,13 +140,19 @@ class Batch:
 
     def cached(self, token: int) -> tuple[Reals, Reals]:
         """Keys and values [kv_heads, positions, d] that the token sees, read block by block."""
-        blocks = self.blocks[self.table[self.rows[token]]].astype(np.float64)
         end = self.positions[token] + 1
         keys, values = (
-            np.concatenate(x.swapaxes(2, 3), axis=1)[:, :end]
-            for x in (blocks[:, :, 0], blocks[:, :, 1])
+            np.concatenate(x, axis=1)[:, :end].astype(np.float64)
+            for x in self.by_position(self.table[self.rows[token]])
         )
         return keys, values
+
+    def by_position(self, chosen: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
+        """Keys and values [blocks, kv_heads, BLOCK, d] of the chosen blocks."""
+        keys, values = self.blocks[chosen].transpose(2, 0, 1, 3)
+        shape = (len(chosen), self.kv_heads)
+        columns = keys.reshape(*shape, self.d, BLOCK)
+        return columns.swapaxes(2, 3), values.reshape(*shape, BLOCK, self.d)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -182,7 +191,8 @@ def test_attention(
         assert close(keys[:, -1].astype(real), exact[token, num_q : num_q + kv_heads])
         assert close(values[:, -1].astype(real), exact[token, num_q + kv_heads :])
         block, place = batch.table[row, position // BLOCK], position % BLOCK
-        written[block, ..., place] = True
+        written[block, :, 0].reshape(-1, d, BLOCK)[..., place] = True
+        written[block, :, 1].reshape(-1, BLOCK, d)[:, place] = True
     assert np.array_equal(batch.blocks[~written], before[~written])  # nothing else
 
     out = batch.attend(np.arange(len(batch.rows)))
@@ -240,3 +250,24 @@ def test_where_no_cache_can_be_written_kernels_are_compiled_all_the_same(
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     double = jit.jit(fastmath=())(lambda x: 2 * x)
     assert double(21) == 42
+
+
+def test_a_changed_helper_compiles_its_kernels_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba itself looks at the file of the kernel alone."""
+
+    def is_compiled(helpers: str) -> bool:
+        """Make the kernel while the helpers have this text: is it compiled, or loaded?"""
+        monkeypatch.setattr(jit, "_helpers", lambda: helpers)
+        kernel = jit.jit(fastmath=())(_twice)
+        assert kernel(21) == 42
+        return not kernel.stats.cache_hits
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    texts = ("old", "old", "new", "new")
+    assert [is_compiled(text) for text in texts] == [True, False, True, False]
+
+
+def _twice(x: int) -> int:
+    return 2 * x

@@ -28,6 +28,14 @@ def places(cache: KVCache, slot: int, length: int) -> tuple[np.ndarray, np.ndarr
     return cache.table[slot, positions // BLOCK], positions % BLOCK
 
 
+def by_position(layer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [blocks, kv_heads, BLOCK, d], which share the layer's memory."""
+    keys, values = layer.transpose(2, 0, 1, 3)
+    shape = keys.shape[:2]
+    columns = keys.reshape(*shape, -1, BLOCK)
+    return columns.swapaxes(2, 3), values.reshape(*shape, BLOCK, -1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
     generator, cache = random.Random(seed), make_cache()
@@ -43,12 +51,9 @@ def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
             cache.reserve(np.array([slot]), np.array([len(rows[slot])]))
             blocks, inside = (x[start:] for x in places(cache, slot, len(rows[slot])))
             for number, layer in enumerate(cache.layers):
-                layer[blocks, :, 0, :, inside] = (
-                    np.array(rows[slot][start:])[:, None, None] + number
-                )
-                layer[blocks, :, 1, :, inside] = (
-                    -np.array(rows[slot][start:])[:, None, None] - number
-                )
+                stamped = np.array(rows[slot][start:])[:, None, None] + number
+                keys, values = by_position(layer)
+                keys[blocks, :, inside], values[blocks, :, inside] = stamped, -stamped
         elif action == "cut":
             length = generator.randint(0, len(rows[slot]))
             cache.cut(slot, length)
@@ -64,10 +69,9 @@ def test_rows_keep_what_they_have_written_whoever_shares_it(seed: int) -> None:
         for other, expected in enumerate(rows):
             blocks, inside = places(cache, other, len(expected))
             for number, layer in enumerate(cache.layers):
-                keys = layer[blocks, 0, 0, :, inside]
-                values = layer[blocks, 0, 1, :, inside]
-                assert (keys == np.array(expected)[:, None] + number).all()
-                assert (values == -np.array(expected)[:, None] - number).all()
+                keys, values = (x[blocks, :, inside] for x in by_position(layer))
+                stamped = np.array(expected)[:, None, None] + number
+                assert (keys == stamped).all() and (values == -stamped).all()
     for slot in range(SLOTS):
         cache.cut(slot, 0)
     # Every block is free again: all rows can be filled.

@@ -2,8 +2,8 @@
 embedding, attention over the blocks of the cache, SwiGLU, and the draw from the logits.
 
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2); rotary
-embeddings as in RoFormer (arXiv:2104.09864, Eq. 34); exp as in Cephes (expf). On a small model
-torch needs as long to start an operation as to do it, and each operation reads and writes memory.
+embeddings as in RoFormer (arXiv:2104.09864, Eq. 34). On a small model torch needs as long to start
+an operation as to do it, and each operation reads and writes memory.
 
 The result for one item of a batch depends on no other item. The kernels that take most of the time
 work on items [first, last), so that `in_parts` may cut the batch for several threads. Inner loops
@@ -19,46 +19,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
+from ragen_mega.data.compiled import add_product, exp, put_product
 from ragen_mega.data.jit import ANY_ORDER, EXACT, Integers, Reals, jit
 
 BLOCK = 32
 """Positions in one block of the cache."""
 Cached = Reals | NDArray[np.uint16]
 """Numbers of the cache; uint16 are the bits of bfloat16, which numpy does not know."""
-TOGETHER = 8
+TOGETHER = 16
 """Queries that take turns at each block of the cache: rows that share it read it once."""
-LANES = 16
-"""Numbers that a processor may take at once; rows of scores are rounded up to them."""
 VOCABULARY_BLOCK = 1024
 """Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
-
-# exp in float32: the smallest argument, log 2 in two parts, and the polynomial.
-_ONE, _LEAST = np.float32(1.0), np.float32(-87.0)
-_LOG2_E = np.float32(1.4426950408889634)
-_ROUNDER, _BITS_OF_ONE = np.float32(1.5 * 2**23), np.int32(0x3F800000)
-_LOG_2_HIGH, _LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_P0, _P1, _P2 = np.float32(0.50000001201), np.float32(0.16666665459), np.float32(0.041665795894)
-_P3, _P4 = np.float32(0.0083334519073), np.float32(0.0013981999507)
-_P5 = np.float32(0.00019875691500)
-
-
-@jit(fastmath=EXACT)
-def _exp(x):
-    """exp(x) of a float32 x <= 0; 0 below -87."""
-    y = _LEAST if x < _LEAST else x  # a NaN stays
-    # y = n log 2 + r; adding the rounder rounds, and leaves n in the last bits
-    shifted = np.float32(y * _LOG2_E + _ROUNDER)
-    power = np.int32((shifted.view(np.int32) << np.int32(23)) + _BITS_OF_ONE).view(np.float32)
-    n = shifted - _ROUNDER
-    r = y - n * _LOG_2_HIGH - n * _LOG_2_LOW
-    p = ((((r * _P5 + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
-    return np.float32(0) if x < _LEAST else (p * (r * r) + r + _ONE) * power
-
-
-@jit(fastmath=EXACT)
-def _rounded_up(count):
-    """The least multiple of LANES that is no smaller."""
-    return (count + LANES - 1) // LANES * LANES
 
 
 @jit(fastmath=EXACT)
@@ -69,7 +40,7 @@ def _exponentials(x, top):
             x[i] = math.exp(x[i] - top)
     else:
         for i in range(len(x)):
-            x[i] = _exp(np.float32(x[i] - top))
+            x[i] = exp(np.float32(x[i] - top))
 
 
 @jit(fastmath=ANY_ORDER)
@@ -89,49 +60,6 @@ def _largest(x):
     return largest
 
 
-@jit(fastmath=EXACT)
-def _put_sum(weights, rows, out):
-    """out [m] <- weights [n] @ rows [n, at least m]; eight rows for each pass over `out`."""
-    whole = len(weights) // 8 * 8
-    for j in range(len(out)):
-        out[j] = 0
-    for i in range(0, whole, 8):
-        a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
-        e, f, g, h = weights[i + 4], weights[i + 5], weights[i + 6], weights[i + 7]
-        p, q, r, s = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
-        t, u, v, w = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]
-        for j in range(len(out)):
-            first = a * p[j] + b * q[j] + c * r[j] + d * s[j]
-            out[j] += first + (e * t[j] + f * u[j] + g * v[j] + h * w[j])
-    for i in range(whole, len(weights)):
-        a, p = weights[i], rows[i]
-        for j in range(len(out)):
-            out[j] += a * p[j]
-
-
-@jit(fastmath=ANY_ORDER)
-def _add_products(rows, x, out):
-    """Add rows [n, at least m] @ x [m] to out [n]; four rows at a time."""
-    whole, zero = len(out) // 4 * 4, x.dtype.type(0)
-    for i in range(0, whole, 4):
-        a = b = c = d = zero
-        w, y, z, u = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
-        for j in range(len(x)):
-            a += w[j] * x[j]
-            b += y[j] * x[j]
-            c += z[j] * x[j]
-            d += u[j] * x[j]
-        out[i] += a
-        out[i + 1] += b
-        out[i + 2] += c
-        out[i + 3] += d
-    for i in range(whole, len(out)):
-        a, w = zero, rows[i]
-        for j in range(len(x)):
-            a += w[j] * x[j]
-        out[i] += a
-
-
 def _cached(number, blocks):
     """Return a float as the number that `blocks` hold: itself, or the nearest bfloat16."""
     raise NotImplementedError("compiled code alone calls this")
@@ -147,20 +75,25 @@ def _compile_cached(number, blocks):
     return rounded if blocks.dtype == types.uint16 else lambda number, blocks: number
 
 
-def _floats(block, room):
-    """Return a block of the cache itself if it holds floats, else its numbers, put into `room`."""
+def _floats(cached, start, size, room):
+    """Return an array and the place in it of the floats cached[start : start + size]: where they
+    are, or in `room`, which takes those of bfloat16.
+    """
     raise NotImplementedError("compiled code alone calls this")
 
 
 @overload(_floats, jit_options={"fastmath": EXACT})
-def _compile_floats(block, room):
-    def widened(block, room):
-        bits, numbers = block.reshape(-1), room.reshape(-1).view(np.uint32)
-        for i in range(len(bits)):
+def _compile_floats(cached, start, size, room):
+    def widened(cached, start, size, room):
+        bits, numbers = cached[start : start + size], room.view(np.uint32)
+        for i in range(size):
             numbers[i] = np.uint32(bits[i]) << np.uint32(16)
-        return room
+        return room, 0
 
-    return widened if block.dtype == types.uint16 else lambda block, room: block
+    def themselves(cached, start, size, room):
+        return cached, start
+
+    return widened if cached.dtype == types.uint16 else themselves
 
 
 @intrinsic
@@ -181,11 +114,8 @@ def _fetch_line(typing, numbers, at):
 
 
 @jit(fastmath=EXACT)
-def _fetch(blocks, block, head, which):
-    """Ask for the keys (`which` is 0) or values (1) of a head in a block."""
-    size = blocks.shape[3] * BLOCK
-    start = ((block * blocks.shape[1] + head) * 2 + which) * size
-    numbers = blocks.reshape(-1)
+def _fetch(numbers, start, size):
+    """Ask for the lines of numbers[start : start + size] before they are needed."""
     for at in range(start, start + size, 64 // numbers.itemsize):
         _fetch_line(numbers, at)
 
@@ -258,10 +188,37 @@ def rotate_and_store(
                 a[i], b[i] = x * cosine[i] - y * sine[i], y * cosine[i] + x * sine[i]
         block, place = table[rows[t], positions[t] // BLOCK], positions[t] % BLOCK
         for h in range(kv_heads):
+            keys, values = blocks[block, h, 0], blocks[block, h, 1, place * 2 * half :]
             for i in range(2 * half):
-                key, value = by_head[t, heads + h, i], by_head[t, heads + kv_heads + h, i]
-                blocks[block, h, 0, i, place] = _cached(key, blocks)
-                blocks[block, h, 1, i, place] = _cached(value, blocks)
+                keys[i * BLOCK + place] = _cached(by_head[t, heads + h, i], blocks)
+                values[i] = _cached(by_head[t, heads + kv_heads + h, i], blocks)
+
+
+@jit(fastmath=EXACT)
+def _next_readers(b, start, end, queries, rows, positions, table):
+    """Return the first range of queries in [start, end) that see block b of their rows and have it
+    in one place; an empty one if none sees it.
+    """
+    while start < end and positions[queries[start]] < b * BLOCK:
+        start += 1
+    stop = start
+    while stop < end:
+        t, first = queries[stop], queries[start]
+        if positions[t] < b * BLOCK or table[rows[t], b] != table[rows[first], b]:
+            break
+        stop += 1
+    return start, stop
+
+
+@jit(fastmath=EXACT)
+def _seen_in_block(b, start, stop, queries, positions):
+    """Return how many positions of block b the queries [start, stop) see, rounded up to an even
+    number.
+    """
+    most = 0
+    for w in range(start, stop):
+        most = max(most, positions[queries[w]] + 1 - b * BLOCK)
+    return min(BLOCK, (most + 1) // 2 * 2)
 
 
 @jit(fastmath=EXACT)
@@ -278,14 +235,18 @@ def attend(
 ) -> None:
     """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
     `rotate_and_store`.
+
+    Neighbouring queries with a block in common are the rows of its products.
     """
     heads, d, kv_heads, real = out.shape[1], out.shape[2], blocks.shape[1], out.dtype.type
     group, by_head = heads // kv_heads, qkv.reshape(len(qkv), -1, d)
-    most = 0
+    cached, size, width = blocks.reshape(-1), d * BLOCK, 0
     for w in range(first, last):
-        most = max(most, positions[queries[w]])
-    lines = np.empty((TOGETHER, group, most + LANES), out.dtype)
-    room = np.empty((d, BLOCK), out.dtype)
+        width = max(width, (positions[queries[w]] // BLOCK + 1) * BLOCK)
+    lines = np.empty((TOGETHER * group, width), out.dtype)  # scores, then weights
+    query = np.empty((TOGETHER * group, d), out.dtype)
+    sums, room = np.empty_like(query), np.empty(size, out.dtype)
+    x, p, y = query.reshape(-1), lines.reshape(-1), sums.reshape(-1)
     end = first
     while end < last:  # all queries of rows with the same beginning, a key head at a time
         start, beginning, num_blocks = end, table[rows[queries[end]], 0], 0
@@ -293,51 +254,48 @@ def attend(
             num_blocks = max(num_blocks, positions[queries[end]] // BLOCK + 1)
             end += 1
         for h in range(kv_heads):
-            held = -1
-            keys = values = _floats(blocks[0, h, 0], room)
+            for w in range(start, end):
+                row, t = (w - start) * group, queries[w]
+                query[row : row + group] = by_head[t, h * group : (h + 1) * group]
+            sums[:] = 0
             for b in range(num_blocks):
-                for w in range(start, end):
-                    t = queries[w]
-                    if positions[t] < b * BLOCK:
-                        continue
-                    if table[rows[t], b] != held:
-                        held = table[rows[t], b]
-                        _fetch(blocks, held, h, 1)
-                        keys = _floats(blocks[held, h, 0], room)
-                    stop = min((b + 1) * BLOCK, _rounded_up(positions[t] + 1))
-                    for n in range(group):
-                        part = lines[w - start, n, b * BLOCK : stop]
-                        _put_sum(by_head[t, h * group + n], keys, part)
+                w, stop = _next_readers(b, start, end, queries, rows, positions, table)
+                while w < stop:
+                    row, count = (w - start) * group, (stop - w) * group
+                    at = (table[rows[queries[w]], b] * kv_heads + h) * 2 * size
+                    _fetch(cached, at + size, size)  # the values
+                    keys, at = _floats(cached, at, size, room)
+                    place = row * width + b * BLOCK
+                    put_product(x, row * d, d, 1, keys, at, p, place, width, count, d, BLOCK)
+                    w, stop = _next_readers(b, stop, end, queries, rows, positions, table)
             next_h = (h + 1) % kv_heads
             for w in range(start, end):
-                t = queries[w]
-                seen = positions[t] + 1
+                row, seen = (w - start) * group, positions[queries[w]] + 1
                 after = w if next_h else min(end, last - 1)
                 following = table[rows[queries[after]]]
                 for n in range(group):
                     for b in range(n, (seen - 1) // BLOCK + 1, group):  # the next keys
-                        _fetch(blocks, following[b], next_h, 0)
-                    line = lines[w - start, n]
+                        _fetch(cached, (following[b] * kv_heads + next_h) * 2 * size, size)
+                    line = lines[row + n]
                     _exponentials(line[:seen], _largest(line[:seen]))
-                    line[seen : _rounded_up(seen)] = 0
-                out[w, h * group : (h + 1) * group] = 0
-            held = -1
+                    line[seen:] = 0
             for b in range(num_blocks):
-                for w in range(start, end):
-                    t = queries[w]
-                    if positions[t] < b * BLOCK:
-                        continue
-                    if table[rows[t], b] != held:
-                        held = table[rows[t], b]
-                        values = _floats(blocks[held, h, 1], room)
-                    stop = min((b + 1) * BLOCK, _rounded_up(positions[t] + 1))
-                    for n in range(group):
-                        part = lines[w - start, n, b * BLOCK : stop]
-                        _add_products(values, part, out[w, h * group + n])
+                w, stop = _next_readers(b, start, end, queries, rows, positions, table)
+                while w < stop:
+                    row, count = (w - start) * group, (stop - w) * group
+                    at = ((table[rows[queries[w]], b] * kv_heads + h) * 2 + 1) * size
+                    values, at = _floats(cached, at, size, room)
+                    depth = _seen_in_block(b, w, stop, queries, positions)
+                    place = row * width + b * BLOCK
+                    add_product(p, place, width, 1, values, at, y, row * d, d, count, depth, d)
+                    w, stop = _next_readers(b, stop, end, queries, rows, positions, table)
             for w in range(start, end):
+                row = (w - start) * group
                 for n in range(group):
-                    line = lines[w - start, n, : positions[queries[w]] + 1]
-                    out[w, h * group + n] /= _sum(line, real(0))
+                    total = _sum(lines[row + n, : positions[queries[w]] + 1], real(0))
+                    head, numbers = out[w, h * group + n], sums[row + n]
+                    for i in range(d):
+                        head[i] = numbers[i] / total
 
 
 @jit(fastmath=EXACT)

@@ -32,12 +32,12 @@ class KVCache:
     ) -> None:
         per_slot = -(-max_context // BLOCK)
         num_blocks = num_slots * per_slot
-        size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim, BLOCK)
+        size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim * BLOCK)
         numbers = torch.empty(0, dtype=dtype)
         if dtype == torch.bfloat16:
             numbers = numbers.view(torch.uint16)  # its bits
-        # Per layer [blocks, kv_heads, keys or values, d, BLOCK], so that scores and sums are both
-        # taken along lines of positions. Pages that are never written take no memory.
+        # Per layer [blocks, kv_heads, 2, d * BLOCK]: keys [d, BLOCK] and values [BLOCK, d] stand as
+        # products with queries and with weights read them. Pages never written take no memory.
         self.layers = [np.zeros(size, dtype=numbers.numpy().dtype) for _ in range(shape.num_layers)]
         # [blocks, BLOCK, layers, k]
         self.routes: NDArray[np.uint8] | None = None
