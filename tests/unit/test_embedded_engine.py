@@ -268,6 +268,36 @@ def test_a_turn_costs_its_new_tokens_and_equal_prompts_are_computed_once(
     run(members())
 
 
+def test_trajectories_that_went_the_same_way_compute_a_turn_once(
+    model: PreTrainedModel, engine: EmbeddedEngine
+) -> None:
+    """And what they get is what one of them alone gets, to the bit."""
+    prompt, observation = (random_tokens(random.Random(i), 40) for i in range(2))
+
+    async def turns(session: int) -> list[Completion]:
+        tokens, answers = list(prompt), []
+        for seed in (0, 0, session):  # the third answers differ, so that the ways part
+            answer = await engine.generate(tokens, SamplingParams(6, seed=seed), session=session)
+            answers.append(answer)
+            tokens = tokens + answer.tokens + observation
+        sampling = SamplingParams(6, seed=3)
+        return [*answers, await engine.generate(tokens, sampling, session=session)]
+
+    def computed() -> int:
+        return engine.counts.prompt_tokens - engine.counts.cached_tokens
+
+    async def together() -> list[list[Completion]]:
+        return await asyncio.gather(*map(turns, range(5)))
+
+    answers = run(together())
+    turn = 1 + len(observation)  # with the last token sampled
+    assert computed() == (len(prompt) + 4) + 2 * (turn + 4) + 5 * turn
+    for session in range(5):
+        for other in range(5):
+            engine.release(other)
+        assert run(turns(session)) == answers[session]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_completion_does_not_depend_on_the_batch(
     model: PreTrainedModel, engine: EmbeddedEngine, temperature: float

@@ -42,6 +42,7 @@ class Settings:
     model: str
     output: str
     threads: int
+    bf16: bool
     groups: int
     group_size: int
     turns: int
@@ -62,7 +63,7 @@ class Settings:
             " --filter-strategy none --advantage-estimator grpo --entropy-coef 0 --lr"
             f" {COMPARED_LR} --weight-decay 0 --adam-beta2 0.999 --clip-grad 1"
             " --reward tokens_mod_7 --eval-prompts 2 --eval-samples 1 --eval-interval 0"
-            " --save-interval 0 --diagnose-interval 0".split()
+            f" --save-interval 0 --diagnose-interval 0{' --bf16' * self.bf16}".split()
         )
 
 
@@ -185,7 +186,8 @@ def train_trl(settings: Settings, pace: Pace) -> None:
     sampler = TaskSampler(settings.config())
     groups = list(itertools.chain(*map(sampler.sample, range(settings.num_steps + 1))))
     prompts = [tokenizer.decode(first_prompt(renderer, group[0])[1]) for group in groups]
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
     model.generation_config.eos_token_id = None
     by_prompt = {prompt: iter(group) for prompt, group in zip(prompts, groups, strict=True)}
 
@@ -211,7 +213,7 @@ def train_trl(settings: Settings, pace: Pace) -> None:
         model,
         tokens_mod_7,
         GRPOConfig(
-            f"{settings.output}/trl-{settings.turns}", use_cpu=True, bf16=False, report_to="none",
+            f"{settings.output}/trl-{settings.turns}", use_cpu=True, bf16=settings.bf16, report_to="none",
             per_device_train_batch_size=size, num_generations=settings.group_size,
             max_completion_length=settings.turns * settings.max_tokens
             if settings.turns == 1 else settings.max_context,

@@ -17,12 +17,13 @@ from ragen_mega.data.fields import routes_of_completion
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded import sampling as sampler
 from ragen_mega.engines.embedded.decoder import Decoder, Workspace
+from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache, shared_length
 from ragen_mega.models.shape import ModelShape
 
-_MIN_COPIED = 16
-"""A shared beginning has to be this much longer before it is worth waiting for the row that
-computes it.
+_MIN_SHARED = 16
+"""The beginning that another row holds has to be this much longer before it is worth taking, or
+waiting for.
 """
 _MAX_PREFILL_TOKENS = 1024
 """Most tokens of one prefill pass; the limit bounds its memory, and longer passes are hardly
@@ -166,32 +167,38 @@ class SlotTable:
 
     def _plan(self, requests: list[Prefill]) -> tuple[list[_Suffix], list[Prefill]]:
         """Return the suffixes to compute, and the requests that wait because the row of another
-        request will hold their prefix.
+        request will hold their prefix. Trajectories of one prompt that went the same way so far
+        compute it once.
         """
         suffixes, deferred = [], []
         ids, length, sealed = self._rows.ids, self._rows.length, self._rows.sealed
+        first_block = self._cache.table[:, 0]
         planned = length.copy()  # cached once the suffixes are computed
         for request in requests:
-            source = slot = request.slot
-            num_tokens = len(request.tokens)
+            slot, num_tokens = request.slot, len(request.tokens)
             cached = int(min(shared_length(ids[slot], request.tokens), length[slot]))
             # The rest of a changed history is nobody's prefix.
             self._cache.cut(slot, cached)
             length[slot] = planned[slot] = cached
-            if cached == 0:  # a new trajectory
-                others = np.flatnonzero((planned > 0) & ~sealed)
+            last = num_tokens - 1  # whose logits are always needed
+            if not sealed[slot]:
+                may_hold = (planned > cached) & ~sealed
+                if cached >= BLOCK:  # rows of one prompt have its first block in common
+                    may_hold &= first_block == first_block[slot]
+                others = np.flatnonzero(may_hold)
                 shared = shared_length(ids[others], request.tokens)  # [n]
                 reusable = np.minimum(shared, length[others])
-                cached = int(reusable.max(initial=0))
-                if np.minimum(shared, planned[others]).max(initial=0) >= cached + _MIN_COPIED:
+                longest = int(reusable.max(initial=0))
+                coming = int(np.minimum(shared, planned[others]).max(initial=0))
+                if coming >= max(cached, longest) + _MIN_SHARED:
                     deferred.append(request)
                     continue
-                source = int(others[reusable.argmax()]) if cached else slot
-            start = min(cached, num_tokens - 1)  # the last token's logits are always needed
-            if source == slot:
-                self._cache.cut(slot, start)
-            else:
-                self._cache.share(source, slot, start)
+                if longest >= cached + _MIN_SHARED:
+                    cached = longest
+                    self._cache.cut(slot, 0)
+                    self._cache.share(int(others[reusable.argmax()]), slot, min(cached, last))
+            start = min(cached, last)
+            self._cache.cut(slot, start)
             self._begin(request)
             planned[slot] = num_tokens
             suffixes.append(_Suffix(slot, start, num_tokens - start))
