@@ -2,8 +2,8 @@
 join and leave.
 
 Source of the scheduling: iteration-level batching of Orca (Yu et al., OSDI 2022). A turn costs only
-its new tokens: the cache of earlier turns stays with the session, and shared prefixes of prompts
-are computed once.
+its new tokens: the cache of earlier turns stays with the session, and what sessions begin with
+alike is computed once.
 """
 
 import asyncio
