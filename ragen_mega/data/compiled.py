@@ -3,7 +3,11 @@
 Source: exp as in Cephes (expf).
 """
 
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import reduce
 from itertools import product
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -41,6 +45,10 @@ def exp(x: np.float32) -> np.float32:
 
 _AT = types.intp
 """A place in an array, or a count."""
+_ROWS = (4, 2, 1)
+"""Rows of the tiles of a product."""
+_WIDTHS = ((16, 16), (16, 8), (16,), (8,), (4,), (2,))
+"""Columns of its tiles, in vectors: the widest as often as they fit, each of the others once."""
 
 
 @intrinsic
@@ -61,98 +69,145 @@ def put_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows,
 
 def _product(x, m, y, *, adds):
     def emit(context, builder, signature, arguments):
-        _Product(context, builder, signature, arguments, adds).emit()
+        x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns = data_of(
+            context, builder, signature, arguments
+        )
+        x, m, y = builder.gep(x, [x_at]), builder.gep(m, [m_at]), builder.gep(y, [y_at])
+        index, row_start = x_at.type, x_at.type(0)
+        for num_rows in _ROWS:
+            row_end = builder.and_(rows, index(-num_rows))
+            with _steps(builder, row_start, row_end, num_rows) as row:
+                column_start = index(0)
+                for widths in _WIDTHS:
+                    width = sum(widths)
+                    left = builder.sub(columns, column_start)
+                    whole = builder.and_(left, index(-width)) if width == 32 else index(width)
+                    fits = builder.icmp_signed(">=", left, index(width))
+                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
+                    with _steps(builder, column_start, column_end, width) as column:
+                        place = builder.add(builder.mul(row, y_step), column)
+                        emit_tile(
+                            builder,
+                            num_rows,
+                            widths,
+                            (builder.gep(x, [builder.mul(row, x_step)]), x_step, x_next),
+                            (builder.gep(m, [column]), columns),
+                            (builder.gep(y, [place]), y_step),
+                            depth,
+                            chains=2,
+                            adds=adds,
+                        )
+                    column_start = column_end
+            row_start = row_end
         return context.get_dummy_value()
 
     return types.void(x, _AT, _AT, _AT, m, _AT, y, _AT, _AT, _AT, _AT, _AT), emit
 
 
-class _Product:
-    """The LLVM instructions of `add_product`, in which the sums of up to four rows and 32 columns
-    stay in registers: compiled loops go to memory for every k, and take twice as long.
+def data_of(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Return the arguments of an intrinsic, with pointers to their data in place of arrays."""
+    return [
+        context.make_array(kind)(context, builder, argument).data
+        if isinstance(kind, types.Array)
+        else argument
+        for kind, argument in zip(signature.args, arguments)
+    ]
+
+
+def emit_tile(
+    builder: Any,
+    rows: int,
+    widths: Sequence[int],
+    x: tuple[Any, Any, Any],
+    m: tuple[Any, Any],
+    y: tuple[Any, Any],
+    depth: Any,
+    *,
+    chains: int,
+    adds: bool,
+) -> None:
+    """Emit y [rows, columns] <- x [rows, depth] times m [depth, columns], plus y if it `adds`.
+
+    The columns are vectors of `widths`, whose sums stay in registers: compiled loops go to memory
+    for every k, and take twice as long. x is a pointer with the distances of its rows and of their
+    items, m and y are pointers with the distances of their rows. An item of x and m that is uint32
+    is a pair of bfloat16. Each sum has `chains` parts, because an addition takes several cycles;
+    they divide the depth, and are the same for any number of rows.
     """
+    (x, x_step, x_next), (m, m_step), (y, y_step), index = x, m, y, depth.type
+    factors, sums = (
+        [ir.VectorType(pointer.type.pointee, width) for width in widths] for pointer in (x, y)
+    )
+    starts = [index(sum(widths[:j])) for j in range(len(widths))]
 
-    def __init__(self, context, builder, signature, arguments, adds):
-        self.builder, self.index = builder, context.get_value_type(types.intp)
-        self.real = context.get_data_type(signature.args[0].dtype)
-        self.size, self.adds = context.get_abi_sizeof(self.real), adds
-        values = [
-            context.make_array(kind)(context, builder, argument).data
-            if isinstance(kind, types.Array)
-            else argument
-            for kind, argument in zip(signature.args, arguments)
-        ]
-        self.x, self.x_at, self.x_step, self.x_next, self.m, self.m_at = values[:6]
-        self.y, self.y_at, self.y_step, self.rows, self.depth, self.columns = values[6:]
+    def vector(pointer, kind, start):
+        return builder.bitcast(builder.gep(pointer, [start]), kind.as_pointer())
 
-    def emit(self):
-        builder, index = self.builder, self.index
-        row_start = index(0)
-        for num_rows in (4, 2, 1):
-            row_end = builder.and_(self.rows, index(-num_rows))
-            with self._steps(row_start, row_end, num_rows) as (row, _):
-                column_start = index(0)
-                for widths in ((16, 16), (16, 8), (16,), (8,), (4,), (2,)):
-                    width = sum(widths)
-                    left = builder.sub(self.columns, column_start)
-                    # the widest as often as it fits, each of the others at most once
-                    whole = builder.and_(left, index(-32)) if width == 32 else index(width)
-                    fits = builder.icmp_signed(">=", left, index(width))
-                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
-                    with self._steps(column_start, column_end, width) as (column, _):
-                        self._tile(row, num_rows, column, widths)
-                    column_start = column_end
-            row_start = row_end
+    totals = {}
+    for row, (j, kind), chain in product(range(rows), enumerate(sums), range(chains)):
+        totals[row, j, chain] = place = cgutils.alloca_once(builder, kind)
+        builder.store(ir.Constant(kind, None), place)
+    with _steps(builder, index(0), depth, chains) as first:
+        for chain in range(chains):
+            k = builder.add(first, index(chain))
+            line, item = builder.gep(m, [builder.mul(k, m_step)]), builder.mul(k, x_next)
+            columns = [
+                builder.load(vector(line, kind, start), align=4)
+                for kind, start in zip(factors, starts)
+            ]
+            for row in range(rows):
+                place = builder.add(item, builder.mul(x_step, index(row)))
+                factor = builder.load(builder.gep(x, [place]))
+                for j, numbers in enumerate(columns):
+                    total = totals[row, j, chain]
+                    spread = _spread(builder, factor, factors[j])
+                    builder.store(_fused(builder, spread, numbers, builder.load(total)), total)
+    for row, (j, start) in product(range(rows), enumerate(starts)):
+        line = builder.gep(y, [builder.mul(y_step, index(row))])
+        pointer = vector(line, sums[j], start)
+        parts = [builder.load(totals[row, j, chain]) for chain in range(chains)]
+        parts += [builder.load(pointer, align=4)] if adds else []
+        builder.store(reduce(builder.fadd, parts), pointer, align=4)
 
-    def _tile(self, row, num_rows, column, widths):
-        """Multiply `num_rows` rows from `row` on with columns in vectors of `widths`."""
-        builder, kinds = self.builder, [ir.VectorType(self.real, width) for width in widths]
-        rows = [builder.add(row, self.index(i)) for i in range(num_rows)]
-        starts = [builder.add(column, self.index(sum(widths[:j]))) for j in range(len(widths))]
-        # Sums for even and odd k apart, as an addition takes several cycles.
-        keys = list(product(range(num_rows), range(len(widths)), range(2)))
-        sums = {key: cgutils.alloca_once(builder, kinds[key[1]]) for key in keys}
-        for key, place in sums.items():
-            builder.store(ir.Constant(kinds[key[1]], None), place)
-        with self._steps(self.index(0), self.depth, 2) as (even, _):
-            for odd in range(2):
-                k = builder.add(even, self.index(odd))
-                line = builder.add(self.m_at, builder.mul(self.columns, k))
-                lines = [
-                    builder.load(self._vector(self.m, kind, line, start), align=self.size)
-                    for start, kind in zip(starts, kinds)
-                ]
-                item = builder.add(self.x_at, builder.mul(k, self.x_next))
-                for i, at in enumerate(rows):
-                    place = builder.add(item, builder.mul(self.x_step, at))
-                    factor = builder.load(builder.gep(self.x, [place]))
-                    for j, numbers in enumerate(lines):
-                        factors = self._spread(factor, kinds[j])
-                        term = builder.fmul(numbers, factors, flags=("contract",))
-                        total = builder.load(sums[i, j, odd])
-                        builder.store(
-                            builder.fadd(total, term, flags=("contract",)), sums[i, j, odd]
-                        )
-        for (i, at), (j, start) in product(enumerate(rows), enumerate(starts)):
-            total = builder.fadd(builder.load(sums[i, j, 0]), builder.load(sums[i, j, 1]))
-            place = builder.add(self.y_at, builder.mul(self.y_step, at))
-            pointer = self._vector(self.y, kinds[j], place, start)
-            if self.adds:
-                total = builder.fadd(builder.load(pointer, align=self.size), total)
-            builder.store(total, pointer, align=self.size)
 
-    def _steps(self, start, end, step):
-        return cgutils.for_range_slice(self.builder, start, end, self.index(step), self.index)
+def _fused(builder, x, y, total):
+    """x * y + total, of vectors; of pairs of bfloat16 both products are added."""
+    kind = total.type
+    if x.type == kind:
+        width = "f64" if kind.element == ir.DoubleType() else "f32"
+        name, arguments = f"llvm.fmuladd.v{kind.count}{width}", [x, y, total]
+    else:
+        factors = ir.VectorType(_Bfloat16(), 2 * kind.count)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        arguments = [total, builder.bitcast(x, factors), builder.bitcast(y, factors)]
+    function = ir.FunctionType(kind, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
 
-    def _vector(self, array, kind, *places):
-        """A pointer to a vector at the sum of two places."""
-        place = self.builder.gep(array, [self.builder.add(*places)])
-        return self.builder.bitcast(place, kind.as_pointer())
 
-    def _spread(self, number, kind):
-        """A number in every lane."""
-        lane = ir.IntType(32)
-        undefined = ir.Constant(kind, ir.Undefined)
-        first_lane = ir.Constant(ir.VectorType(lane, kind.count), None)
-        number = self.builder.insert_element(undefined, number, lane(0))
-        return self.builder.shuffle_vector(number, undefined, first_lane)
+class _Bfloat16(ir.Type):
+    """LLVM's type, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self):
+        return hash(_Bfloat16)
+
+
+def _spread(builder, number, kind):
+    """A number in every lane."""
+    lane, undefined = ir.IntType(32), ir.Constant(kind, ir.Undefined)
+    number = builder.insert_element(undefined, number, lane(0))
+    first = ir.Constant(ir.VectorType(lane, kind.count), None)
+    return builder.shuffle_vector(number, undefined, first)
+
+
+@contextmanager
+def _steps(builder, start, end, step):
+    """A loop over start, start + step, .. below end."""
+    index = start.type
+    with cgutils.for_range_slice(builder, start, end, index(step), index) as (at, _):
+        yield at

@@ -213,7 +213,8 @@ def train_trl(settings: Settings, pace: Pace) -> None:
         model,
         tokens_mod_7,
         GRPOConfig(
-            f"{settings.output}/trl-{settings.turns}", use_cpu=True, bf16=settings.bf16, report_to="none",
+            f"{settings.output}/trl-{settings.turns}", use_cpu=True, bf16=settings.bf16,
+            report_to="none",
             per_device_train_batch_size=size, num_generations=settings.group_size,
             max_completion_length=settings.turns * settings.max_tokens
             if settings.turns == 1 else settings.max_context,

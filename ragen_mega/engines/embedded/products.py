@@ -12,13 +12,12 @@ de Geijn, Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008).
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragen_mega.data.compiled import data_of, emit_tile
 from ragen_mega.data.jit import EXACT, Reals, in_parts, jit
 
 _PROCESSOR = torch.cpu.get_capabilities()
@@ -74,19 +73,6 @@ def _factors(rows: Tensor, dtype: torch.dtype) -> Reals | Pairs:
     return even.contiguous().view(torch.int16).numpy().view(np.uint32)
 
 
-class _Bfloat16(ir.Type):
-    """LLVM's type, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _Bfloat16)
-
-    def __hash__(self):
-        return hash(_Bfloat16)
-
-
 def _tile(num_rows):
     """Return the function that adds products of so many rows with a panel."""
 
@@ -98,65 +84,21 @@ def _tile(num_rows):
         """
 
         def emit(context, builder, signature, arguments):
-            numbers = dict(zip("x x_at w w_at y y_at y_step depth".split(), arguments))
-            for place, name in ((0, "x"), (2, "w"), (4, "y")):
-                array = context.make_array(signature.args[place])
-                numbers[name] = array(context, builder, numbers[name]).data
-            _emit_tile(builder, num_rows, **numbers)
+            x, x_at, w, w_at, y, y_at, y_step, depth = data_of(
+                context, builder, signature, arguments
+            )
+            widths = [REGISTER // signature.args[4].dtype.bitwidth * 8] * VECTORS
+            columns = depth.type(sum(widths))
+            x, w, y = builder.gep(x, [x_at]), builder.gep(w, [w_at]), builder.gep(y, [y_at])
+            emit_tile(
+                builder, num_rows, widths, (x, depth, depth.type(1)), (w, columns), (y, y_step),
+                depth, chains=1, adds=True,
+            )  # fmt: skip
             return context.get_dummy_value()
 
         return types.void(x, types.intp, w, types.intp, y, types.intp, types.intp, types.intp), emit
 
     return add
-
-
-def _emit_tile(builder, num_rows, x, x_at, w, w_at, y, y_at, y_step, depth):
-    index, lane = ir.IntType(64), ir.IntType(32)
-    factor, number = x.type.pointee, y.type.pointee
-    lanes = REGISTER // (8 if number == ir.DoubleType() else 4)
-    factors, sums = ir.VectorType(factor, lanes), ir.VectorType(number, lanes)
-    zeros = ir.Constant(ir.VectorType(lane, lanes), None)
-
-    def at(array, place, part, kind):
-        place = builder.add(place, index(part * lanes))
-        return builder.bitcast(builder.gep(array, [place]), kind.as_pointer())
-
-    lines = [builder.add(y_at, builder.mul(y_step, index(row))) for row in range(num_rows)]
-    totals = {}
-    for row, line in enumerate(lines):
-        for part in range(VECTORS):
-            totals[row, part] = cgutils.alloca_once(builder, sums)
-            start = builder.load(at(y, line, part, sums), align=4)
-            builder.store(start, totals[row, part])
-    with cgutils.for_range_slice(builder, index(0), depth, index(1), index) as (k, _):
-        line = builder.add(w_at, builder.mul(k, index(VECTORS * lanes)))
-        columns = [builder.load(at(w, line, part, factors), align=4) for part in range(VECTORS)]
-        for row in range(num_rows):
-            place = builder.add(builder.add(x_at, builder.mul(depth, index(row))), k)
-            undefined = ir.Constant(factors, ir.Undefined)
-            first = builder.load(builder.gep(x, [place]))
-            first = builder.insert_element(undefined, first, lane(0))
-            spread = builder.shuffle_vector(first, undefined, zeros)
-            for part in range(VECTORS):
-                total = builder.load(totals[row, part])
-                total = _emit_sum(builder, total, spread, columns[part])
-                builder.store(total, totals[row, part])
-    for (row, part), total in totals.items():
-        builder.store(builder.load(total), at(y, lines[row], part, sums), align=4)
-
-
-def _emit_sum(builder, total, x, y):
-    """total + x * y, of vectors; of pairs of bfloat16 in x and y both products are added."""
-    sums, factors = total.type, x.type
-    if factors == sums:
-        width = "f64" if sums.element == ir.DoubleType() else "f32"
-        name, arguments = f"llvm.fmuladd.v{sums.count}{width}", [x, y, total]
-    else:
-        factors = ir.VectorType(_Bfloat16(), 2 * sums.count)
-        name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        arguments = [total, builder.bitcast(x, factors), builder.bitcast(y, factors)]
-    kind = ir.FunctionType(sums, [each.type for each in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 _add_most, _add_4, _add_2, _add_1 = map(_tile, (MOST_ROWS, 4, 2, 1))
