@@ -27,7 +27,9 @@ BLOCK = 32
 Cached = Reals | NDArray[np.uint16]
 """Numbers of the cache; uint16 are the bits of bfloat16, which numpy does not know."""
 TOGETHER = 16
-"""Queries that take turns at each block of the cache: rows that share it read it once."""
+"""Queries that go through the blocks of the cache together, and multiply together where they share
+one.
+"""
 VOCABULARY_BLOCK = 1024
 """Tokens whose probabilities are scanned for one draw. A smaller vocabulary is one block."""
 
@@ -278,7 +280,7 @@ def attend(
                         _fetch(cached, (following[b] * kv_heads + next_h) * 2 * size, size)
                     line = lines[row + n]
                     _exponentials(line[:seen], _largest(line[:seen]))
-                    line[seen:] = 0
+                    line[seen : num_blocks * BLOCK] = 0
             for b in range(num_blocks):
                 w, stop = _next_readers(b, start, end, queries, rows, positions, table)
                 while w < stop:
