@@ -1,4 +1,4 @@
-"""What several compiled kernels call: exp, and the product of small matrices.
+"""Helpers that several compiled kernels call: exp, and the product of small matrices.
 
 Source: exp as in Cephes (expf).
 """
