@@ -43,11 +43,11 @@ MAX_WORKERS = 8
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than cores, because a third of the time tests wait for servers, ranks and time
+    """One more than cores, because a third of the time tests wait for servers, ranks and time
     limits; none beside this process where tests would share a GPU.
     """
     cores = len(os.sched_getaffinity(0))
-    return 0 if torch.cuda.is_available() or cores == 1 else min(cores + 2, MAX_WORKERS)
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores + 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

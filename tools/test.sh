@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up as the examples do, with what the tests need, and run the tests: bash tools/test.sh [pytest arguments]
-# Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them. A worker per core and two more: -n 0 for none.
+# Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them. A worker per core and one more: -n 0 for none.
 set -e
 . "$(dirname "$0")/setup_env.sh"
 setup_env test
