@@ -186,7 +186,7 @@ class SlotTable:
                 if cached >= BLOCK:  # rows of one prompt have its first block in common
                     may_hold &= first_block == first_block[slot]
                 others = np.flatnonzero(may_hold)
-                shared = shared_length(ids[others], request.tokens)  # [n]
+                shared = shared_length(ids[others, :num_tokens], request.tokens)  # [n]
                 reusable = np.minimum(shared, length[others])
                 longest = int(reusable.max(initial=0))
                 coming = int(np.minimum(shared, planned[others]).max(initial=0))
