@@ -17,6 +17,7 @@ from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.decoder import _PackedMatrix
 from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK
 from ragen_mega.engines.embedded.products import Panels
+from tests.support.kv_blocks import by_position
 
 Reals = NDArray[np.float64]
 REALS = (np.float32, np.float64)
@@ -143,16 +144,9 @@ class Batch:
         end = self.positions[token] + 1
         keys, values = (
             np.concatenate(x, axis=1)[:, :end].astype(np.float64)
-            for x in self.by_position(self.table[self.rows[token]])
+            for x in by_position(self.blocks[self.table[self.rows[token]]])
         )
         return keys, values
-
-    def by_position(self, chosen: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Keys and values [blocks, kv_heads, BLOCK, d] of the chosen blocks."""
-        keys, values = self.blocks[chosen].transpose(2, 0, 1, 3)
-        shape = (len(chosen), self.kv_heads)
-        columns = keys.reshape(*shape, self.d, BLOCK)
-        return columns.swapaxes(2, 3), values.reshape(*shape, BLOCK, self.d)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -186,13 +180,13 @@ def test_attention(
     num_q = kv_heads * group
     assert close(batch.qkv.reshape(exact.shape)[:, :num_q], exact[:, :num_q])
     written = np.zeros(before.shape, dtype=bool)
+    written_keys, written_values = by_position(written)
     for token, (row, position) in enumerate(zip(batch.rows, batch.positions, strict=True)):
         keys, values = batch.cached(token)
         assert close(keys[:, -1].astype(real), exact[token, num_q : num_q + kv_heads])
         assert close(values[:, -1].astype(real), exact[token, num_q + kv_heads :])
         block, place = batch.table[row, position // BLOCK], position % BLOCK
-        written[block, :, 0].reshape(-1, d, BLOCK)[..., place] = True
-        written[block, :, 1].reshape(-1, BLOCK, d)[:, place] = True
+        written_keys[block, :, place] = written_values[block, :, place] = True
     assert np.array_equal(batch.blocks[~written], before[~written])  # nothing else
 
     out = batch.attend(np.arange(len(batch.rows)))

@@ -10,6 +10,7 @@ from transformers import Qwen2Config
 from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.models.shape import ModelShape
+from tests.support.kv_blocks import by_position
 
 SLOTS, CONTEXT = 5, 4 * BLOCK - 3
 
@@ -26,14 +27,6 @@ def places(cache: KVCache, slot: int, length: int) -> tuple[np.ndarray, np.ndarr
     """(blocks, places in them) of the first `length` positions of a slot."""
     positions = np.arange(length)
     return cache.table[slot, positions // BLOCK], positions % BLOCK
-
-
-def by_position(layer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [blocks, kv_heads, BLOCK, d], which share the layer's memory."""
-    keys, values = layer.transpose(2, 0, 1, 3)
-    shape = keys.shape[:2]
-    columns = keys.reshape(*shape, -1, BLOCK)
-    return columns.swapaxes(2, 3), values.reshape(*shape, BLOCK, -1)
 
 
 @pytest.mark.parametrize("seed", range(20))
