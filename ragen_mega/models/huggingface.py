@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ragen_mega.models.layout import split_experts
+from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape
 
 transformers_logging.disable_progress_bar()
@@ -107,20 +107,19 @@ def stop_tokens(directory: str) -> set[int]:
 
 
 def random_weights(config: PretrainedConfig, seed: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Initialise a model and return its Hugging Face tensors, the same for every caller with this
-    seed on the same kind of device.
+    """Draw a model's Hugging Face tensors from the distribution that transformers draws them from,
+    the same for every caller with this seed on the same kind of device.
     """
-    from transformers import AutoModelForCausalLM
+    generator = torch.Generator(device).manual_seed(seed)
 
-    devices = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.random.fork_rng(devices), torch.device(device):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return {
-        name: tensor
-        for name, tensor in split_experts(model.state_dict(), ModelShape.of(config)).items()
-        if not (name == "lm_head.weight" and config.tie_word_embeddings)
-    }
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.full(shape, float(name.endswith("norm.weight")), device=device)
+        tensor = torch.empty(shape, device=device)
+        return tensor.normal_(std=config.initializer_range, generator=generator)
+
+    shapes = expected_tensors(ModelShape.of(config))
+    return {name: draw(name, shape) for name, shape in shapes.items()}
 
 
 def brief(error: BaseException) -> str:

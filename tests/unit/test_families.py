@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.families import FAMILIES
-from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.huggingface import load_config, random_weights
+from ragen_mega.models.layout import split_experts
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.model_readers import open_model
 from tools import parity
 
@@ -46,6 +49,30 @@ def test_logprobs_are_those_of_transformers_and_the_export_has_every_bit(
     exported = dict(policy.export_weights())
     assert exported.keys() == set(stored.names())
     assert all(torch.equal(tensor, stored(name)) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("case", ["qwen2", *CASES])
+def test_random_weights_are_distributed_as_those_of_transformers(case: str) -> None:
+    model_type, changes = CASES.get(case, (case, {}))
+    hf = parity.random_model(model_type, **changes).config
+    drawn = random_weights(hf, seed=5)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf)
+    expected = split_experts(model.state_dict(), ModelShape.of(hf))
+    if hf.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert {name: x.shape for name, x in drawn.items()} == {n: x.shape for n, x in expected.items()}
+    for name, tensor in drawn.items():
+        if tensor.dim() == 1:
+            assert torch.equal(tensor, expected[name])
+            continue
+        for numbers in (tensor, expected[name]):  # five standard errors
+            few = 5 * numbers.numel() ** -0.5
+            assert abs(float(numbers.mean())) < few * hf.initializer_range
+            assert abs(float(numbers.std()) / hf.initializer_range - 1) < few / 2**0.5
+    assert all(torch.equal(x, drawn[name]) for name, x in random_weights(hf, seed=5).items())
+    matrix = "model.embed_tokens.weight"
+    assert not torch.equal(random_weights(hf, seed=6)[matrix], drawn[matrix])
 
 
 def test_every_family_is_compared_with_transformers() -> None:
