@@ -99,6 +99,7 @@ def evaluate_sets(
     sets = {}
     for name, config in settings.items():
         prompts = evaluation_prompts(config.environment, name, num_prompts, boards)
+        console.say(f"{name}: random and optimal play of {len(prompts)} initial states", "dim")
         reference = find_references(config, name, prompts)
         if reference.errors_say:
             console.say(reference.errors_say)

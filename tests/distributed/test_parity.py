@@ -15,13 +15,7 @@ from tools import parity
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-FAST = (
-    "shared",
-    "microbatch_of_one",
-    "tp2_pp2_vp2_sp_recompute",
-    "dp2_tp2_sp_ep2_distributed_optimizer",
-    "pp2_ep2",
-)
+FAST = ("shared", "tp2_pp2_vp2_sp_recompute", "dp2_tp2_sp_ep2_distributed_optimizer")
 """Together they have every kind of parallelism."""
 REST = tuple(name for name in list(parity.LAYOUTS)[1:] if name not in FAST)
 

@@ -39,6 +39,8 @@ LAYOUTS = {
     "tensor parallel": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
     "pipeline parallel, tied": ParallelConfig(pipeline_model_parallel_size=2),
 }
+FAST = ("adam", "distributed optimizer bf16", "tensor parallel")
+"""What the quick tests play: each optimizer, each dtype, each way to cut a parameter."""
 Models = dict[str, MegatronPolicy | MegatronCritic]
 
 
@@ -146,12 +148,7 @@ def check_layout(
 @pytest.mark.forks
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name in ("adam bf16", "distributed optimizer"))
-        )
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in LAYOUTS],
 )
 def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None:
     def work() -> None:

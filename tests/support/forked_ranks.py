@@ -17,9 +17,8 @@ from multiprocessing.context import ForkProcess as Process
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from numba.core.registry import cpu_target
-from transformers.models.qwen2 import modeling_qwen2  # noqa: F401 else every run does
 
-import ragen_mega.engines.embedded.engine  # noqa: F401 likewise: 1 s of each
+import ragen_mega.engines.embedded.engine  # noqa: F401 else every run does, for 1 s
 from ragen_mega.megatron.initialize import shutdown
 
 _FORK = multiprocessing.get_context("fork")

@@ -81,10 +81,11 @@ def test_boards_of_the_user(tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, arguments, message):
-    process = run(*arguments, "--json", tmp_path / "out.json")
-    assert process.returncode == 2
-    assert message in process.stderr and process.stderr.count("\n") == 1 and not process.stdout
+def test_bad_input_is_one_line(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--json", str(tmp_path / "out.json")])
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
     assert not (tmp_path / "out.json").exists()
 
 
