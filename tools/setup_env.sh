@@ -84,7 +84,7 @@ _install() {
         trap "kill $! 2>/dev/null; echo >&2" EXIT
     fi
     _install_torch "$python" "$torch"
-    "$python" -m pip install --quiet --disable-pip-version-check \
+    _pip_install "$python" \
         --editable "$REPOSITORY${extra:+[$extra]}" --constraint "$REPOSITORY/constraints.txt"
     missing="$(_missing_from "$python" "$extra")" || {
         echo "error: $venv still lacks $missing though pip has succeeded; delete $venv and run the command again" >&2
@@ -93,9 +93,16 @@ _install() {
     for name in "" ${extra:+"-$extra"}; do _fingerprint >"$venv/.installed$name"; done
 }
 
+# Most of pip's time goes to compiling every module. Python compiles those that it imports, unless it must not write them.
+_pip_install() {
+    local python="$1" when=(--no-compile)
+    if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then when=(--compile); fi
+    "$python" -m pip install --quiet --disable-pip-version-check "${when[@]}" "${@:2}"
+}
+
 # Without a GPU torch is the CPU's build, 0.2 GB and not several, unless pip is set up for an index of its own.
 _install_torch() {
-    local cpu=https://download.pytorch.org/whl/cpu install=("$1" -m pip install --quiet --disable-pip-version-check "$2")
+    local cpu=https://download.pytorch.org/whl/cpu install=(_pip_install "$@")
     if [ "$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null &&
         ! "$1" -m pip config list 2>/dev/null | grep -qE '^[^=]*(index|find-links)='; then
         "${install[@]}" --index-url "$cpu" && return

@@ -9,11 +9,10 @@ venv="${1:-$REPOSITORY/.venv-sglang}"
 python="$venv/bin/python"
 
 [ -x "$python" ] || "$(_base_python)" -m venv "$venv"
-pip() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 echo "setup: installing SGLang for the CPU into $venv" >&2
-pip "$(grep '^torch==' "$REPOSITORY/constraints.txt")"
-pip --requirement "$parts/requirements.txt" --constraint "$parts/constraints.txt"
-pip --no-deps --requirement "$parts/requirements-no-deps.txt"
+_pip_install "$python" "$(grep '^torch==' "$REPOSITORY/constraints.txt")"
+_pip_install "$python" --requirement "$parts/requirements.txt" --constraint "$parts/constraints.txt"
+_pip_install "$python" --no-deps --requirement "$parts/requirements-no-deps.txt"
 
 # Stand-ins for the GPU libraries that SGLang imports when it starts; never over the real ones.
 site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

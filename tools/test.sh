@@ -2,11 +2,11 @@
 # Set up as the examples do, with what the tests need, and run the tests: bash tools/test.sh [pytest arguments]
 # Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them. A worker per core and one more: -n 0 for none.
 set -e
+unset PYTHONDONTWRITEBYTECODE # or every process would compile what it imports
 . "$(dirname "$0")/setup_env.sh"
 setup_env test
 cd "$REPOSITORY"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
-"$PYTHON" -m compileall -q ragen_mega kernels # where Python writes no bytecode, every process would
 "$PYTHON" tests/fake_cuda/build.py & # once for each version of torch; says why where it cannot
 builder=$!
 if ! compgen -G "ragen_mega/*/*/__pycache__/*.nbi" >/dev/null; then # numba's cache

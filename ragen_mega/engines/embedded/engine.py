@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded.decoder import Decoder
@@ -60,7 +60,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def __init__(
         self,
-        model_config: Qwen2Config | Qwen3Config,
+        model_config: PretrainedConfig,
         *,
         max_context: int,
         max_sessions: int,
