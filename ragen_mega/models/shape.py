@@ -152,11 +152,10 @@ class ModelShape:
         return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp, ep)
 
     def _parameter_sizes(self, weights: Sequence[Weight], tp: int, ep: int) -> list[int]:
-        return [
-            self.num_elements(weight, tp)
-            for weight in weights
-            for _ in range(max(1, len(self.experts(weight)) // ep))
-        ]
+        sizes: list[int] = []
+        for weight in weights:
+            sizes += [self.num_elements(weight, tp)] * max(1, len(self.experts(weight)) // ep)
+        return sizes
 
     @property
     def active_size(self) -> int:

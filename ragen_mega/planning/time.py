@@ -469,27 +469,6 @@ class Play:
     left are a new prompt and a text of their own; each holds the task as the first one does.
     """
 
-    def lengths(self, count: int) -> list[float]:
-        """Draw the tokens of `count` turns with the given mean: even quantiles of a log-normal
-        distribution cut at the limit, in an order that mixes them.
-        """
-        if self.response_tokens >= self.max_response or self.spread == 0:
-            return [min(self.response_tokens, self.max_response)] * count
-        quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-        shape = [math.exp(self.spread * q) for q in quantiles]
-        low, high = 0.0, 64 * self.max_response if self.max_response < math.inf else 1e6
-        for _ in range(50):
-            scale = (low + high) / 2
-            mean = sum(min(scale * s, self.max_response) for s in shape) / count
-            low, high = (scale, high) if mean < self.response_tokens else (low, scale)
-        stride = next(
-            n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1
-        )
-        return [
-            max(1.0, min(scale * shape[i * stride % count], self.max_response))
-            for i in range(count)
-        ]
-
     @property
     def sampled(self) -> float:
         """Count the tokens of a whole trajectory that the policy samples, on average."""
@@ -531,6 +510,26 @@ class Play:
         return first + (self.texts - 1) * (self.text_length - answer)
 
 
+@lru_cache(maxsize=256)  # a fit of constants asks for the same ones a thousand times
+def turn_lengths(play: Play, count: int) -> tuple[float, ...]:
+    """Draw the tokens of `count` turns with the mean of `play`: even quantiles of a log-normal
+    distribution cut at the limit, in an order that mixes them.
+    """
+    if play.response_tokens >= play.max_response or play.spread == 0:
+        return (min(play.response_tokens, play.max_response),) * count
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+    shape = [math.exp(play.spread * q) for q in quantiles]
+    low, high = 0.0, 64 * play.max_response if play.max_response < math.inf else 1e6
+    for _ in range(50):
+        scale = (low + high) / 2
+        mean = sum(min(scale * s, play.max_response) for s in shape) / count
+        low, high = (scale, high) if mean < play.response_tokens else (low, scale)
+    stride = next(n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1)
+    return tuple(
+        max(1.0, min(scale * shape[i * stride % count], play.max_response)) for i in range(count)
+    )
+
+
 @lru_cache(maxsize=4096)
 def rollout(
     machine: Machine,
@@ -554,7 +553,7 @@ def rollout(
     """
     reached = machine.constants
     per_token = prompt_token(machine, sizes, tp=tp, fp8=fp8, itemsize=itemsize)
-    lengths = iter(play.lengths(sessions * play.turns))
+    lengths = iter(turn_lengths(play, sessions * play.turns))
     turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
     names = ("weights", "key-value cache", "sequences", "tensor parallelism")
     terms = dict.fromkeys((*names, "prompts", "environment", "turns"), 0.0)

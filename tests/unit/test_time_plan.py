@@ -32,6 +32,7 @@ from ragen_mega.planning.time import (
     rollout,
     step_seconds,
     training,
+    turn_lengths,
 )
 from ragen_mega.warm_start.small_model import small_model
 from tests.support.plan_command import run_plan
@@ -322,7 +323,7 @@ def test_steps_ahead_play_at_the_pace_of_many() -> None:
     point = published(samples=32, staleness=ahead)
     found = validation.rl_phases(H100, point, Cut(dp=2))["rollout"]
     play, sizes, now, ended = Play(1, 50, 100, 200), point.sizes, 0.0, 0
-    lengths = [math.ceil(length) for length in play.lengths(16 * ahead)]
+    lengths = [math.ceil(length) for length in turn_lengths(play, 16 * ahead)]
     left = [draw % lengths[i] + 1 for i, draw in enumerate(random.Random(0).sample(range(999), 96))]
     whole, since = lengths[:], 0.0  # those of the first twelve steps do not count
     read = 2 * sizes.active / (H100.constants.product * H100.hardware.bf16)
@@ -373,9 +374,9 @@ def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
 
 def test_lengths_have_their_mean_and_limit() -> None:
     play = Play(1, 100, 200, 400)
-    lengths = play.lengths(97)
+    lengths = turn_lengths(play, 97)
     assert sum(lengths) / 97 == pytest.approx(200, rel=1e-3) and max(lengths) == 400
-    assert Play(1, 100, 400, 400).lengths(5) == [400.0] * 5
+    assert turn_lengths(Play(1, 100, 400, 400), 5) == (400.0,) * 5
 
 
 def slow_rollout(
@@ -386,7 +387,7 @@ def slow_rollout(
     """
     peak = machine.constants.product * machine.hardware.bf16
     per_token = 2 * sizes.active / peak
-    lengths = iter(play.lengths(sessions * play.turns))
+    lengths = iter(turn_lengths(play, sessions * play.turns))
     left = [[math.ceil(next(lengths)) for _ in range(play.turns)] for _ in range(sessions)]
     whole = [[*turns] for turns in left]
     ready, context, busy, now = [0.0] * sessions, [0.0] * sessions, [False] * sessions, 0.0
