@@ -60,7 +60,8 @@ def check(row: dict[str, float], flags: str) -> None:
     roles = ("actor",) if "grpo" in flags else ("actor", "critic")
     for role in roles:
         assert row[f"{role}/skipped"] == 0 and 0 < row[f"{role}/grad_norm"] < 100
-    largest = 0.6 if "fp8" in flags else 0.3 if "--bf16" in flags else 1e-4
+    # of a model that is nearly random; rounding to FP8 is up to 2^-4 of every factor
+    largest = 1.0 if "fp8" in flags else 0.3 if "--bf16" in flags else 1e-4
     assert row["mismatch/logprob_max_abs_diff"] < largest
 
 

@@ -43,8 +43,6 @@ PARTS = (
     "versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity"
     " engines sglang"
 ).split()
-SOON = ["reshard"]
-"""The part of the GPU check that no other test here comes near: ranks by the launcher."""
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, fake or real"),
@@ -57,8 +55,7 @@ pytestmark = [
     "group",
     [
         "steps",
-        "layers",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("slow", "engine")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "slow", "engine")),
     ],
 )
 def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
@@ -83,24 +80,24 @@ def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
     assert re.search(r"[1-9]\d* passed", last) and (may_skip or "skipped" not in last), said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("parts", [SOON, pytest.param(PARTS, marks=pytest.mark.slow)])
-def test_the_gpu_check_passes(parts: list[str], tmp_path: Path) -> None:
+def test_the_gpu_check_passes(tmp_path: Path) -> None:
     """The script as it runs on a GPU, with its own environment, ranks and servers, and small
     shapes; every part does what it is for, and what is worth keeping is in one file.
     """
-    if "te" in parts and build.transformer_engine() is None:
+    if build.transformer_engine() is None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
     python, output = write_python(tmp_path, tmp_path / "shared"), tmp_path / "out"
     command = ["bash", "tools/gpu_check.sh", "--small", "--minutes", "60", "--output", str(output)]
     done = subprocess.run(
-        [*command, "--pack", str(tmp_path / "kept.tar.gz"), *parts],
+        [*command, "--pack", str(tmp_path / "kept.tar.gz"), *PARTS],
         cwd=ROOT,
         env=environment(
             1,
             SITE=str(build.HERE / "site"),
             PYTHON=str(python),
-            SHARES=" ".join(f"{part}=1000" for part in parts),
+            SHARES=" ".join(f"{part}=1000" for part in PARTS),
             RAGEN_FAKE_CUDA_GIB="16",  # the plan counts 4.5 for CUDA, NCCL and an engine alone
             RAGEN_FAKE_CUDA_SHARED=str(tmp_path / "shared"),
         ),
@@ -112,18 +109,17 @@ def test_the_gpu_check_passes(parts: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + logs
     report = json.loads((output / "report.json").read_text())
     assert [(part["part"], part["result"]) for part in report["parts"]] == [
-        (part, "passed") for part in parts
+        (part, "passed") for part in PARTS
     ]
     assert report["reshard"]["checksums_equal"]
     with tarfile.open(tmp_path / "kept.tar.gz") as kept:
         names = {name.removeprefix("./") for name in kept.getnames()}
     runs = [path.parent for path in sorted(output.glob("runs/*/metrics.jsonl"))]
-    assert {"report.json", "report.md", "reshard.json", *(f"{part}.log" for part in parts)} <= names
+    assert {"report.json", "report.md", "reshard.json", *(f"{part}.log" for part in PARTS)} <= names
     assert {f"runs/{run.name}/metrics.jsonl" for run in runs} <= names
     assert not any("checkpoint" in name or name.endswith(".safetensors") for name in names)
-    if parts == PARTS:
-        assert report["bench_kernels"]["results"]
-        assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 4
-        assert report["sglang_probe"]["attempts"][-1]["error"] is None
-        for log in ("te", "sglang", "kernels"):
-            assert re.search(r"[1-9]\d* passed", (output / f"{log}.log").read_text())
+    assert report["bench_kernels"]["results"]
+    assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 4
+    assert report["sglang_probe"]["attempts"][-1]["error"] is None
+    for log in ("te", "sglang", "kernels"):
+        assert re.search(r"[1-9]\d* passed", (output / f"{log}.log").read_text())

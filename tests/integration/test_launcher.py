@@ -294,6 +294,7 @@ class TestCheck:
         assert "--hidden-size, --num-layers do nothing" in note and "Qwen/Qwen3-8B" in note
         assert sizes_without_effect(parse(["--load", "Qwen/Qwen3-8B"])) is None
 
+    @pytest.mark.slow
     def test_an_interpreter_that_aborts_at_its_end_changes_no_exit_code(self, tmp_path):
         """As gloo's threads make it abort at times, after an error that all ranks share."""
         (tmp_path / "aborting.py").write_text(
@@ -483,7 +484,13 @@ class TestLaunch:
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
-    @pytest.mark.parametrize("command", [LAUNCH, ("torchrun",)], ids=["launch", "torchrun"])
+    @pytest.mark.parametrize(
+        "command",
+        [
+            pytest.param(LAUNCH, id="launch"),
+            pytest.param(("torchrun",), id="torchrun", marks=pytest.mark.slow),
+        ],
+    )
     def test_nobody_else_reaches_the_ranks_of_one_machine(self, tmp_path, command):
         """Whatever a platform has left in the environment. torchrun itself listens."""
         script = program(

@@ -163,6 +163,7 @@ def check_activations(parallel: ParallelConfig) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.forks
 def test_two_ranks_hold_what_the_plan_says() -> None:
     layouts = [

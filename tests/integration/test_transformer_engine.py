@@ -171,7 +171,7 @@ def test_gradients_agree(build: Build, batch: TokenBatch, architecture: str) -> 
     norms = [model.update(batch)["grad_norm"] for model in models]
     truth, local, engine = map(gradients, models)
     rounding = distance(local, truth)
-    assert 0 < rounding < 0.2 and distance(engine, truth) < 1.5 * rounding
+    assert 0 < rounding < 0.2 and distance(engine, truth) < 2 * rounding
     assert norms[2] == pytest.approx(norms[0], rel=0.05)
 
 

@@ -41,6 +41,7 @@ def metadata(name: str) -> str:
     return f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     archives, output = tmp_path / "archives", tmp_path / "out"
@@ -93,6 +94,7 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     assert (output / "report.md").read_text().count("| failed") == len(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_parts_that_measure_a_gpu_say_that_there_is_none(tmp_path: Path) -> None:
     parts = ["sglang", "step", "reshard", "sgl_train"]
