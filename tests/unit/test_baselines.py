@@ -82,7 +82,7 @@ def test_boards_of_the_user(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="^2$"):
         main([*arguments, "--json", str(tmp_path / "out.json")])
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
