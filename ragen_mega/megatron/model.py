@@ -25,6 +25,7 @@ from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, layer_spec
 from ragen_mega.megatron.routing import Routing
 from ragen_mega.models.cuts import trainer_vocab_size
+from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, stage_layers
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -180,11 +181,13 @@ class QwenModel(GPTModel):
             post_process=is_last and stage == groups.pp.size() - 1,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not is_critic,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
             pg_collection=groups,
             vp_stage=chunk,
         )
         self.hf, self.shape, self.is_critic = hf, shape, is_critic
+        # megatron-core's own scaling has the context of Llama 3.1's pretraining built in
+        rotary = self.rotary_pos_emb
+        rotary.inv_freq = rotary_frequencies(shape).to(rotary.inv_freq.device)
         if is_critic and self.post_process:
             self.output_layer = ValueHead(config)
         for parameter in self.parameters():

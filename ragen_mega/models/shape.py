@@ -41,6 +41,19 @@ def check_config(hf: PretrainedConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The slower rotation of Llama 3.1 and later (`rope_type` `llama3`): by `factor` for a pair of
+    channels that turns at most `low_turns` times in the context of pretraining, not at all from
+    `high_turns` on, and linear in the turns between the two.
+    """
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    pretrained_length: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model, and the numbers of its norms and positions."""
 
@@ -55,6 +68,7 @@ class ModelShape:
     is_tied: bool
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None = None
     further: tuple[tuple[str, int], ...] = ()
     """Name and value of each further field of the family's `sizes`."""
 
@@ -64,6 +78,8 @@ class ModelShape:
         them all. Raises ValueError if one is missing or the family is unknown.
         """
         family = find_family(values.get("model_type"))
+        # transformers 5 has moved base and scaling into one dictionary
+        rope = values.get("rope_parameters") or values | (values.get("rope_scaling") or {})
         try:
             return cls(
                 model_type=family.model_type,
@@ -77,8 +93,8 @@ class ModelShape:
                 vocab_size=values["vocab_size"],
                 is_tied=bool(values.get("tie_word_embeddings")),
                 rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-                # transformers 5 has moved it into a dictionary
-                rope_theta=(values.get("rope_parameters") or values).get("rope_theta", 1e4),
+                rope_theta=rope.get("rope_theta", 1e4),
+                rope_scaling=_rope_scaling(rope) if rope.get("rope_type") == "llama3" else None,
                 further=tuple((name, read(values)) for name, read in family.sizes.items()),
             )
         except KeyError as error:
@@ -190,6 +206,15 @@ class ModelShape:
             self.num_elements, self.family.outer[:-1] if self.is_tied else self.family.outer
         )
         return self.num_layers * sum(self.layer_sizes()) + sum(outer)
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling:
+    return RopeScaling(
+        factor=rope["factor"],
+        low_turns=rope["low_freq_factor"],
+        high_turns=rope["high_freq_factor"],
+        pretrained_length=rope["original_max_position_embeddings"],
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,10 @@ _THINK = "<think>"
 _BRACKETED = re.compile(r"<[^<>\s]+>")
 _BYTES_OF_TOKEN = 40  # in a list, with its integer
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
+_DAY = "26 Jul 2024"
+"""Today in the templates of Llama 3.1 and later, which would state another day in a run that goes
+on tomorrow. They take this one where they have no clock.
+"""
 _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
 
 
@@ -212,6 +216,7 @@ class ChatRenderer:
                 tokenize=False,
                 add_generation_prompt=True,
                 enable_thinking=self._think,
+                date_string=_DAY,
             )
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)

@@ -5,10 +5,12 @@ of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import fcntl
+import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,21 @@ import gguf
 import torch
 from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from ragen_mega.data.launcher import cache_folder
 from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import brief
 from ragen_mega.models.layout import expected_tensors
+from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.report.console import Console
 from ragen_mega.storage.integrity import atomic_directory
@@ -42,6 +51,15 @@ _ENTRIES = {
     "rope_theta": "rope.freq_base",
 }
 """Entry of config.json -> key in the file, without the architecture before it."""
+_ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor by which llama.cpp divides the rotary frequencies, in files of Llama 3.1 and later."""
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Numbers of all released Llamas, which a file does not state."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -142,13 +160,14 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
     rotated = _field(reader, f"{architecture}.rope.dimension_count")
     head_dim = _field(reader, f"{architecture}.attention.key_length", rotated or whole)
     scaling = _field(reader, f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in shapes or rotated not in (None, head_dim):
+    if scaling != "none" or rotated not in (None, head_dim):
         raise ValueError(
-            f"{path} must give RoPE without scaling for all channels of a head, not for {rotated}"
-            f" of {head_dim} with rope.scaling.type {scaling}"
-            f" and {'a' if 'rope_freqs.weight' in shapes else 'no'} rope_freqs.weight; give another"
-            " model, e.g. no Llama 3.1 or later"
+            f"{path} must give RoPE for all channels of a head with rope.scaling.type none, not for"
+            f" {rotated} of {head_dim} with rope.scaling.type {scaling}; give another model"
         )
+    factors = {tensor.name: tensor.data for tensor in reader.tensors}.get(_ROPE_FACTORS)
+    if factors is not None:
+        values["rope_scaling"] = _LLAMA3_ROPE | {"factor": float(factors.max())}
     try:
         hf = AutoConfig.for_model(
             architecture,
@@ -162,7 +181,20 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
     except StrictDataclassError as error:
         raise ValueError(f"the sizes in {path} contradict each other: {brief(error)}") from None
     check_config(hf)
+    if factors is not None:
+        _check_rope(path, torch.tensor(factors), ModelShape.of(hf))
     return hf
+
+
+def _check_rope(path: Path, factors: Tensor, shape: ModelShape) -> None:
+    """Raise ValueError unless these factors are those of the scaling that was read from them."""
+    plain = rotary_frequencies(replace(shape, rope_scaling=None))
+    expected = plain / rotary_frequencies(shape)
+    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
+        raise ValueError(
+            f"{_ROPE_FACTORS} of {path} must slow the rotary positions as Llama 3.1 does, whose"
+            " pretraining had a context of 8192 tokens; give another model"
+        )
 
 
 def _weights(path: Path, reader: GGUFReader, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +204,7 @@ def _weights(path: Path, reader: GGUFReader, hf: PretrainedConfig) -> Iterator[t
     shape = ModelShape.of(hf)
     (kind,) = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == hf.model_type]
     names = gguf.get_tensor_name_map(kind, shape.num_layers)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name != _ROPE_FACTORS}
     found = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in tensors.items()}
     stored, wanted = {}, {}
     for name, size in expected_tensors(shape).items():
@@ -223,8 +255,18 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
-    if kind == "gpt2":
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
-        backend.normalizer = normalizers.NFC() if split == "qwen2" else None
-    return tokenizer
+    if kind != "gpt2":
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    # transformers adds the tokens of GPT-2 to a vocabulary that has none of them
+    size = len(reader.get_field("tokenizer.ggml.tokens").data)
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    state["model"]["ignore_merges"] = split == "llama-bpe"
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
+    backend.normalizer = normalizers.NFC() if split == "qwen2" else None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+    )

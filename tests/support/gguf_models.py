@@ -31,7 +31,8 @@ def random_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel
     config = AutoConfig.for_model(
         architecture, vocab_size=448, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e3}, **changes,
+        rms_norm_eps=1e-5,
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}} | changes,
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -42,17 +43,23 @@ def random_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel
     return model
 
 
-def byte_level_tokenizer(split: pre_tokenizers.PreTokenizer) -> PreTrainedTokenizerFast:
-    """Train a small byte-level tokenizer that splits texts so before it merges."""
-    backend = Tokenizer(models.BPE())
+def byte_level_tokenizer(name: str, split: pre_tokenizers.PreTokenizer) -> PreTrainedTokenizerFast:
+    """Train a small byte-level tokenizer that splits texts so before it merges. Llama's has no
+    `<|endoftext|>`, and its words that are tokens are not merged.
+    """
+    special = ["<|begin_of_text|>", *SPECIAL[1:]] if name == "llama-bpe" else SPECIAL
+    backend = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
     backend.pre_tokenizer, backend.decoder = split, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=448,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS * 9, trainer)
+    state = json.loads(backend.to_str())
+    state["model"]["merges"].remove(["\u0120drag", "on"])  # " dragon" is a token, and no merge's
+    backend = Tokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=SPECIAL[2],
@@ -101,13 +108,25 @@ def write_gguf(
             writer.add_tensor(name, weight)
         else:
             writer.add_tensor(name, gguf.quantize(weight, kind), raw_dtype=kind)
-    for name, weight in (further or {}).items():
+    for name, weight in (_rope_factors(model) | (further or {})).items():
         writer.add_tensor(name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _rope_factors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The tensor that the converter writes for the positions of Llama 3.1: by how much slower each
+    pair of channels turns.
+    """
+    rope = model.config.rope_parameters
+    if rope["rope_type"] != "llama3":
+        return {}
+    slow = model.model.rotary_emb.inv_freq.numpy()
+    exponents = np.arange(len(slow), dtype=np.float32) / len(slow)
+    return {"rope_freqs.weight": rope["rope_theta"] ** -exponents / slow}
 
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, np.ndarray]]:

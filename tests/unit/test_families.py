@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.megatron.initialize import initialize
@@ -14,18 +15,24 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.layout import split_experts
+from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.model_readers import open_model
 from tools import parity
 
-SCALED = {"head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+WIDE = {"head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 1e3,
+}  # fmt: skip
 CASES = {
-    "llama untied": ("llama", {"tie_word_embeddings": False} | SCALED),
+    "llama untied": ("llama", {"tie_word_embeddings": False} | WIDE),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral": ("mistral", {"sliding_window": None} | SCALED),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "head_dim": 20}),
+    "mistral": ("mistral", {"sliding_window": None} | WIDE),
     "qwen3_moe": (
         "qwen3_moe",
-        {"num_experts": 5, "num_key_value_heads": 1, "norm_topk_prob": False} | SCALED,
+        {"num_experts": 5, "num_key_value_heads": 1, "norm_topk_prob": False} | WIDE,
     ),
 }
 
@@ -49,6 +56,19 @@ def test_logprobs_are_those_of_transformers_and_the_export_has_every_bit(
     exported = dict(policy.export_weights())
     assert exported.keys() == set(stored.names())
     assert all(torch.equal(tensor, stored(name)) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rotary_frequencies_of_llama_3_are_those_of_transformers(
+    head_dim: int, factor: float
+) -> None:
+    """With the numbers of Llama 3.1 and 3.2."""
+    further = {"factor": factor, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    hf = AutoConfig.for_model("llama", head_dim=head_dim, rope_parameters=LLAMA3 | further)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, "cpu")
+    found = rotary_frequencies(ModelShape.of(hf))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", ["qwen2", *CASES])

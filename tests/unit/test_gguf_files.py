@@ -43,9 +43,14 @@ SPLITS = {
         ]
     ),
 }
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 5e3,
+}  # fmt: skip
 MODELS = {
     "llama tied": ("llama", "smollm", {"tie_word_embeddings": True}),
     "llama": ("llama", "llama-bpe", {"tie_word_embeddings": False, "head_dim": 24}),
+    "llama 3.2": ("llama", "llama-bpe", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "qwen2", {"tie_word_embeddings": False, "head_dim": 48}),
 }
@@ -64,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
-    return {name: byte_level_tokenizer(split) for name, split in SPLITS.items()}
+    return {name: byte_level_tokenizer(name, split) for name, split in SPLITS.items()}
 
 
 @torch.no_grad()
@@ -100,8 +105,11 @@ def test_logits_are_those_of_the_model_that_was_written(
 @pytest.mark.parametrize("split", SPLITS)
 def test_texts_get_the_tokens_of_the_tokenizer(split: str, tmp_path: Path, tokenizers) -> None:
     tokenizer = tokenizers[split]
-    path = write_gguf(tmp_path / "a.gguf", random_model(), tokenizer, split)
+    model = random_model()
+    path = write_gguf(tmp_path / "a.gguf", model, tokenizer, split)
     loaded = AutoTokenizer.from_pretrained(local_directory(str(path)))
+    assert loaded.get_vocab().items() >= tokenizer.get_vocab().items()
+    assert max(loaded.get_vocab().values()) < model.config.vocab_size
     texts = [*TEXTS, "<|im_start|>user\n  42  007\u2028x<|im_end|>", "   7", "e\u0301", ""]
     for text in texts:
         # Qwen's tokenizer composes what Unicode writes in two characters
@@ -122,7 +130,11 @@ BAD = {
     "template": ({"template": None}, "chat template"),
     "split of texts": ({"pre": "default"}, "tokenizer.ggml.pre"),
     "scaling": ({"keys": {"llama.rope.scaling.type": "yarn"}}, "scaling.type yarn"),
-    "Llama 3.1": ({"further": {"rope_freqs.weight": ROWS[0]}}, "a rope_freqs.weight"),
+    "other positions": (
+        {"further": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}},
+        "rope_freqs.weight .* as Llama 3.1 does",
+    ),
+    "positions of other heads": ({"further": {"rope_freqs.weight": ROWS[0]}}, "rope_freqs.weight"),
     "heads": ({"keys": {"llama.attention.head_count": 7}}, "number of attention heads"),
     "half of the channels": ({"keys": {"llama.rope.dimension_count": 8}}, "8 of 16"),
     "part": ({"keys": {"split.count": 3}}, "llama-gguf-split"),

@@ -373,6 +373,44 @@ def test_a_generation_config_that_cannot_be_read(text: str, message: str, tmp_pa
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_template_that_states_the_date_states_the_same_one_every_day() -> None:
+    tokenizer = copy.deepcopy(small_smollm2())
+    tokenizer.chat_template = (
+        "{{- 'Today: ' + (date_string if date_string is defined else strftime_now('%d %b %Y')) }}"
+        + tokenizer.chat_template
+    )
+    said = tokenizer.decode(ChatRenderer(tokenizer, think=True).start([Message("user", "go")]))
+    assert said.startswith("Today: 26 Jul 2024<|im_start|>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("think", [True, False])
+def test_turns_of_llama_3_add_up_to_the_whole_conversation(
+    think: bool, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = published("llama3_2", request.config.cache.mkdir("tokenizers"))
+    renderer = ChatRenderer(tokenizer, think=think)
+    messages = [Message("system", " Be brief.\n"), Message("user", "go <|eot_id|>12345")]
+    tokens = renderer.start(messages)
+    for answer, following in [
+        ("ok\u4f60", [Message("user", "\n\U0001f600 123456")]),
+        ("Left", [Message("tool", "seen"), Message("user", "<|start_header_id|>x")]),
+        ("", []),
+    ]:
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        whole = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+        )
+        head = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        assert tokenizer.decode(tokens) == whole.replace(head, head + "<think>" * think)
+        if following:
+            is_clean = answer == "ok"
+            tokens += encoded(tokenizer, answer) + [renderer.end_of_turn] * is_clean
+            tokens += renderer.observe(following, is_clean)
+            messages = [*messages, Message("assistant", answer), *following]
+    assert control_tokens(tokenizer, tokens)["<|eot_id|>"] == len(messages)
+
+
 @pytest.mark.slow
 def test_the_small_tokenizer_is_of_the_published_kind(request: pytest.FixtureRequest) -> None:
     for name, small in SMALL.items():

@@ -58,6 +58,10 @@ OWN = {
     "mistral": {"sliding_window": None},
 }  # fmt: skip
 """Entries in which a family's model differs from the others."""
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16, "rope_theta": 9.0,
+}  # fmt: skip
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -156,7 +160,7 @@ REFUSED: dict[str, tuple] = {
     "dropout": (edit_config(attention_dropout=0.1), "attention_dropout .* must be 0.0, not 0.1"),
     "rope scaling": (
         edit_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "rope_parameters .* must be of rope_type 'default'",
+        "rope_parameters .* must be of rope_type 'default' or 'llama3'",
     ),
     "rope of some channels": (
         edit_config(
@@ -216,15 +220,15 @@ REFUSED: dict[str, tuple] = {
         edit_config(sliding_window=4), "sliding_window .* must be null, not 4", "mistral",
     ),
     "biases in Llama": (edit_config(mlp_bias=True), "mlp_bias .* must be false", "llama"),
-    "scaled positions of Llama 3.1": (
-        edit_config(
-            rope_scaling={
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-            }
-        ),
-        "rope_parameters .* must be of rope_type 'default' .*'llama3'.*: load a Llama without",
-        "llama",
+    "Llama 3.1's positions without a context": (
+        edit_config(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 0}),
+        "rope_parameters .* must be of rope_type 'default' or 'llama3'", "llama",
+    ),
+    "Llama 3.1's positions with turns in the wrong order": (
+        edit_config(rope_parameters=LLAMA3 | {"low_freq_factor": 4}), "rope_parameters", "llama",
+    ),
+    "Llama 3.1's positions with an entry more": (
+        edit_config(rope_parameters=LLAMA3 | {"mscale": 1.0}), "rope_parameters", "llama",
     ),
     "rows in the vocabulary": (
         edit_config(vocab_size=80), r"embed_tokens.weight has shape \[67, 32\] .* \[80, 32\]",
@@ -376,6 +380,9 @@ ACCEPTED: dict[str, tuple[dict, Callable[[Path], None]]] = {
     ),
     "entries of transformers 4": (
         {}, edit_config(rope_parameters=None, rope_theta=23.0, rope_scaling=None),
+    ),
+    "positions of Llama 3.1": (
+        {}, edit_config(rope_parameters=None, rope_theta=9.0, rope_scaling=LLAMA3),
     ),
     "no class": ({}, edit_config(architectures=None)),
     "width of heads": ({"head_dim": 10}, lambda path: None),

@@ -18,6 +18,7 @@ from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.engines.embedded.products import Panels
 from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -141,12 +142,8 @@ class Decoder:
         self._norm = self._numbers(received["model.norm.weight"])
         self._epsilon = self._numbers(torch.tensor(shape.rms_norm_eps, dtype=torch.float64))[()]
         self._layers = [self._fuse(received, f"model.layers.{i}.") for i in range(shape.num_layers)]
-        # The frequencies in float32, as transformers and megatron-core hold them: at theta 1e6 the
-        # rounding is visible.
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        angles = torch.outer(
-            torch.arange(max_context, dtype=torch.float32), 1.0 / shape.rope_theta**exponents
-        )
+        positions = torch.arange(max_context, dtype=torch.float32)
+        angles = torch.outer(positions, rotary_frequencies(shape))
         # [max_context, d / 2]
         self._cosines, self._sines = map(self._numbers, (angles.cos(), angles.sin()))
 

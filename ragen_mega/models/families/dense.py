@@ -69,18 +69,29 @@ NEUTRAL = frozenset(
 )
 
 
-def _is_default_rope(value: Any) -> bool:
-    """Check for the RoPE of arXiv:2104.09864 in all channels, without scaling or sections."""
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _is_supported_rope(value: Any) -> bool:
+    """Check for rotary positions that `rotary_frequencies` computes: in all channels, without
+    sections.
+    """
     rest = dict(value)
-    kinds = {rest.pop(name, "default") for name in ("rope_type", "type")}
-    theta, share = rest.pop("rope_theta", 0), rest.pop("partial_rotary_factor", 1.0)
-    is_base = isinstance(theta, (int, float)) and theta > 0
-    return kinds == {"default"} and is_base and share == 1.0 and not rest
+    kind = rest.pop("rope_type", "default")
+    is_one_kind = rest.pop("type", kind) == kind
+    share = rest.pop("partial_rotary_factor", 1.0)
+    numbers = {"rope_theta": rest.pop("rope_theta", None)}
+    if kind == "llama3":
+        numbers |= {name: rest.pop(name, None) for name in _LLAMA3}
+    is_whole = all(type(x) in (int, float) and x > 0 for x in numbers.values()) and not rest
+    if not (is_one_kind and kind in ("default", "llama3") and share == 1.0 and is_whole):
+        return False
+    return kind == "default" or numbers["low_freq_factor"] < numbers["high_freq_factor"]
 
 
 def limits(architecture: str, rope_remedy: str = "load another model") -> dict[str, Limit]:
     """Return the entries of a dense decoder of this class that are supported for some values only;
-    `rope_remedy` is for a model whose positions are scaled.
+    `rope_remedy` is for a model with other positions.
     """
     return {
         "architectures": Limit(
@@ -90,8 +101,8 @@ def limits(architecture: str, rope_remedy: str = "load another model") -> dict[s
         "hidden_act": Limit(lambda value: value == "silu", "'silu'"),
         "tie_word_embeddings": Limit(lambda value: value in (True, False), "true or false"),
         "rope_parameters": Limit(
-            _is_default_rope,
-            "of rope_type 'default' with a rope_theta and nothing else",
+            _is_supported_rope,
+            "of rope_type 'default' or 'llama3', with the positive numbers of that type alone",
             rope_remedy,
         ),
         "attention_dropout": Limit(lambda value: value == 0, "0.0", "set it so"),

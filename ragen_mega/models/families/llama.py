@@ -1,6 +1,4 @@
-"""Llama 1, 2 and 3 (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783), without the scaled
-positions of Llama 3.1 and later.
-"""
+"""Llama 1, 2 and 3 (arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783)."""
 
 from ragen_mega.models.families import dense
 from ragen_mega.models.family import Family, Limit
@@ -13,11 +11,7 @@ LLAMA = Family(
     outer=dense.OUTER,
     layer=(*dense.ATTENTION, *dense.MLP),
     computed=dense.COMPUTED,
-    limits=dense.limits(
-        "LlamaForCausalLM",
-        "the scaling changes the result at every length: load a Llama without rope_scaling",
-    )
-    | {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+    limits=dense.limits("LlamaForCausalLM") | {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
     # It once only divided products, and transformers ignores it.
     neutral=dense.NEUTRAL | {"pretraining_tp"},
 )
