@@ -180,15 +180,19 @@ class ChatRenderer:
         earlier = (self._text([first]), self._delta(second))
         appended = [*(part.removesuffix(self._opened) for part in earlier), self._delta(third)]
         whole = self._parts(_answered(second, Message("assistant", ""), third))
-        text = _ANSWER.join(appended)
-        apart = [self._encode(piece) for piece in re.split(f"({_ANSWER})", text)]
-        if appended != whole or self._encode(text) != [*chain.from_iterable(apart)]:
+        if appended != whole or not all(map(self._is_apart, appended, appended[1:])):
             raise ValueError(
                 "the chat template is not prefix-stable: a conversation differs from its turns"
                 " appended one by one; use one that only appends"
                 " (docs/environments.md#chat-templates)\n  appended"
-                f" {text!r}\n  whole    {_ANSWER.join(whole)!r}"
+                f" {_ANSWER.join(appended)!r}\n  whole    {_ANSWER.join(whole)!r}"
             )
+
+    def _is_apart(self, before: str, after: str) -> bool:
+        """Check that no token belongs to an answer and to the text before or after it."""
+        begun, ended = self._encode(before), self._encode(after)
+        tokens = self._encode(f"{before}{_ANSWER}{after}")
+        return tokens[: len(begun)] == begun and tokens[-len(ended) :] == ended
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """Return the text of the messages and of the beginning of the next answer."""

@@ -76,6 +76,12 @@ _SPLITS = {
 of the models of this name.
 """
 
+_SENTENCEPIECE = normalizers.Sequence(
+    [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+)
+"""The space that Llama 2's tokenizer and llama.cpp put before every text and after special tokens.
+"""
+
 
 def dequantised(path: Path) -> Path:
     """Return the directory in the user's cache with the model of a GGUF file. The first call for a
@@ -255,16 +261,17 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
-    if kind != "gpt2":
-        return tokenizer
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # transformers adds the tokens of GPT-2 to a vocabulary that has none of them
+    # transformers adds GPT-2's or Llama 2's special tokens to a vocabulary that has none of them
     size = len(reader.get_field("tokenizer.ggml.tokens").data)
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
     state["model"]["ignore_merges"] = split == "llama-bpe"
     backend = Tokenizer.from_str(json.dumps(state))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
-    backend.normalizer = normalizers.NFC() if split == "qwen2" else None
+    if kind == "gpt2":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
+        backend.normalizer = normalizers.NFC() if split == "qwen2" else None
+    else:
+        backend.pre_tokenizer, backend.normalizer = None, _SENTENCEPIECE
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=tokenizer.chat_template,

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -64,6 +64,46 @@ def byte_level_tokenizer(name: str, split: pre_tokenizers.PreTokenizer) -> PreTr
         tokenizer_object=backend,
         eos_token=SPECIAL[2],
         pad_token=SPECIAL[2],
+        chat_template=TEMPLATE,
+    )
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Train a small tokenizer of Llama 2's kind: a space before every text, bytes for characters
+    that it does not know, and merges in the order of the tokens.
+    """
+    normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = normalizer
+    learned.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
+    learned.train_from_iterator(TEXTS[:1] * 9, trainer)
+    model = json.loads(learned.to_str())["model"]
+    tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>", fuse_unk=True, byte_fallback=True,
+        )
+    )  # fmt: skip
+    backend.normalizer = normalizer
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[2],
+        additional_special_tokens=SPECIAL,
         chat_template=TEMPLATE,
     )
 
@@ -159,11 +199,18 @@ def _write_tokenizer(
     types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * len(padding)
     for index, token in tokenizer.added_tokens_decoder.items():
         types[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if pre == "sentencepiece":
+        types = [gguf.TokenType.BYTE if t.startswith("<0x") else k for t, k in zip(tokens, types)]
+        types += [gguf.TokenType.UNUSED] * len(padding)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(index) for index in range(size)])
+        writer.add_unk_token_id(0)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list([*tokens, *padding])
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     if template:

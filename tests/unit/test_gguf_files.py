@@ -24,7 +24,13 @@ from ragen_mega.models.directory import check_model_directory
 from ragen_mega.storage import gguf_files
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from tests.support.gguf_models import TEXTS, byte_level_tokenizer, random_model, write_gguf
+from tests.support.gguf_models import (
+    TEXTS,
+    byte_level_tokenizer,
+    random_model,
+    sentencepiece_tokenizer,
+    write_gguf,
+)
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -69,7 +75,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
-    return {name: byte_level_tokenizer(name, split) for name, split in SPLITS.items()}
+    byte_level = {name: byte_level_tokenizer(name, split) for name, split in SPLITS.items()}
+    return byte_level | {"sentencepiece": sentencepiece_tokenizer()}
 
 
 @torch.no_grad()
@@ -102,7 +109,7 @@ def test_logits_are_those_of_the_model_that_was_written(
     assert local_directory(str(path)) == directory and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", [*SPLITS, "sentencepiece"])
 def test_texts_get_the_tokens_of_the_tokenizer(split: str, tmp_path: Path, tokenizers) -> None:
     tokenizer = tokenizers[split]
     model = random_model()

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragen_mega.environments.episode import Episode, EpisodeConfig, quoted
 from ragen_mega.environments.protocol import CUT, TAG, Message
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
+from tests.support.gguf_models import sentencepiece_tokenizer
 from tests.support.published_tokenizers import published, small_qwen3, small_smollm2
 
 SMALL = {"qwen3": small_qwen3, "smollm2": small_smollm2}
@@ -371,6 +373,41 @@ def test_a_generation_config_that_cannot_be_read(text: str, message: str, tmp_pa
     with pytest.raises(ValueError, match=message) as error:
         load_renderer(str(tmp_path), think=True)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("think", [True, False])
+def test_answers_behind_a_head_of_plain_text_with_a_tokenizer_of_sentencepiece(think: bool) -> None:
+    """As TinyLlama has them, and Mistral 7B v0.1. The tokenizer puts a space before every text."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer, think=think)
+    messages = [Message("user", "The dragon pays 10  coins.")]
+    before, after = renderer.start(messages), renderer.observe(messages, False)
+    whole = text_of(tokenizer, [*messages, Message("assistant", "coins"), *messages])
+    begun = "<|assistant|>\n" + "<think>" * think
+    tokens = encoded(tokenizer, whole.replace("<|assistant|>\n", begun))
+    assert tokens[: len(before)] == before and tokens[-len(after) :] == after
+    assert tokenizer.decode(tokens[len(before) : -len(after)]) == "coins"
+
+
+def test_a_head_that_shares_a_token_with_the_answer_is_refused() -> None:
+    """The space behind it is one token with the letter A."""
+    tokenizer = small_smollm2()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["\u0120A"] = len(tokenizer)
+    state["model"]["merges"].append(["\u0120", "A"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), **tokenizer.special_tokens_map
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + '<|im_end|>' }}"
+        "{% endfor %}{{ '<|im_start|>assistant ' }}"
+    )
+    with pytest.raises(ValueError, match="not prefix-stable"):
+        ChatRenderer(tokenizer, think=False)
 
 
 def test_a_template_that_states_the_date_states_the_same_one_every_day() -> None:
