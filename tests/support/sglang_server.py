@@ -66,9 +66,13 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 CONFIG = Qwen2Config(**SIZES, tie_word_embeddings=True)
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 1e3,
+}  # fmt: skip
 OTHER_FAMILIES = {
     "llama": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "llama_untied": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama3_untied": LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=False),
     "mistral": MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
 }

@@ -38,6 +38,39 @@ def test_group_relative(seed):
         assert float(grpo[i]) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("bold", "grpo_of_8", "grpo_of_16", "dr_grpo_of_8"),
+    [(0.1, -0.079, -0.070, 0.012), (0.5, -0.045, 0.051, 0.033), (0.9, -0.002, 0.024, 0.012)],
+)
+def test_grpo_prefers_an_arm_that_always_pays_a_little(
+    bold: float, grpo_of_8: float, grpo_of_16: float, dr_grpo_of_8: float
+) -> None:
+    """The numbers of docs/algorithm.md: every group of one pull each, weighted by its probability.
+    The share `bold` pulls an arm that pays 1 a quarter of the time, the others one that pays 0.1.
+    """
+
+    def gradient(size: int, normalize_std: bool) -> float:
+        """Of the expected return with respect to the logit of the bold arm, for each pull."""
+        total = 0.0
+        for num_bold in range(size + 1):
+            for paid in range(num_bold + 1):
+                probability = (
+                    math.comb(size, num_bold) * bold**num_bold * (1 - bold) ** (size - num_bold)
+                    * math.comb(num_bold, paid) * 0.25**paid * 0.75 ** (num_bold - paid)
+                )  # fmt: skip
+                payouts = [1.0] * paid + [0.0] * (num_bold - paid) + [0.1] * (size - num_bold)
+                scores = torch.tensor(payouts, dtype=torch.float64)
+                found = starpo.group_relative(
+                    scores, torch.zeros(size, dtype=torch.long), normalize_std=normalize_std
+                )
+                total += probability * float(found[:num_bold].sum()) / size
+        return total
+
+    assert gradient(8, True) == pytest.approx(grpo_of_8, abs=5e-4)
+    assert gradient(16, True) == pytest.approx(grpo_of_16, abs=5e-4)
+    assert gradient(8, False) == pytest.approx(dr_grpo_of_8, abs=5e-4)
+
+
 @pytest.mark.parametrize("noise", [0.0, 2**-22])
 @pytest.mark.parametrize("spread", [1.0, 1e-4])
 def test_only_scores_that_are_equal_but_for_float32_rounding_count_as_constant(noise, spread):
