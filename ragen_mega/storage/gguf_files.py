@@ -40,6 +40,8 @@ from ragen_mega.storage.model_writers import save_huggingface
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read. llama.cpp writes Mistral models as llama."""
+_VERSION = 2
+"""Number of what this file writes, so that a directory of an older one is not taken."""
 _ENTRIES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -89,7 +91,7 @@ def dequantised(path: Path) -> Path:
     used.
     """
     folder = cache_folder("gguf")
-    target = folder / f"{path.stem}-{content_digest(path)}"
+    target = folder / f"{path.stem}-{content_digest(path)}-v{_VERSION}"
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
