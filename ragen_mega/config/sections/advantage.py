@@ -19,7 +19,8 @@ class AdvantageConfig(Section):
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
-    trajectories of a group or batch; or an estimator of your own, my_module:my_estimator.
+    trajectories of a group or batch; or an estimator of your own, my_module:my_estimator. grpo
+    divides by the deviation of a group, and so prefers safe actions where wins are rare.
     """
     gamma: Share = 1.0
     """Discount per token."""
