@@ -58,7 +58,8 @@ def byte_level_tokenizer(name: str, split: pre_tokenizers.PreTokenizer) -> PreTr
     )
     backend.train_from_iterator(TEXTS * 9, trainer)
     state = json.loads(backend.to_str())
-    state["model"]["merges"].remove(["\u0120drag", "on"])  # " dragon" is a token, and no merge's
+    merges = state["model"]["merges"]  # without that of " dragon", which stays a token
+    state["model"]["merges"] = [pair for pair in merges if "".join(pair) != "\u0120dragon"]
     backend = Tokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
