@@ -13,10 +13,11 @@ from ragen_mega.models.shape import ModelShape
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Return the angles in radians, [head_dim / 2]. They are float32, as in transformers and
-    megatron-core: at theta 1e6 the rounding is visible.
+    """Return the angles in radians, [head_dim / 2], on the processor. They are float32, as in
+    transformers and megatron-core: at theta 1e6 the rounding is visible.
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    channels = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu")
+    exponents = channels / shape.head_dim
     frequencies = 1.0 / shape.rope_theta**exponents
     scaling = shape.rope_scaling
     if scaling is None:
