@@ -30,6 +30,7 @@ from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.server import ServerSettings
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
+from tests.support.positions import LLAMA3
 
 PYTHON = os.environ.get("RAGEN_SGLANG_PYTHON") and os.path.abspath(
     os.environ["RAGEN_SGLANG_PYTHON"]
@@ -66,10 +67,6 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 CONFIG = Qwen2Config(**SIZES, tie_word_embeddings=True)
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 1e3,
-}  # fmt: skip
 OTHER_FAMILIES = {
     "llama": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True),
     "llama3_untied": LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=False),

@@ -18,13 +18,10 @@ from ragen_mega.models.layout import split_experts
 from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.storage.model_readers import open_model
+from tests.support.positions import LLAMA3
 from tools import parity
 
 WIDE = {"head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 1e3,
-}  # fmt: skip
 CASES = {
     "llama untied": ("llama", {"tie_word_embeddings": False} | WIDE),
     "llama tied": ("llama", {"tie_word_embeddings": True}),

@@ -31,6 +31,7 @@ from tests.support.gguf_models import (
     sentencepiece_tokenizer,
     write_gguf,
 )
+from tests.support.positions import LLAMA3
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -49,14 +50,13 @@ SPLITS = {
         ]
     ),
 }
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192, "rope_theta": 5e3,
+LONG = LLAMA3 | {
+    "factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 5e3,
 }  # fmt: skip
 MODELS = {
     "llama tied": ("llama", "smollm", {"tie_word_embeddings": True}),
     "llama": ("llama", "llama-bpe", {"tie_word_embeddings": False, "head_dim": 24}),
-    "llama 3.2": ("llama", "llama-bpe", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama 3.2": ("llama", "llama-bpe", {"rope_parameters": LONG, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "qwen2", {"tie_word_embeddings": False, "head_dim": 48}),
 }

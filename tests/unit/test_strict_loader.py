@@ -41,6 +41,7 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
+from tests.support.positions import LLAMA3
 
 CLASSES = {
     "qwen2": Qwen2Config,
@@ -58,9 +59,8 @@ OWN = {
     "mistral": {"sliding_window": None},
 }  # fmt: skip
 """Entries in which a family's model differs from the others."""
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
-    "original_max_position_embeddings": 16, "rope_theta": 9.0,
+SHORT = LLAMA3 | {
+    "high_freq_factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 9.0,
 }  # fmt: skip
 SIZES = dict(
     vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -221,14 +221,14 @@ REFUSED: dict[str, tuple] = {
     ),
     "biases in Llama": (edit_config(mlp_bias=True), "mlp_bias .* must be false", "llama"),
     "Llama 3.1's positions without a context": (
-        edit_config(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 0}),
+        edit_config(rope_parameters=SHORT | {"original_max_position_embeddings": 0}),
         "rope_parameters .* must be of rope_type 'default' or 'llama3'", "llama",
     ),
     "Llama 3.1's positions with turns in the wrong order": (
-        edit_config(rope_parameters=LLAMA3 | {"low_freq_factor": 4}), "rope_parameters", "llama",
+        edit_config(rope_parameters=SHORT | {"low_freq_factor": 4}), "rope_parameters", "llama",
     ),
     "Llama 3.1's positions with an entry more": (
-        edit_config(rope_parameters=LLAMA3 | {"mscale": 1.0}), "rope_parameters", "llama",
+        edit_config(rope_parameters=SHORT | {"mscale": 1.0}), "rope_parameters", "llama",
     ),
     "rows in the vocabulary": (
         edit_config(vocab_size=80), r"embed_tokens.weight has shape \[67, 32\] .* \[80, 32\]",
@@ -382,7 +382,7 @@ ACCEPTED: dict[str, tuple[dict, Callable[[Path], None]]] = {
         {}, edit_config(rope_parameters=None, rope_theta=23.0, rope_scaling=None),
     ),
     "positions of Llama 3.1": (
-        {}, edit_config(rope_parameters=None, rope_theta=9.0, rope_scaling=LLAMA3),
+        {}, edit_config(rope_parameters=None, rope_theta=9.0, rope_scaling=SHORT),
     ),
     "no class": ({}, edit_config(architectures=None)),
     "width of heads": ({"head_dim": 10}, lambda path: None),

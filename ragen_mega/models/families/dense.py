@@ -69,7 +69,17 @@ NEUTRAL = frozenset(
 )
 
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE = {
+    "default": {"rope_theta"},
+    "llama3": {
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+}
+"""`rope_type` -> its numbers."""
 
 
 def _is_supported_rope(value: Any) -> bool:
@@ -77,16 +87,14 @@ def _is_supported_rope(value: Any) -> bool:
     sections.
     """
     rest = dict(value)
-    kind = rest.pop("rope_type", "default")
-    is_one_kind = rest.pop("type", kind) == kind
-    share = rest.pop("partial_rotary_factor", 1.0)
-    numbers = {"rope_theta": rest.pop("rope_theta", None)}
-    if kind == "llama3":
-        numbers |= {name: rest.pop(name, None) for name in _LLAMA3}
-    is_whole = all(type(x) in (int, float) and x > 0 for x in numbers.values()) and not rest
-    if not (is_one_kind and kind in ("default", "llama3") and share == 1.0 and is_whole):
+    kind = rest.pop("rope_type", "default")  # of any type, in a damaged file
+    is_one_kind = kind in [*_ROPE] and rest.pop("type", kind) == kind
+    if not is_one_kind or rest.pop("partial_rotary_factor", 1.0) != 1.0:
         return False
-    return kind == "default" or numbers["low_freq_factor"] < numbers["high_freq_factor"]
+    are_positive = all(type(x) in (int, float) and x > 0 for x in rest.values())
+    if rest.keys() != _ROPE[kind] or not are_positive:
+        return False
+    return kind == "default" or rest["low_freq_factor"] < rest["high_freq_factor"]
 
 
 def limits(architecture: str, rope_remedy: str = "load another model") -> dict[str, Limit]:
