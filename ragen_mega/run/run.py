@@ -451,7 +451,7 @@ class Run:
 
     def finish(self) -> None:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
-        summary.
+        summary. Raises OSError after all of it if the checkpoint could not be written.
         """
         evaluated = self.evaluated or self.evaluate(
             self.step, samples=self.config.evaluation.eval_samples
@@ -486,6 +486,7 @@ class Run:
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
         self.console.say(f"to read it: {command_line(f'view {self.logger.directory}')}")
+        self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:
         """Write a checkpoint in the background; `success` is that of an evaluation at this step.
@@ -570,7 +571,7 @@ class Run:
         try:
             if isinstance(error, (Interrupted, LinkLost)):
                 self.save()
-                self.checkpoints.wait()
+                self.checkpoints.require()
                 self.console.say(f"stopped after {self.step} steps; --resume goes on from there")
             if isinstance(error, (FloatingPointError, PlugInError)):
                 is_mistake = isinstance(error, PlugInError)

@@ -184,8 +184,9 @@ class CheckpointWriter:
 
     `keep_last` newest ones stay (0: all); with `keep_best` also the one with the highest score, and
     always those that a checkpoint which stays has pinned, since its run may go back to them. One
-    that does not verify is never deleted: it is moved to the folder `set_aside`. An error of the
-    writing thread, such as a full disk, is raised by the next `save` or `wait`.
+    that does not verify is never deleted: it is moved to the folder `set_aside`. A checkpoint that
+    cannot be written, for example because the disk is full, is reported at once and costs the run
+    nothing but that checkpoint: the next `save` tries again, and `require` raises the error.
     """
 
     def __init__(
@@ -208,7 +209,9 @@ class CheckpointWriter:
         self._saving = 0
         self._own: set[str] = set()  # names of checkpoints that this process wrote
         self._thread: threading.Thread | None = None
-        self._error: str | None = None
+        self._temporary: Path | None = None  # that the thread writes into
+        self._error: str | None = None  # of this rank's last write
+        self._failure: str | None = None  # why the newest checkpoint is not there, on every rank
 
     def save(
         self,
@@ -222,7 +225,7 @@ class CheckpointWriter:
         as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
-        temporary = distributed.on_main(lambda: self._prepare(step))
+        self._temporary = temporary = distributed.on_main(lambda: self._prepare(step))
         write = stage(temporary)
         text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
         self._saving = step
@@ -235,20 +238,29 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when every rank has nothing left to write and the checkpoint is in its place.
-        Collective.
-
-        Raises OSError on all ranks if one could not write.
+        """Return when no rank has anything left to write, and the checkpoint is in its place or its
+        remains are gone. Collective.
         """
         if self._thread is None:
             return
         self._thread.join()
         self._thread = None
         everyone = distributed.gather_objects(self._error)
-        if errors := [error for error in everyone if error is not None]:
-            cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
-            raise OSError(f"cannot write a checkpoint to {self.directory}: {cause}")
-        self.saved_step = self._saving
+        errors = [error for error in everyone if error is not None]
+        if not errors:
+            self._failure, self.saved_step = None, self._saving
+            return
+        cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
+        self._failure = f"{self._cannot_write()}: {cause}"
+        distributed.on_main(lambda: shutil.rmtree(self._temporary, ignore_errors=True))
+
+    def require(self) -> None:
+        """Wait as `wait` does. Raises OSError on all ranks if the newest checkpoint could not be
+        written.
+        """
+        self.wait()
+        if self._failure is not None:
+            raise OSError(self._failure)
 
     def has(self, step: int) -> bool:
         """Return whether the newest checkpoint, which may still be being written, is that of
@@ -295,6 +307,7 @@ class CheckpointWriter:
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
     ) -> None:
         marker = _marker(temporary, distributed.rank())
+        self._error = None
         try:
             path = write()
             write_whole(marker, json.dumps({path.name: describe_file(path)}).encode())
@@ -305,8 +318,15 @@ class CheckpointWriter:
             self._error = str(error) if isinstance(error, OSError) else repr(error)
             if isinstance(error, OSError) and error.errno is not None:
                 self._error += f"; {write_remedy(error)}"
+            if distributed.is_main():  # it waits for the files of all, and knows of every failure
+                print(
+                    f"{self._cannot_write()}: {self._error}; the next one tries again", flush=True
+                )
             with contextlib.suppress(OSError):  # rank 0 need not wait
                 write_whole(marker, json.dumps(self._error).encode())
+
+    def _cannot_write(self) -> str:
+        return f"cannot write a checkpoint of step {self._saving} to {self.directory}"
 
     def _publish(self, temporary: Path, facts: Mapping[str, Any]) -> None:
         """Write the manifest on rank 0, once every rank's file is there, and give the directory its

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from ragen_mega.algorithm.credit import CreditInputs
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
+from ragen_mega.config.recorded import CONFIG_FILE
 from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.models.huggingface import load_tokenizer
 from ragen_mega.run.stop import RANK_LOST
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.storage.run_directory import FINAL_EXPORT, SUMMARY_FILE
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
 from tests.support.forked_ranks import on_ranks
@@ -259,12 +261,10 @@ def in_a_process(work: Callable[[], None]) -> int:
     return process.exitcode
 
 
-def test_a_full_disk_is_one_line_and_what_was_written_stays(
+def test_a_run_whose_checkpoints_cannot_be_written_keeps_all_else(
     output: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The limit on a file's size lets rollouts pass and no checkpoint: step 2 finds that that of
-    step 1 is not there.
-    """
+    """The limit on a file's size lets rollouts and the export pass and no checkpoint."""
     largest = max(path.stat().st_size for path in (output / "straight" / "rollouts").iterdir())
     smallest = min(
         path.stat().st_size for path in (output / "straight" / "checkpoints").glob("*/rank*")
@@ -277,12 +277,16 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
         main([*FLAGS, "--load", str(start_of(output)), "--output", str(output), "--name", "full"])
 
     assert in_a_process(work) == 2
-    said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1 and said.startswith(
-        "error: cannot write a checkpoint to "
-    ), said
-    assert "File too large" in said and "rank_00000" in said and "(ulimit -f" in said
+    said, error = capfd.readouterr()
+    assert "cannot write a checkpoint of step 2" in said and "tries again" in said
+    assert len(error.splitlines()) == 1 and error.startswith(
+        "error: cannot write a checkpoint of step 4 to "
+    ), error
+    assert "File too large" in error and "rank_00000" in error and "(ulimit -f" in error
     assert [row["step"] for row in metrics(output / "full")] == [0, 1, 2, 3]
+    assert json.loads((output / "full" / SUMMARY_FILE).read_text())["steps"] == 4
+    assert (output / "full" / FINAL_EXPORT / "model.safetensors").exists()
+    assert not list((output / "full" / "checkpoints").iterdir())
     store = RolloutStore(output / "full" / "rollouts")
     assert all(store.read(step).groups for step in store.steps()) and store.steps() == [0, 1, 2, 3]
 
@@ -290,8 +294,12 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(
 def test_a_rollout_that_cannot_be_written_is_one_line(
     output: Path, capfd: pytest.CaptureFixture
 ) -> None:
+    straight = output / "straight"
+    limit = min(path.stat().st_size for path in (straight / "rollouts").iterdir()) - 1
+    assert (straight / CONFIG_FILE).stat().st_size < limit  # it is written before
+
     def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         main([*FLAGS, "--load", str(start_of(output)), "--output", str(output), "--name", "fuller"])
 
     assert in_a_process(work) == 2

@@ -287,7 +287,7 @@ def test_any_error_of_the_writing_thread_is_told(tmp_path: Path) -> None:
     writer.save(1, stage_bytes(b"x"), {}, None)
     writer.save(2, stage, {}, None)
     with pytest.raises(OSError, match="MemoryError"):
-        writer.wait()
+        writer.require()
     assert writer.saved_step == 1 and names(tmp_path)[-1] == "step_00000001"
     assert "step_00000001: --resume" in writer.last("more")
 
@@ -325,20 +325,30 @@ def test_what_a_kept_checkpoint_has_pinned_stays(tmp_path: Path) -> None:
     assert left == {1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5], 6: [6]}
 
 
-def test_a_failed_write_is_an_error_and_no_checkpoint(tmp_path: Path) -> None:
+def test_a_failed_write_is_told_at_once_and_costs_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     save_steps(tmp_path, 1)
 
     def stage(directory: Path):
         def write() -> Path:
+            (directory / "half").write_bytes(b"x" * 100)
             raise OSError(28, "No space left on device")
 
         return write
 
     writer = make_writer(tmp_path)
     writer.save(2, stage, {}, None)
-    with pytest.raises(OSError, match="No space left.*free space"):
-        writer.wait()
+    writer.wait()
+    said = capsys.readouterr().out
+    assert "checkpoint of step 2" in said and "free space" in said and "tries again" in said
+    assert names(tmp_path) == ["step_00000001"]  # its remains would hold the disk that lacks room
+    with pytest.raises(OSError, match="step 2.*No space left.*free space"):
+        writer.require()
     assert find_latest(tmp_path, pytest.fail).step == 1
+    writer.save(3, stage_bytes(b"x"), {}, None)
+    writer.require()
+    assert find_latest(tmp_path, pytest.fail).step == writer.saved_step == 3
 
 
 def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> None:
@@ -356,7 +366,7 @@ def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> Non
         writer = make_writer(tmp_path)
         writer.save(2, stage, {}, None)
         with pytest.raises(OSError, match="No space left.*free space"):
-            writer.wait()  # within the time that ranks have here, not ten minutes
+            writer.require()  # within the time that ranks have here, not ten minutes
 
     on_ranks(work, 2)
     assert find_latest(tmp_path, pytest.fail) is None
