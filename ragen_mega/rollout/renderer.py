@@ -172,9 +172,10 @@ class ChatRenderer:
         special = set(self.tokenizer.all_special_ids)
         if self.end_of_turn not in special:
             raise ValueError(
-                "the chat template must end an assistant turn with a special token, not"
-                f" {self.tokenizer.convert_ids_to_tokens(self.end_of_turn)!r}; mark it as special"
-                " in the tokenizer, or completions could not be told from their end"
+                "the chat template must put a special token right behind an answer, not"
+                f" {self.tokenizer.convert_ids_to_tokens(self.end_of_turn)!r}, or answers could not"
+                " be told from their end; remove what stands between them from the template, or"
+                " mark this token as special in the tokenizer"
             )
         first, second, third = _PROBES
         earlier = (self._text([first]), self._delta(second))
