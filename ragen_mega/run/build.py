@@ -534,7 +534,7 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
         had = f"has {len(unread)} checkpoints"
     elif (directory / SUMMARY_FILE).exists():
         had = "has finished"
-    elif interval and num_steps > 2 * interval:  # the first is complete when the second begins
+    elif interval and num_steps > 2 * interval:  # the first was written then, or could not be
         had = f"has done {num_steps} steps"
     else:
         return
