@@ -209,7 +209,6 @@ class CheckpointWriter:
         self._saving = 0
         self._own: set[str] = set()  # names of checkpoints that this process wrote
         self._thread: threading.Thread | None = None
-        self._temporary: Path | None = None  # that the thread writes into
         self._error: str | None = None  # of this rank's last write
         self._failure: str | None = None  # why the newest checkpoint is not there, on every rank
 
@@ -225,7 +224,7 @@ class CheckpointWriter:
         as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
-        self._temporary = temporary = distributed.on_main(lambda: self._prepare(step))
+        temporary = distributed.on_main(lambda: self._prepare(step))
         write = stage(temporary)
         text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
         self._saving = step
@@ -252,7 +251,8 @@ class CheckpointWriter:
             return
         cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
         self._failure = f"{self._cannot_write()}: {cause}"
-        distributed.on_main(lambda: shutil.rmtree(self._temporary, ignore_errors=True))
+        with contextlib.suppress(OSError):
+            distributed.on_main(self._delete_unfinished)
 
     def require(self) -> None:
         """Wait as `wait` does. Raises OSError on all ranks if the newest checkpoint could not be
@@ -296,12 +296,14 @@ class CheckpointWriter:
         earlier start may still be writing.
         """
         self.directory.mkdir(exist_ok=True)
-        # A process that was killed while it wrote or deleted has left them.
-        for leftover in self.directory.glob(".step_*"):
-            shutil.rmtree(leftover)
+        self._delete_unfinished()  # of a process that was killed while it wrote or deleted
         temporary = self.directory / f".{_name(step)}.{secrets.token_hex(4)}.tmp"
         temporary.mkdir()
         return temporary
+
+    def _delete_unfinished(self) -> None:
+        for path in self.directory.glob(".step_*"):
+            shutil.rmtree(path)
 
     def _write(
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
