@@ -180,7 +180,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         description, reader, files = open_source(arguments.source, console.say)
         console.say(f"from {description}")
         shape = ModelShape.of(load_config(str(files)))
-        if error := cut_error(shape, *parallel.cut):
+        if error := cut_error(shape, parallel.cut):
             raise ValueError(error)
         slots = list(model_slots(shape))
         described = {name: reader.describe(name) for slot in slots for name in slot.names}

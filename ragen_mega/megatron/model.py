@@ -43,7 +43,7 @@ def check_model(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     check_config(hf)
     shape = ModelShape.of(hf)
     tp = parallel.tensor_model_parallel_size
-    if error := cut_error(shape, *parallel.cut):
+    if error := cut_error(shape, parallel.cut):
         raise ValueError(error)
     if shape.num_experts and tp > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -120,7 +120,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
 
 def _pipeline_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the fields of TransformerConfig that place layers on pipeline stages."""
-    _, pp, _, vp = parallel.cut
+    pp, vp = parallel.cut.pp, parallel.cut.vp
     if pp == 1:
         return {}
     stages = stage_layers(shape.num_layers, pp, vp)

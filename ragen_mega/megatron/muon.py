@@ -104,10 +104,9 @@ def chain_muon(
     adam = build_adam()
     _require_gradients(matrices, True)
     rest = getattr(adam, "chained_optimizers", [adam])
-    dense, experts = (
-        [(slot, matrix) for slot, matrix in ours if (slot.expert is not None) == is_expert]
-        for is_expert in (False, True)
-    )
+    by_group = defaultdict(list)
+    for slot, matrix in ours:
+        by_group[slot.group].append((slot, matrix))
 
     tp_group, groups = chunks[-1].tp_group, chunks[-1].pg_collection
 
@@ -123,9 +122,8 @@ def chain_muon(
         muon.grad_stats_parallel_group, muon.tp_group = ranks_of_norm, tp_group
         return muon
 
-    muons = [build(dense, rest[0].get_grad_stats_parallel_group())]
-    if experts:
-        muons.append(build(experts, groups.tp_ep_pp))
+    of_norm = {"dense": rest[0].get_grad_stats_parallel_group(), "expert": groups.tp_ep_pp}
+    muons = [build(chosen, of_norm[group]) for group, chosen in sorted(by_group.items())]
     return ChainedOptimizer([*muons, *rest])
 
 

@@ -19,10 +19,12 @@ import hashlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,12 +33,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from ragen_mega.data import distributed
+from ragen_mega.models.cuts import Group
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
 from ragen_mega.models.server_cut import stack_experts
 from ragen_mega.rollout.engine import EngineShard
 
 BUCKET_BYTES = 256 * 2**20
+RANKS = {"dense": attrgetter("tp"), "expert": attrgetter("ep")}
+"""Group of a slot -> its ranks among the groups of megatron-core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,15 @@ class Entry:
 
     stage: int
     slots: tuple[Slot, ...]
-    """The experts, by the rank that holds them; of any other parameter its only slot."""
+    """The distinct slots of the ranks that divide it: of an expert one for each rank, of any other
+    parameter a single one.
+    """
     piece: Tensor
     """Shape and type of one rank's slice, in Megatron's layout (on the device `meta`)."""
 
     @property
-    def is_expert(self) -> bool:
-        return self.slots[0].expert is not None
+    def group(self) -> Group:
+        return self.slots[0].group
 
     @property
     def parameter(self) -> str:
@@ -61,27 +68,25 @@ class Entry:
         return self.slots[0].parameter
 
     @property
-    def kind(self) -> tuple[int, bool, str]:
-        """Stage, whether it is an expert, and type, which all entries of a bucket share."""
-        return self.stage, self.is_expert, str(self.piece.dtype)
+    def kind(self) -> tuple[int, Group, str]:
+        """Stage, ranks and type, which all entries of a bucket share."""
+        return self.stage, self.group, str(self.piece.dtype)
 
-    def order(self) -> tuple[tuple[int, bool, str], list[str | int]]:
+    def order(self) -> tuple[tuple[int, Group, str], list[str | int]]:
         """Stage by stage, experts last, and there by name with layer 2 before layer 10."""
         parts = re.split(r"(\d+)", self.slots[0].names[0])
         return self.kind, [int(part) if part.isdigit() else part for part in parts]
 
     def unshard(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Slot, list[Tensor]]]:
         """Yield each slot and its Hugging Face tensors, from the slices of all ranks."""
-        if self.is_expert:
-            for slot, piece in zip(self.slots, pieces, strict=True):
-                yield slot, slot.unshard([piece])
-        else:
-            yield self.slots[0], self.slots[0].unshard(pieces)
+        share = len(pieces) // len(self.slots)
+        for number, slot in enumerate(self.slots):
+            yield slot, slot.unshard(pieces[number * share : (number + 1) * share])
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel as one flat tensor: of one stage, one dtype, experts or none."""
+    """Parameters that travel as one flat tensor: of one stage, one dtype, one group of ranks."""
 
     entries: tuple[Entry, ...]
 
@@ -90,8 +95,8 @@ class Bucket:
         return self.entries[0].stage
 
     @property
-    def has_experts(self) -> bool:
-        return self.entries[0].is_expert
+    def group(self) -> Group:
+        return self.entries[0].group
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,17 +144,17 @@ class ReshardPlan:
         entries = _unique(
             Entry(
                 stage,
-                tuple(slots) if slots[0].expert is not None else slots[:1],
+                tuple({slot.names: slot for slot in slots}.values()),
                 torch.empty(sizes[0], dtype=dtypes[0], device="meta"),
             )
             for stage, of_ranks in enumerate(_exchanged(_exchanged(held, groups.ep), groups.pp))
             for slots, sizes, dtypes in (zip(*alike, strict=True) for alike in zip(*of_ranks))
         )
-        limits = [bucket_bytes // group.size() for group in (groups.tp, groups.ep)]
+        limits = {name: bucket_bytes // of(groups).size() for name, of in RANKS.items()}
         buckets = tuple(
             Bucket(tuple(members))
-            for (_, is_expert, _), alike in groupby(entries, key=lambda entry: entry.kind)
-            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limits[is_expert])
+            for (_, group, _), alike in groupby(entries, key=lambda entry: entry.kind)
+            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limits[group])
         )
         plan = cls(groups, buckets)
         # everything that decides which collectives are called, in which order, with how many bytes
@@ -186,7 +191,7 @@ class ReshardPlan:
 
     def group(self, bucket: Bucket) -> dist.ProcessGroup:
         """Return the ranks of a stage that hold equal parts of a bucket."""
-        return self.groups.ep if bucket.has_experts else self.groups.tp
+        return RANKS[bucket.group](self.groups)
 
 
 def check_same_on_all_ranks(digest: str) -> None:
@@ -210,13 +215,10 @@ class Traffic:
     """Bytes in broadcasts over pipeline stages, sent or received: one shard per sync, nothing
     without stages.
     """
-    tp_bytes: int = 0
-    """Bytes received from other tensor-parallel ranks: tp - 1 shards per sync by `gather`, none for
-    a server that is divided as the trainer is.
-    """
-    ep_bytes: int = 0
-    """Bytes of experts received from other expert-parallel ranks: all that they hold by `gather`,
-    only those of this rank's part of the server by `serve`.
+    group_bytes: Counter[Group] = field(default_factory=Counter)
+    """Bytes received from other ranks of a group. From dense ranks: tp - 1 shards per sync by
+    `gather`, none for a server that is divided as the trainer is. From expert ranks: all their
+    experts by `gather`, only the experts of this rank's part of the server by `serve`.
     """
     shard_bytes: int = 0
     """This rank's part of the weights that went through, moved or not."""
@@ -234,7 +236,7 @@ class Traffic:
     @property
     def moved_bytes(self) -> int:
         """Over all kinds of links."""
-        return self.pp_bytes + self.tp_bytes + self.ep_bytes
+        return self.pp_bytes + self.group_bytes.total()
 
     def metrics(self, bound: float | None = None) -> dict[str, float]:
         """Return the step's metrics; `bound` is the GB/s of plain collectives of this size
@@ -243,8 +245,8 @@ class Traffic:
         values = {
             "sync_seconds": self.seconds,
             "sync_gbytes_pipeline": self.pp_bytes / 1e9,
-            "sync_gbytes_tensor": self.tp_bytes / 1e9,
-            "sync_gbytes_expert": self.ep_bytes / 1e9,
+            "sync_gbytes_tensor": self.group_bytes["dense"] / 1e9,
+            "sync_gbytes_expert": self.group_bytes["expert"] / 1e9,
             "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
         if self.moved_bytes:
@@ -283,7 +285,7 @@ def serve(
 
     def shards() -> Iterator[tuple[Slot, Tensor]]:
         for bucket in plan.buckets:
-            if bucket.has_experts:
+            if bucket.group == "expert":
                 yield from _experts(plan, bucket, tensors, part, traffic)
             elif part.size == tp.size():
                 pieces = _of_stage(plan, bucket, tensors, traffic)
@@ -397,11 +399,7 @@ def _gathered(
             flat = _flat(shards[0])
             gathered = all_gather(flat.new_empty(group.size() * len(flat)), flat, group)
         shards = [bucket.split(part) for part in gathered.chunk(group.size())]
-        received = (group.size() - 1) * bucket.num_bytes
-        if bucket.has_experts:
-            traffic.ep_bytes += received
-        else:
-            traffic.tp_bytes += received
+        traffic.group_bytes[bucket.group] += (group.size() - 1) * bucket.num_bytes
     for entry, *pieces in zip(bucket.entries, *shards, strict=True):
         yield from entry.unshard(pieces)
 
@@ -445,7 +443,7 @@ def _experts(
         packed = _flat([pieces[0][:0], *chain(*sent)])  # there may be nothing to send
         flat = packed.new_empty(sum(sizes))
         dist.all_to_all_single(flat, packed, sizes, counts, group=group)
-    traffic.ep_bytes += (sum(sizes) - sizes[group.rank()]) * bucket.dtype.itemsize
+    traffic.group_bytes[bucket.group] += (sum(sizes) - sizes[group.rank()]) * bucket.dtype.itemsize
     found = [*chain(*expected)]
     received = flat.split([shape.numel() for _, shape in found])
     for (slot, shape), elements in zip(found, received, strict=True):

@@ -41,8 +41,7 @@ def mark_tensor_parallel(chunks: nn.ModuleList) -> None:
         axis = slot.weight.cut.axis
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)
-        if slot.expert is not None:
-            parameter.allreduce = False
+        parameter.allreduce = slot.group == "dense"
 
 
 def load_weights(chunks: nn.ModuleList, read: Callable[[str], Tensor | None]) -> None:

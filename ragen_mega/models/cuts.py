@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Group = Literal["dense", "expert"]
+"""The ranks that divide a parameter: tensor-parallel or expert-parallel ones."""
 _VOCAB_MULTIPLE = 64
 
 
@@ -78,6 +80,7 @@ class Cut:
     """Dimension of Megatron's tensor, None where every rank holds the parameter's only tensor."""
     num_blocks: int = 1
     """Tensors of the parameter that are divided one by one."""
+    group: ClassVar[Group] = "dense"
     is_padded: ClassVar[bool] = False
     """Whether the trainer adds rows of zeros, so that the ranks' parts are equal."""
 
@@ -133,6 +136,16 @@ class Cut:
         """
         return shard
 
+    def server_size(self, size: int, ep: int) -> int:
+        """Return over how many of SGLang's `size` ranks the parameter is divided, if `ep` of these
+        ranks share the experts.
+        """
+        return size
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return SGLang's parameter of a rank, from its parts of all slots that belong to it."""
+        return parts[0]
+
 
 class QueryKeyValueCut(Cut):
     """q, k and v are divided by key-value groups."""
@@ -181,6 +194,8 @@ class ExpertCut(Cut):
     each of them over its tensor-parallel ranks.
     """
 
+    group = "expert"
+
     def num_parts(self, size: int) -> int:
         return 1
 
@@ -197,6 +212,14 @@ class ExpertCut(Cut):
         if size == 1:
             return shard
         return super().shard(shard.chunk(self.num_blocks, self.axis), sizes, rank, size)
+
+    def server_size(self, size: int, ep: int) -> int:
+        return size // ep
+
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        import torch
+
+        return torch.stack(list(parts))
 
 
 REPLICATED = Cut(None)

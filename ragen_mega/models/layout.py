@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from ragen_mega.models.cuts import Group
 from ragen_mega.models.family import CRITIC_HEAD, Weight
 from ragen_mega.models.shape import ModelShape
 
@@ -32,6 +33,11 @@ class Slot:
     parameter: str
     """The name in the module of a rank that holds all layers; experts are counted on the rank."""
     expert: int | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks that divide the parameter: dense or expert ranks."""
+        return self.weight.cut.group
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +89,8 @@ class Slot:
         """Return whether SGLang's rank `rank` of `size` holds a part of it, if `ep` of these ranks
         share the experts, 1 or all: of each expert a part, or a whole expert or nothing.
         """
-        return self.expert is None or ep == 1 or self.expert * ep // self.shape.num_experts == rank
+        holder = (self.expert or 0) * ep // len(self.shape.experts(self.weight))
+        return holder == rank // self.weight.cut.server_size(size, ep)
 
     def to_server(self, tensors: Sequence[Tensor], rank: int, size: int, ep: int = 1) -> Tensor:
         """SGLang's part of a rank that holds one, from the Hugging Face tensors."""
@@ -96,7 +103,8 @@ class Slot:
         return self.weight.cut.shard_to_server(shard, self.shape, *self._cut(rank, size, ep))
 
     def _cut(self, rank: int, size: int, ep: int) -> tuple[int, int]:
-        return (rank, size) if self.expert is None or ep == 1 else (0, 1)
+        size = self.weight.cut.server_size(size, ep)
+        return rank % size, size
 
     def _full_name(self, name: str) -> str:
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."

@@ -6,7 +6,6 @@ Read in SGLang 0.5.17: models/qwen2.py, models/qwen3.py. Nothing of SGLang is im
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -77,10 +76,7 @@ def stack_experts(
     """
     held: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for slot, shard in shards:
-        if slot.expert is None:
-            yield slot.server, shard
-            continue
-        held[slot.server][slot.expert] = shard
-        if len(held[slot.server]) == slot.shape.num_experts // ep:
-            experts = held.pop(slot.server)
-            yield slot.server, torch.stack([experts[number] for number in sorted(experts)])
+        held[slot.server][slot.expert or 0] = shard
+        if len(held[slot.server]) == slot.shape.num_local(slot.weight, ep):
+            parts = held.pop(slot.server)
+            yield slot.server, slot.weight.cut.stack([parts[number] for number in sorted(parts)])

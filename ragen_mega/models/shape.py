@@ -16,6 +16,8 @@ from ragen_mega.models.family import Family, Weight
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ragen_mega.config.sections.parallel import ParallelSizes
+
 
 def check_config(hf: PretrainedConfig) -> None:
     """Raise ValueError if a configuration asks for something that is not supported."""
@@ -133,7 +135,13 @@ class ModelShape:
         """Return the experts that have this parameter of their own; None alone if no experts have
         it.
         """
-        return range(self.num_experts) if "{e}" in weight.key else (None,)
+        return range(self.num_experts) if weight.cut.group == "expert" else (None,)
+
+    def num_local(self, weight: Weight, ep: int) -> int:
+        """Return the number of parameters of this kind that a layer has on each of `ep` ranks that
+        share the experts.
+        """
+        return max(1, len(self.experts(weight)) // ep)
 
     def shapes(self, weight: Weight) -> list[tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors of one parameter."""
@@ -170,7 +178,7 @@ class ModelShape:
     def _parameter_sizes(self, weights: Sequence[Weight], tp: int, ep: int) -> list[int]:
         sizes: list[int] = []
         for weight in weights:
-            sizes += [self.num_elements(weight, tp)] * max(1, len(self.experts(weight)) // ep)
+            sizes += [self.num_elements(weight, tp)] * self.num_local(weight, ep)
         return sizes
 
     @property
@@ -233,16 +241,16 @@ def stage_layers(num_layers: int, pp: int, vp: int = 1) -> tuple[tuple[range, ..
     return tuple(tuple(runs[stage::pp]) for stage in range(pp))
 
 
-def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1, vp: int = 1) -> str | None:
+def cut_error(shape: ModelShape, cut: ParallelSizes) -> str | None:
     """Return why the trainer cannot cut a model this way, None if it can."""
-    if ep > 1 and not shape.num_experts:
+    if cut.ep > 1 and not shape.num_experts:
         return (
-            f"expert_model_parallel_size ({ep}) divides experts, and a {shape.model_type} model has"
-            " none; drop --expert-model-parallel-size"
+            f"expert_model_parallel_size ({cut.ep}) divides experts, and a {shape.model_type} model"
+            " has none; drop --expert-model-parallel-size"
         )
-    if shape.num_experts % ep:
+    if shape.num_experts % cut.ep:
         return (
-            f"expert_model_parallel_size ({ep}) must divide the model's experts"
+            f"expert_model_parallel_size ({cut.ep}) must divide the model's experts"
             f" ({shape.num_experts}); lower --expert-model-parallel-size to a divisor"
         )
     for what, count in (
@@ -250,15 +258,15 @@ def cut_error(shape: ModelShape, tp: int, pp: int, ep: int = 1, vp: int = 1) -> 
         ("key-value heads", shape.num_kv_heads),
         ("intermediate size", 0 if shape.num_experts else shape.ffn_size),  # experts are whole
     ):
-        if count % tp:
+        if count % cut.tp:
             return (
-                f"tensor_model_parallel_size ({tp}) must divide the model's {what} ({count}); "
+                f"tensor_model_parallel_size ({cut.tp}) must divide the model's {what} ({count}); "
                 "lower --tensor-model-parallel-size to a divisor"
             )
-    if shape.num_layers < pp * vp:
-        chunks = f" x virtual_pipeline_model_parallel_size ({vp})" if vp > 1 else ""
+    if shape.num_layers < cut.pp * cut.vp:
+        chunks = f" x virtual_pipeline_model_parallel_size ({cut.vp})" if cut.vp > 1 else ""
         return (
-            f"pipeline_model_parallel_size ({pp}){chunks} must be at most the model's layers"
+            f"pipeline_model_parallel_size ({cut.pp}){chunks} must be at most the model's layers"
             f" ({shape.num_layers}); lower --pipeline-model-parallel-size"
         )
     return None

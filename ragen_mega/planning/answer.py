@@ -29,9 +29,9 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
     """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
     where one does not. Raises ValueError if the model cannot be cut this way.
     """
-    layout, (tp, pp, ep, vp) = setting.parallel, setting.parallel.cut
+    layout, cut = setting.parallel, setting.parallel.cut
     server = setting.engine_tp, setting.engine_ep
-    if error := cut_error(shape, *layout.cut) or server_error(shape, *server):
+    if error := cut_error(shape, cut) or server_error(shape, *server):
         raise ValueError(error)
     phases = plan(shape, setting)
     totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
@@ -40,10 +40,10 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "status": "predicted, not yet run on a GPU",
         "parameters": shape.num_parameters,
         "num_gpus": setting.num_ranks,
-        "tensor_parallel": tp,
-        "pipeline_parallel": pp,
-        "virtual_pipeline": vp,
-        "expert_parallel": ep,
+        "tensor_parallel": cut.tp,
+        "pipeline_parallel": cut.pp,
+        "virtual_pipeline": cut.vp,
+        "expert_parallel": cut.ep,
         "data_parallel": setting.dp,
         "rollout_tensor_parallel": setting.engine_tp,
         "recompute": layout.recompute,

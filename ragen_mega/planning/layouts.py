@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.sections.parallel import ParallelSizes
 from ragen_mega.models.shape import ModelShape, cut_error, server_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
 from ragen_mega.planning.memory import (
@@ -73,7 +74,8 @@ def layouts(
     tried = [(now[name],) if name in now else values for name, values in usual.items()]
     kv = config.rollout.kv_cache_tokens
     for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
-        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, tp, pp, ep, vp):
+        cut = ParallelSizes(tp, pp, ep, vp)
+        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, cut):
             continue
         engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
         if num_ranks % engine_tp or server_error(shape, engine_tp, engine_ep):

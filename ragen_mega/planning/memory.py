@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_args
 
 from ragen_mega.config import ParallelConfig, Recompute, StarPOConfig
+from ragen_mega.config.sections.parallel import ParallelSizes
 from ragen_mega.models.shape import ModelShape, stage_layers
 
 GIB = 2**30
@@ -113,19 +114,19 @@ class Setting:
 
     @property
     def dp(self) -> int:
-        tp, pp, *_ = self.parallel.cut
-        return self.num_ranks // (tp * pp)
+        cut = self.parallel.cut
+        return self.num_ranks // (cut.tp * cut.pp)
 
     @property
     def expert_dp(self) -> int:
         """Ranks that hold the same experts."""
-        tp, _, ep, _ = self.parallel.cut
-        return tp * self.dp // ep
+        cut = self.parallel.cut
+        return cut.tp * self.dp // cut.ep
 
     @property
     def sp(self) -> int:
         """Ranks that share the positions between tensor-parallel regions."""
-        return self.parallel.cut[0] if self.parallel.sequence_parallel else 1
+        return self.parallel.cut.tp if self.parallel.sequence_parallel else 1
 
     @property
     def itemsize(self) -> int:
@@ -167,7 +168,7 @@ def device_state(shape: ModelShape, setting: Setting, stage: int, *, is_critic: 
 @lru_cache(maxsize=4096)
 def _state(
     shape: ModelShape,
-    cut: tuple[int, int, int, int],
+    cut: ParallelSizes,
     sharers: tuple[tuple[int, int], tuple[int, int]],
     stage: int,
     item: int,
@@ -178,26 +179,24 @@ def _state(
     """Compute `state_of` from all that it depends on, of which a search meets few combinations.
     `sharers`: how many ranks hold the same parameters, and the same experts, and their numbers.
     """
-    (tp, pp, ep, vp), is_tied = cut, shape.is_tied and not is_critic
+    is_tied = shape.is_tied and not is_critic
     # an expert's weights stand together, in buffers apart from those of the other weights
-    weights = [
-        (shape.num_elements(weight, tp), shape.experts(weight)) for weight in shape.family.layer
-    ]
-    layer = [size for size, experts in weights if experts == (None,)]
-    expert = [size for size, experts in weights if experts != (None,)]
-    experts = expert * (shape.num_experts // ep)
-    vocab = shape.num_elements(shape.family.outer[0], tp)
+    sizes: dict[str, list[int]] = {"dense": [], "expert": []}
+    for weight in shape.family.layer:
+        sizes[weight.cut.group].append(shape.num_elements(weight, cut.tp))
+    layer, experts = sizes["dense"], sizes["expert"] * (shape.num_experts // cut.ep)
+    vocab = shape.num_elements(shape.family.outer[0], cut.tp)
     dp = sharers[0][0]
     parameters = gradients = optimizer = 0
-    for chunk, layers in enumerate(stage_layers(shape.num_layers, pp, vp)[stage]):
-        is_first, is_last = stage == chunk == 0, stage == pp - 1 and chunk == vp - 1
+    for chunk, layers in enumerate(stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]):
+        is_first, is_last = stage == chunk == 0, stage == cut.pp - 1 and chunk == cut.vp - 1
         embedding = [vocab] if is_first else []
         body = layer * len(layers) + [shape.hidden_size] * is_last
-        head = [vocab] if is_last and (not is_tied or pp > 1) else []
+        head = [vocab] if is_last and (not is_tied or cut.pp > 1) else []
         if is_critic and is_last:
             head = [shape.hidden_size]
         buffers = [([embedding + body + head], item, sharers[0])]
-        if is_tied and pp > 1:  # its two copies have buckets of their own, to be sharded alike
+        if is_tied and cut.pp > 1:  # its two copies have buckets of their own, to be sharded alike
             buffers = [([embedding, body, head], item, sharers[0])]
         elif is_critic and is_last and item != FP32:  # the value head is always float32
             buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
@@ -251,12 +250,12 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """Count the bytes per position that one layer saves for the backward pass, by part, without
     recomputation.
     """
-    (tp, _, ep, _), item, hidden = setting.parallel.cut, setting.itemsize, shape.hidden_size
-    queries, keys = shape.q_size // tp, shape.kv_size // tp
+    cut, item, hidden = setting.parallel.cut, setting.itemsize, shape.hidden_size
+    queries, keys = shape.q_size // cut.tp, shape.kv_size // cut.tp
     # gate and up, silu(gate), a copy of up, their product
     mlp = 5 * shape.ffn_size * item
     if shape.num_experts:  # inputs of experts, products weighted; logits and choices of the router
-        chosen = dict(shape.further)["moe_router_topk"] * (SKEW if ep > 1 else 1)
+        chosen = dict(shape.further)["moe_router_topk"] * (SKEW if cut.ep > 1 else 1)
         mlp = int(chosen * (hidden * item + mlp + shape.ffn_size * item))
         mlp += shape.num_experts * 2 * FP32
     parts = {
@@ -265,8 +264,9 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; where megatron-core rotates, cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim * (not setting.on_host)) * item,
-        "attention": queries * item + shape.num_heads // tp * FP32,  # its output and log-sum-exps
-        "mlp": mlp // tp,
+        # its output and log-sum-exps
+        "attention": queries * item + shape.num_heads // cut.tp * FP32,
+        "mlp": mlp // cut.tp,
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
@@ -274,7 +274,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         # the queries of several key heads are copied to stand side by side
         parts["query and key norms"] = (
             queries * (keys > shape.head_dim) * item
-            + (shape.num_heads + shape.num_kv_heads) // tp * FP32
+            + (shape.num_heads + shape.num_kv_heads) // cut.tp * FP32
         )
     return parts
 
@@ -296,7 +296,7 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
     """
-    (_, pp, _, vp), recompute = setting.parallel.cut, setting.parallel.recompute
+    cut, recompute = setting.parallel.cut, setting.parallel.recompute
     parts = layer_activations(shape, setting)
     one_layer = sum(parts.values())
     kept = {
@@ -304,14 +304,14 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "selective": one_layer - parts["mlp"],
         "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
-    per_position = kept * max(map(len, stage_layers(shape.num_layers, pp, vp)[stage]))
+    per_position = kept * max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
-    per_position *= in_flight(stage, pp, vp)
+    per_position *= in_flight(stage, cut.pp, cut.vp)
     if stage == 0:
-        per_position += 8 * pp  # token ids of the embedding
-    if stage == pp - 1:  # the final norm; the loss keeps its output
+        per_position += 8 * cut.pp  # token ids of the embedding
+    if stage == cut.pp - 1:  # the final norm; the loss keeps its output
         per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // setting.sp
     return per_position * setting.max_tokens
 
@@ -323,18 +323,19 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     weight before it is added to its float32 buffer; on the policy's last stage, at another time,
     the chunked loss of `ragen_kernels`.
     """
-    (tp, pp, ep, _), item, tokens = setting.parallel.cut, setting.itemsize, setting.max_tokens
+    cut, item, tokens = setting.parallel.cut, setting.itemsize, setting.max_tokens
     parts = layer_activations(shape, setting)
     recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
         setting.parallel.recompute
     ]
-    layer = (recomputed + sum(parts.values())) * tokens + max(shape.layer_sizes(tp, ep)) * item
-    if is_critic or stage != pp - 1:
+    largest = max(shape.layer_sizes(cut.tp, cut.ep))
+    layer = (recomputed + sum(parts.values())) * tokens + largest * item
+    if is_critic or stage != cut.pp - 1:
         return layer
-    head, hidden = shape.num_elements(shape.family.outer[-1], tp), shape.hidden_size
-    logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // tp
+    head, hidden = shape.num_elements(shape.family.outer[-1], cut.tp), shape.hidden_size
+    logits = min(LOGITS_CHUNK, tokens * shape.vocab_size * item) // cut.tp
     if setting.on_host:  # smaller chunks, of which plain torch makes copies in float32
-        logits = min(tokens, TILE_ROWS) * shape.vocab_size * (item + 4 * FP32) // tp
+        logits = min(tokens, TILE_ROWS) * shape.vocab_size * (item + 4 * FP32) // cut.tp
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
     # float32 and as it is returned
     loss = logits + 3 * tokens * hidden * item
@@ -360,7 +361,7 @@ def stage_phases(
     shape: ModelShape, setting: Setting, stage: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """List (phase, term -> bytes) of a rank of a pipeline stage, at the phase's peak."""
-    offload, (tp, pp, ep, vp) = setting.parallel.offload, setting.parallel.cut
+    offload, cut = setting.parallel.offload, setting.parallel.cut
     names = ("actor", "critic") if setting.has_critic else ("actor",)
     trains = {
         name: device_state(shape, setting, stage, is_critic=name == "critic") for name in names
@@ -370,14 +371,14 @@ def stage_phases(
     if (
         setting.parallel.fp8 != "none"
     ):  # Transformer Engine keeps each linear weight as it is and transposed
-        layers = sum(map(len, stage_layers(shape.num_layers, pp, vp)[stage]))
-        in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(tp, ep))
+        layers = sum(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
+        in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(cut.tp, cut.ep))
     if setting.on_host:
         base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
         base["checkpoint and host copies"] = host_copies(shape, setting, stage)
     else:
         contexts = CUDA_CONTEXT * (2 if weights else 1)
-        groups = sum(size > 1 for size in (tp, pp, ep, setting.dp))
+        groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
     for name in trains:
@@ -396,7 +397,8 @@ def stage_phases(
             "fragmentation": int(FRAGMENTATION * (saved + passing)),
         }
         if setting.parallel.optimizer_cpu_offload:
-            largest = max(shape.num_elements(shape.family.outer[0], tp), *shape.layer_sizes(tp, ep))
+            vocabulary = shape.num_elements(shape.family.outer[0], cut.tp)
+            largest = max(vocabulary, *shape.layer_sizes(cut.tp, cut.ep))
             passes["part of optimizer"] = max(ADAM_PART, (MOMENTS + FP32) * largest)
         yield f"train {name}", base | states | copies | passes
     if offload == "none":
@@ -428,9 +430,9 @@ def _largest(shape: ModelShape, setting: Setting) -> set[int]:
     """Return the stages among which one needs most: those with a vocabulary, and the first one with
     the most layers. Behind it fewer microbatches are in flight.
     """
-    _, pp, _, vp = setting.parallel.cut
-    held = [sum(map(len, stage)) for stage in stage_layers(shape.num_layers, pp, vp)]
-    return {0, held.index(max(held)), pp - 1}
+    cut = setting.parallel.cut
+    held = [sum(map(len, stage)) for stage in stage_layers(shape.num_layers, cut.pp, cut.vp)]
+    return {0, held.index(max(held)), cut.pp - 1}
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:

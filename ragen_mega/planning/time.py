@@ -613,13 +613,10 @@ def rollout(
 
 def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
     """Read the layout and precision in which a run trains."""
-    layout, (tp, pp, ep, vp) = config.parallel, config.parallel.cut
+    layout = config.parallel
     return Cut(
-        tp=tp,
-        pp=pp,
-        vp=vp,
+        **layout.cut._asdict(),
         dp=setting.dp,
-        ep=ep,
         copies=True,
         sequence_parallel=layout.sequence_parallel,
         shards_optimizer=layout.use_distributed_optimizer,
@@ -636,20 +633,20 @@ def hand_over(
     """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
     both): seconds of ranks that train, and seconds of ranks that sample.
     """
-    reached, (tp, pp, ep, _) = machine.constants, setting.parallel.cut
+    reached, cut = machine.constants, setting.parallel.cut
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     taken = {"weights into engine": weights / reached.sync}
     if not num_samplers:
-        is_local = pp == 1 and (  # of a mixture nearly all bytes are experts'
-            setting.engine_ep == ep if shape.num_experts else setting.engine_tp == tp
+        is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'
+            setting.engine_ep == cut.ep if shape.num_experts else setting.engine_tp == cut.tp
         )
-        moved = 0.0 if is_local else weights / machine.link(pp * max(tp, ep))
+        moved = 0.0 if is_local else weights / machine.link(cut.pp * max(cut.tp, cut.ep))
         return {"weights between ranks": moved}, taken
-    whole = shape.engine_weights(setting.itemsize, 1)
+    whole, ranks = shape.engine_weights(setting.itemsize, 1), cut.tp * cut.pp
     # the first sampler passes them on to the others
     taken["weights to samplers"] = min(2, num_samplers) * whole / CONNECTION
     return {
-        "weights between ranks": whole / machine.link(tp * pp) if tp * pp > 1 else 0.0,
+        "weights between ranks": whole / machine.link(ranks) if ranks > 1 else 0.0,
         "weights to host": whole / (reached.link * machine.hardware.host_link),
     }, taken
 

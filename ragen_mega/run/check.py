@@ -141,7 +141,7 @@ def _check_models(config: StarPOConfig) -> None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
     if shape is not None:
         check_routing(config, shape)
-        if error := cut_error(shape, *parallel.cut):
+        if error := cut_error(shape, parallel.cut):
             raise ValueError(error)
 
 

@@ -83,7 +83,7 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
         assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in full)
         experts = sum(t.nbytes for n, t in WEIGHTS.items() if ".experts." in n)
         ep = parallel.expert_model_parallel_size
-        assert traffic.ep_bytes == experts * (ep - 1) // ep
+        assert traffic.group_bytes["expert"] == experts * (ep - 1) // ep
         for size, whole in {(tp, 1), (4, 1), (2, 2), (4, 4)}:
             part, traffic = EngineShard(distributed.rank() % size, size, whole), Traffic()
             assert_served(dict(export_weights(model, groups, part, traffic=traffic)), *part)
@@ -91,8 +91,8 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
             numbers = range(SHAPE.num_experts)
             wanted = [e for e in numbers if whole == 1 or e * whole // len(numbers) == part.rank]
             missing = [e for e in wanted if e * ep // len(numbers) != groups.ep.rank()]
-            divided = size // whole
-            assert traffic.ep_bytes == experts // len(numbers) // divided * len(missing)
+            of_one = experts // len(numbers) * whole // size
+            assert traffic.group_bytes["expert"] == of_one * len(missing)
             assert traffic.pp_bytes == (pp > 1) * reshard_plan(model, groups).shard_bytes
         distributed.barrier()
 

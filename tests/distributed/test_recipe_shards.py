@@ -213,9 +213,9 @@ def test_every_rank_of_a_mixture_holds_its_experts_and_a_sync_moves_no_others(
             shards = list(serve(plan, tensors, part, traffic))
             assert len(shards) == len(names) and {name for name, _ in shards} == names
             assert sum(t.nbytes for _, t in shards) == pytest.approx(planned, rel=0.01)
-            assert (traffic.tp_bytes, traffic.ep_bytes) == (gathered, received)
+            assert traffic.group_bytes == Counter(dense=gathered, expert=received)
             assert traffic.pp_bytes == plan.shard_bytes * (recipe.pp > 1)
-            dense = sum(not bucket.has_experts for bucket in plan.buckets)
+            dense = sum(bucket.group == "dense" for bucket in plan.buckets)
             assert calls == Counter(
                 all_gather=dense * bool(gathered),
                 all_to_all=num_exchanges * bool(received),

@@ -189,7 +189,7 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
     assert len(full) == len(weights)
     gathered = counts["all_gather_single", groups.tp] + counts["all_gather_into_tensor", groups.tp]
     assert gathered == (plan.shard_bytes if tp > 1 else 0)
-    assert traffic.tp_bytes == (tp - 1) * plan.shard_bytes
+    assert traffic.group_bytes["dense"] == (tp - 1) * plan.shard_bytes
     assert counts["calls", groups.tp] == (len(plan.buckets) if tp > 1 else 0)
     assert counts["broadcast", groups.pp] == traffic.pp_bytes == (plan.shard_bytes if pp > 1 else 0)
     assert counts["calls", groups.pp] == (len(plan.buckets) if pp > 1 else 0)
@@ -213,7 +213,8 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
             {("broadcast", groups.pp): plan.shard_bytes} if pp > 1 else {}
         )
         assert counts["calls", groups.pp] == (len(plan.buckets) if pp > 1 else 0)
-        assert traffic.tp_bytes == 0 and traffic.pp_bytes == (plan.shard_bytes if pp > 1 else 0)
+        assert traffic.group_bytes.total() == 0
+        assert traffic.pp_bytes == (plan.shard_bytes if pp > 1 else 0)
         if tp > 1:
             assert plan.shard_bytes == sum(
                 tensor.numel() * tensor.element_size() for tensor in truth.values()

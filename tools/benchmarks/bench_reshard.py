@@ -214,7 +214,7 @@ def summary(
     median, bound_median = statistics.median(seconds), statistics.median(bound)
     return {
         "pp_bytes": traffic.pp_bytes,
-        "tp_bytes": traffic.tp_bytes,
+        "tp_bytes": traffic.group_bytes["dense"],
         "seconds": median,
         "bound_seconds": bound_median,
         "gbytes_per_second": engine_bytes / median / 1e9,

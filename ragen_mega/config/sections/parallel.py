@@ -1,12 +1,25 @@
 """Flags of the layout over the ranks, and of precision."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from ragen_mega.config.sections.section import Count, Natural, OnlyWith, Positive, Section
 
 OffloadMode = Literal["none", "rollout", "turns"]
 Recompute = Literal["none", "selective", "full"]
+
+
+class ParallelSizes(NamedTuple):
+    """The cut of a model over the ranks that train it."""
+
+    tp: int = 1
+    """Ranks that share every matrix."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Ranks that share the experts of a layer."""
+    vp: int = 1
+    """Chunks of layers on each pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +121,8 @@ class ParallelConfig(Section):
             )
 
     @property
-    def cut(self) -> tuple[int, int, int, int]:
-        """Sizes of tensor, pipeline and expert parallelism, and chunks of a pipeline stage."""
-        return (
+    def cut(self) -> ParallelSizes:
+        return ParallelSizes(
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
             self.expert_model_parallel_size,
