@@ -74,7 +74,7 @@ setup(
         "tensorboard>=2.18",
         "plotly>=7,<8",  # its JavaScript goes into the viewer's page
     ],
-    # ragen_mega/data/extras.py knows which extra a missing module belongs to.
+    # ragen_mega/extensions/extras.py knows which extra a missing module belongs to.
     extras_require={
         **OPTIONAL,
         "test": [

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.distributed import is_main
 from ragen_mega.megatron.initialize import shutdown
+from ragen_mega.ranks.collectives import is_main
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build

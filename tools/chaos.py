@@ -43,9 +43,9 @@ from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import parse
-from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.models.huggingface import load_tokenizer, random_weights
+from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.checkpoints import CHECKPOINTS

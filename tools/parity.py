@@ -24,12 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.launcher import run_ranks
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.report.metrics import write_json
 
 TOLERANCES = {
@@ -369,10 +369,10 @@ def run_layout(layout: Layout, directory: Path) -> None:
                         key = Key(kind, architecture, name, parameter)
                         results[key] = tensor.cpu().clone()
         results[Key("values", architecture)] = critic.values(batch)
-    if distributed.is_main():
+    if collectives.is_main():
         torch.save({tuple(key): value for key, value in results.items()}, directory / layout.name)
-    distributed.barrier()
-    distributed.stop()
+    collectives.barrier()
+    collectives.stop()
 
 
 def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:

@@ -17,10 +17,10 @@ from typing import Any
 import httpx2
 
 from ragen_mega.agents.protocol import index_of
-from ragen_mega.data.registry import Registry
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, read_rows
 from ragen_mega.environments.protocol import check_seed, text_seed
+from ragen_mega.extensions.registry import Registry
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})

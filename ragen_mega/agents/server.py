@@ -29,7 +29,7 @@ from ragen_mega.agents.call_tree import RequestError
 from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
 from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
 from ragen_mega.agents.responses import RESPONSES
-from ragen_mega.data.launcher import open_many_files
+from ragen_mega.ranks.launcher import open_many_files
 from ragen_mega.rollout.visit import Visit
 
 INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)

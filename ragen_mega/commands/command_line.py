@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ragen_mega.data.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
+from ragen_mega.ranks.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
 
 Flag = tuple[str, dict[str, Any]]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.data.extras import installed
+from ragen_mega.extensions.extras import installed
 
 _CONFIG = Path(__file__).parents[1] / "config"
 CONSTRAINTS = {"cpu": _CONFIG / "constraints.txt", "h100": _CONFIG / "constraints-h100.txt"}

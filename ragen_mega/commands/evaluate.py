@@ -16,7 +16,7 @@ from pathlib import Path
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config.recorded import is_run, read_recorded
 from ragen_mega.config.sections.environment import parse_shares
-from ragen_mega.data import distributed
+from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import write_json
 from ragen_mega.run.evaluation import evaluate_sets
@@ -81,13 +81,13 @@ def main(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         rules={name: value for name, value in rules.items() if value is not None},
     )
-    console = Console(is_writer=distributed.is_main(), num_steps=0)
+    console = Console(is_writer=collectives.is_main(), num_steps=0)
     title = f"{arguments.load}, temperature {arguments.temperature}"
     sets = {name: result.to_dict() for name, result in results.items()}
     console.evaluations(title, sets)
     for name, result in results.items():
         for key, value in result.pass_at_k.items():
             console.say(f"{key}: {value:.1%}" if len(sets) == 1 else f"{name} {key}: {value:.1%}")
-    if arguments.json and distributed.is_main():
+    if arguments.json and collectives.is_main():
         write_json(arguments.json, sets[names[0]] if len(sets) == 1 else {"sets": sets})
-    distributed.stop()
+    collectives.stop()

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if status := command.main(flags):
             raise SystemExit(status)
     else:
-        close = importlib.import_module("ragen_mega.data.registry").did_you_mean(name, known)
+        close = importlib.import_module("ragen_mega.extensions.registry").did_you_mean(name, known)
         print(f"error: no command {name!r}{close}; ragen-mega --help lists all", file=sys.stderr)
         raise SystemExit(2)
 

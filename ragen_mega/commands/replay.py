@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from ragen_mega.commands.command_line import JSON, command, flag, relaunch
-from ragen_mega.data.launcher import is_rank
+from ragen_mega.ranks.launcher import is_rank
 
 
 @command(
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         replay_agents,
         report,
     )
-    from ragen_mega.data import distributed
+    from ragen_mega.ranks import collectives
     from ragen_mega.report.metrics import METRICS_FILE, write_json
 
     if arguments.agent_calls:
@@ -70,9 +70,9 @@ def main(arguments: argparse.Namespace) -> int:
     read_row(config.run_directory / METRICS_FILE, arguments.step)  # before ranks begin
     relaunch(num_ranks, "replay", arguments.argv)
     result = replay(arguments)
-    if distributed.is_main():
+    if collectives.is_main():
         report(result)
         if arguments.json:
             write_json(arguments.json, result)
-    distributed.stop()
+    collectives.stop()
     return 0 if result["equal"] else 1

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
-from ragen_mega.data.launcher import is_rank
+from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
+from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import read_settings
 from ragen_mega.rollout.collector import Collection
 from ragen_mega.rollout.engine import NoEngine
-from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
@@ -60,7 +60,7 @@ class RecordedRollouts:
 
     def recall(self, step: int) -> list[TrajectoryGroup]:
         """Read the groups of a step. Collective."""
-        return from_main(lambda: self._files.read(step).groups)
+        return read_on_main(lambda: self._files.read(step).groups)
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     config, _ = read_config(arguments)
     logged = read_row(config.run_directory / METRICS_FILE, arguments.step)
     run, origin = open_replay(config, arguments.step)
-    if distributed.is_main():
+    if collectives.is_main():
         steps = span([run.step, arguments.step])
         print(f"repeating {steps} from {origin}", file=sys.stderr, flush=True)
     keys = compare(logged, repeat(run, arguments.step))
@@ -77,7 +77,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         "run": str(config.run_directory),
         "step": arguments.step,
         "from": origin,
-        "world_size": distributed.world_size(),
+        "world_size": collectives.world_size(),
         "tolerance": arguments.tolerance,
         "largest_difference": worst,
         "equal": worst <= arguments.tolerance,

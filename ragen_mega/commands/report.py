@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ragen_mega.commands.command_line import command, flag, report_folder
-from ragen_mega.data.extras import require
+from ragen_mega.extensions.extras import require
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.plots import headless_pyplot

@@ -11,8 +11,8 @@ import logging
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config.sections.environment import json_object
-from ragen_mega.data.launcher import open_many_files
 from ragen_mega.environments.adapters.packages import required
+from ragen_mega.ranks.launcher import open_many_files
 
 FLAGS = (
     flag("--environment", "name or import path", required=True),

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ragen_mega.commands.command_line import command, flag, report_folder
 from ragen_mega.config import parse
-from ragen_mega.data.extras import require
+from ragen_mega.extensions.extras import require
 from ragen_mega.planning.hardware import find_machine
 from ragen_mega.run.check import check_environments
 from ragen_mega.studies import price, tables

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.data.launcher import PROGRAM, is_rank, ranks_command
+from ragen_mega.ranks.launcher import PROGRAM, is_rank, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from ragen_mega.commands.baselines import OPTION, parse_option
 from ragen_mega.commands.command_line import JSON, command, flag
-from ragen_mega.data.extras import require
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import held_out_options, make
+from ragen_mega.extensions.extras import require
 from ragen_mega.report.metrics import write_json
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 numba's cache on disk knows a compiled function by the file that it stands in, and would keep one
 whose helper has changed in another file. So a kernel calls compiled helpers of its own file, and of
-`compiled.py`, whose text is part of every kernel's stamp.
+`tiles.py`, whose text is part of every kernel's stamp.
 """
 
 import functools
@@ -47,7 +47,7 @@ def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
 @functools.cache
 def _helpers() -> str:
     """Return the text of the helpers of all kernels."""
-    return Path(__file__).with_name("compiled.py").read_text()
+    return Path(__file__).with_name("tiles.py").read_text()
 
 
 @functools.cache

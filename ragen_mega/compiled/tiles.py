@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ragen_mega.data.jit import EXACT, jit
+from ragen_mega.compiled.jit import EXACT, jit
 
 LANES = 16
 """Numbers side by side in registers."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
-from ragen_mega.data.registry import did_you_mean
+from ragen_mega.extensions.registry import did_you_mean
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Section -> name -> value, as `StarPOConfig.to_dict` gives them."""

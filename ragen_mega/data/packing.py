@@ -29,10 +29,10 @@ from ragen_mega.data.types import (
 )
 
 
-def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
+def pack(trajectories: Sequence[Trajectory], here: Tensor | None = None) -> TokenBatch:
     """Pack S trajectories of L_s tokens into T = sum(L_s - 1) positions (less with several segments
     each); position t predicts the next token. Tokens that another rank holds (`Elsewhere`), and
-    what was recorded with them, have the defaults of their fields.
+    what was recorded with them, have the defaults of their fields. `here`: see `TokenBatch`.
 
     Two turns (see `Trajectory`), one trajectory:
 
@@ -71,6 +71,7 @@ def pack(trajectories: Sequence[Trajectory]) -> TokenBatch:
         rewards=rewards,
         group_ids=torch.tensor([t.group_id for t in trajectories]),
         cu_segments=cu_segments if len(spans) > len(trajectories) else None,
+        here=here,
         **arguments_of(
             {
                 name: values[is_input if TOKEN_FIELDS[name].is_of_inputs else is_label]
@@ -217,8 +218,42 @@ def _shared_order(
     return order if order.num_nodes < most_nodes * sum(order.lengths) else None
 
 
-class Part(NamedTuple):
-    """Trajectories of one microbatch."""
+def choose_owners(
+    trajectories: Sequence[Trajectory],
+    minibatches: Sequence[Sequence[int]],
+    num_parts: int,
+    *,
+    homes: Sequence[int],
+    cost: Cost,
+    most_nodes: float,
+) -> Tensor:
+    """Return [passes, S] which of `num_parts` data-parallel ranks trains each trajectory, so that
+    in every minibatch all have about as much to compute (see `shares`). Needs all tokens.
+
+    `minibatches` go over all trajectories, once or several times; `homes` [ranks] is the
+    data-parallel rank of each rank.
+    """
+    costs = [
+        sum(cost.of(end - start - 1) for start, end in trajectory.segments)
+        + cost.per_label * trajectory.num_sampled_tokens
+        for trajectory in trajectories
+    ]
+    tokens = flatten((trajectory.tokens for trajectory in trajectories), np.int32)
+    offsets = offsets_of(torch.tensor([len(trajectory) for trajectory in trajectories]))
+    at_home = [homes[trajectory.rank % len(homes)] for trajectory in trajectories]
+    options = {"homes": at_home, "cost": cost, "most_nodes": most_nodes}
+    owners = torch.full((sum(map(len, minibatches)) // len(costs), len(costs)), -1)
+    seen = 0
+    for ids in minibatches:
+        found = shares(tokens, offsets, costs, num_parts, ids=ids, **options)
+        for part, share in enumerate(found):
+            owners[seen // len(costs), share] = part
+        seen += len(ids)
+    return owners
+
+
+class Share(NamedTuple):
+    """The trajectories of one microbatch."""
 
     ids: list[int]
     shared: list[int]
@@ -234,7 +269,7 @@ def parts_of(
     costs: Sequence[int] | None = None,
     most_nodes: float = 0.0,
     num_stages: int = 1,
-) -> list[Part]:
+) -> list[Share]:
     """Divide the given trajectories of a batch into microbatches of at most `max_tokens` nodes,
     which are the distinct positions where these are fewer than `most_nodes` of all, see `shares`.
     `costs` [S] of all trajectories by themselves (None: what `cost` says).
@@ -243,9 +278,9 @@ def parts_of(
     routes = batch.further_fields.get(ROUTES)
     if order := _shared_order(batch.tokens, batch.cu_seqlens, ids, costs, cost, most_nodes, routes):
         runs = order.cut(4 * num_stages if num_stages > 1 else 1, max_tokens, num_stages)
-        return [Part(run.ids, run.shared) for run in runs]
+        return [Share(run.ids, run.shared) for run in runs]
     found = microbatches(batch, max_tokens, ids, cost=cost, costs=costs, num_stages=num_stages)
-    return [Part(chosen, [0] * len(chosen)) for chosen in found]
+    return [Share(chosen, [0] * len(chosen)) for chosen in found]
 
 
 def microbatches(
@@ -316,10 +351,12 @@ def _balanced(
     return [[ids[i] for i in part] for part in best]
 
 
-def microbatch(batch: TokenBatch, part: Part, *, multiple: int, device: torch.device) -> Microbatch:
+def microbatch(
+    batch: TokenBatch, share: Share, *, multiple: int, device: torch.device
+) -> Microbatch:
     """Return the given trajectories on `device`, their input padded to a multiple of nodes."""
-    whole = batch.select(part.ids)
-    forest = Forest.of(whole.lengths.tolist(), part.shared, multiple=multiple)
+    whole = batch.select(share.ids)
+    forest = Forest.of(whole.lengths.tolist(), share.shared, multiple=multiple)
     nodes = torch.from_numpy(forest.sources)
     active = whole.loss_mask if whole.weights is None else whole.weights != 0
     rows, sources, edges = active.nonzero().squeeze(1), None, None

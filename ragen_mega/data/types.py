@@ -9,7 +9,7 @@ arXiv:2504.20073, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -315,6 +315,15 @@ class TrajectoryGroup:
     @property
     def total_rewards(self) -> list[float]:
         return [trajectory.total_reward for trajectory in self.trajectories]
+
+
+def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
+    """Return the groups of the trajectories, in order of the first member."""
+    groups: dict[int, TrajectoryGroup] = {}
+    for trajectory in trajectories:
+        group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
+        group.trajectories.append(trajectory)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

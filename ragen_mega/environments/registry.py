@@ -14,10 +14,10 @@ from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ragen_mega.data.registry import Registry
 from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_refusal
 from ragen_mega.environments.protocol import Environment
+from ragen_mega.extensions.registry import Registry
 
 _WORLDS = "ragen_mega.environments.worlds"
 _ADAPTERS = "ragen_mega.environments.adapters"

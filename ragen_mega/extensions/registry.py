@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from ragen_mega.data.extras import extra_of, install_command
+from ragen_mega.extensions.extras import extra_of, install_command
 
 _MOST_NAMED = 20
 

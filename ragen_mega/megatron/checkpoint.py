@@ -41,9 +41,9 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from ragen_mega.data import distributed
 from ragen_mega.megatron.adam import MAIN
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.ranks import collectives
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
 BACKEND, VERSION = "ragen_mega_safetensors", 1
@@ -70,10 +70,10 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
     }
     staged = _Stage()
     dist_checkpointing.save(state, str(directory), sharded_strategy=staged)
-    if distributed.is_main():
+    if collectives.is_main():
         (directory / STEPS).write_text(json.dumps(steps))
         (directory / COMMON_STATE_FNAME).unlink()  # a pickle of nothing
-    path = directory / file_name(distributed.rank())
+    path = directory / file_name(collectives.rank())
 
     def write() -> Path:
         write_pieces(path, staged.pieces)
@@ -223,7 +223,7 @@ def _count_steps(trainer: Trainer) -> int:
         for counter in (*optimizer.optimizer.state.values(), *optimizer.optimizer.param_groups)
         if "step" in counter
     ]
-    return max(distributed.gather_objects(max(counts, default=0)))
+    return max(collectives.gather_objects(max(counts, default=0)))
 
 
 def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:

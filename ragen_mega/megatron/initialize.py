@@ -5,8 +5,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.megatron import cpu, precision
+from ragen_mega.ranks import collectives
 
 _groups_are_for: tuple[dist.ProcessGroup | None, int, int, int] | None = None
 """The job and the layout that megatron-core's groups were built for."""
@@ -19,8 +19,8 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
     the process. Raises ValueError when the layout does not fit the number of ranks, or this machine
     does not support the precision.
     """
-    distributed.start()
-    parallel.check_world(distributed.world_size())
+    collectives.start()
+    parallel.check_world(collectives.world_size())
     precision.choose_implementation(parallel, precision.Machine.here())
     cpu.install()
     global _groups_are_for
@@ -57,4 +57,4 @@ def shutdown() -> None:
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):  # megatron-core forgets some
             setattr(parallel_state, name, None)
-    distributed.stop()
+    collectives.stop()

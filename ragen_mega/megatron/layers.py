@@ -36,12 +36,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ragen_mega.data import distributed
 from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
 from ragen_mega.megatron.routing import MixtureLayer, Routing
+from ragen_mega.ranks import collectives
 
 
 @dataclass
@@ -161,7 +161,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=distributed.device())
+            torch.ones(hidden_size, dtype=config.params_dtype, device=collectives.device())
         )
         # Tells finalize_model_grads to sum this gradient over tensor-parallel ranks, each of which
         # sees a slice of tokens.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, layer_spec
@@ -27,6 +26,7 @@ from ragen_mega.megatron.routing import Routing
 from ragen_mega.models.cuts import trainer_vocab_size
 from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, stage_layers
+from ragen_mega.ranks import collectives
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -192,7 +192,7 @@ class QwenModel(GPTModel):
             self.output_layer = ValueHead(config)
         for parameter in self.parameters():
             if parameter.device.type == "cpu":  # as megatron-core makes routers on every machine
-                parameter.data = parameter.data.to(distributed.device())
+                parameter.data = parameter.data.to(collectives.device())
 
     def setup_embeddings_and_output_layer(self) -> None:
         with cpu.cuda_literals_as_cpu():
@@ -260,7 +260,7 @@ class ValueHead(nn.Linear):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(
-            config.hidden_size, 1, bias=False, dtype=torch.float32, device=distributed.device()
+            config.hidden_size, 1, bias=False, dtype=torch.float32, device=collectives.device()
         )
         self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel

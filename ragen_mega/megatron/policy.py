@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.model import build_model, transformer_config
@@ -19,6 +18,7 @@ from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import export_weights, reshard_plan
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
 _MEANS = (
@@ -141,7 +141,7 @@ class MegatronPolicy:
         size = batch.num_positions, shape.num_layers, shape.experts_per_token
         routes = torch.zeros(size, dtype=torch.uint8)
         logprobs, entropies = self.logprobs_and_entropies(batch, routes)
-        routes = distributed.sum_over_ranks(routes)
+        routes = collectives.sum_over_ranks(routes)
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies, routes=routes)
 
     def logprobs_and_entropies(

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,16 +31,14 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from ragen_mega.data import distributed
 from ragen_mega.models.cuts import Group
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
 from ragen_mega.models.server_cut import stack_experts
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
 BUCKET_BYTES = 256 * 2**20
-RANKS = {"dense": attrgetter("tp"), "expert": attrgetter("ep")}
-"""Group of a slot -> its ranks among the groups of megatron-core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +147,14 @@ class ReshardPlan:
             for stage, of_ranks in enumerate(_exchanged(_exchanged(held, groups.ep), groups.pp))
             for slots, sizes, dtypes in (zip(*alike, strict=True) for alike in zip(*of_ranks))
         )
-        limits = {name: bucket_bytes // of(groups).size() for name, of in RANKS.items()}
         buckets = tuple(
             Bucket(tuple(members))
             for (_, group, _), alike in groupby(entries, key=lambda entry: entry.kind)
-            for members in group_by_size(alike, lambda entry: entry.piece.nbytes, limits[group])
+            for members in group_by_size(
+                alike,
+                lambda entry: entry.piece.nbytes,
+                bucket_bytes // ranks_of(groups, group).size(),
+            )
         )
         plan = cls(groups, buckets)
         # everything that decides which collectives are called, in which order, with how many bytes
@@ -191,14 +191,19 @@ class ReshardPlan:
 
     def group(self, bucket: Bucket) -> dist.ProcessGroup:
         """Return the ranks of a stage that hold equal parts of a bucket."""
-        return RANKS[bucket.group](self.groups)
+        return ranks_of(self.groups, bucket.group)
+
+
+def ranks_of(groups: ProcessGroupCollection, group: Group) -> dist.ProcessGroup:
+    """Return this rank's group of dense or expert ranks."""
+    return {"dense": groups.tp, "expert": groups.ep}[group]
 
 
 def check_same_on_all_ranks(digest: str) -> None:
     """Raise ValueError on every rank, naming those that differ from rank 0, unless all have the
     same digest. Collective.
     """
-    digests = distributed.gather_objects(digest)
+    digests = collectives.gather_objects(digest)
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise ValueError(
             f"all ranks must plan the same weight sync, and ranks {', '.join(map(str, others))}"
@@ -321,7 +326,7 @@ def measure_bound(plan: ReshardPlan) -> float:
     buffers = []
     for group, bucket in largest.items():
         size = min(bucket.num_bytes, BUCKET_BYTES // group.size())
-        flat = torch.zeros(size, dtype=torch.uint8, device=distributed.device())
+        flat = torch.zeros(size, dtype=torch.uint8, device=collectives.device())
         buffers.append((group, flat, flat.new_empty(group.size() * len(flat))))
         num_bytes += ((pp.size() > 1) + group.size() - 1) * size
     for _ in range(4):  # the first time opens the connections
@@ -383,7 +388,7 @@ def _of_stage(
         if is_own:
             flat = _flat(pieces)
         else:
-            flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=distributed.device())
+            flat = torch.empty(bucket.num_elements, dtype=bucket.dtype, device=collectives.device())
         dist.broadcast(flat, src=dist.get_global_rank(pp, bucket.stage), group=pp)
     traffic.pp_bytes += bucket.num_bytes
     return bucket.split(flat)

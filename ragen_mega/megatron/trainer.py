@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
 from ragen_mega.data.fields import ROUTES
-from ragen_mega.data.packing import Part, costs_of, microbatch, parts_of, shares
+from ragen_mega.data.packing import Share, costs_of, microbatch, parts_of, shares
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.adam import find_updated, update_in_parts
@@ -41,6 +40,7 @@ from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
 from ragen_mega.megatron.weights import held, load_weights, mark_tensor_parallel
+from ragen_mega.ranks import collectives
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Shared prefixes are merged only if at most this share of the positions is distinct: building the
@@ -208,7 +208,7 @@ class Trainer:
             self._lacks_scales = self._lacks_gradient_scales = False
         routings = self._routings(micros, counts=True)
         results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
-        counted = sums_of(routings[: len(parts)], self.shape, distributed.device())
+        counted = sums_of(routings[: len(parts)], self.shape, collectives.device())
         nodes = [_num_nodes(batch, parts)]
         if replays := ROUTES in batch.further_fields:
             nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
@@ -275,7 +275,7 @@ class Trainer:
     def _exchange(
         self,
         batch: TokenBatch,
-        parts: list[Part],
+        parts: list[Share],
         results: list[Any],
         counted: Tensor,
         nodes: list[int],
@@ -297,10 +297,10 @@ class Trainer:
         found, values = found.cpu().tensor_split([sum(sizes[:3])])
         totals[: len(found)], whole[positions] = found, values.float()
         values = _on_all_ranks(whole, batch.loss_mask)
-        square, counts, totals, nodes = distributed.sum_over_ranks(totals).split(sizes)
+        square, counts, totals, nodes = collectives.sum_over_ranks(totals).split(sizes)
         return totals, square, counts.view_as(counted), nodes, values
 
-    def _parts(self, batch: TokenBatch) -> list[Part]:
+    def _parts(self, batch: TokenBatch) -> list[Share]:
         """Return this data-parallel rank's microbatches."""
         dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
         costs = costs_of(batch, self.cost)
@@ -314,7 +314,7 @@ class Trainer:
         return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
 
     def _microbatches(
-        self, batch: TokenBatch, parts: list[Part], at_least: int = 0
+        self, batch: TokenBatch, parts: list[Share], at_least: int = 0
     ) -> list[Microbatch]:
         """Return the microbatches of one pass: those of `parts` and, so that this rank takes part
         in as many collectives as others, some of no weight. There are `at_least` so many, with
@@ -326,13 +326,13 @@ class Trainer:
         """
         number, multiple = max(at_least, len(parts)), self.alignment
         if self.groups.ep.size() > 1:
-            number = int(distributed.max_over_ranks(torch.tensor(number)))
+            number = int(collectives.max_over_ranks(torch.tensor(number)))
         number += -number % self._at_once
-        idle = [Part([int(batch.lengths.argmin())], [0])] * (number - len(parts))
+        idle = [Share([int(batch.lengths.argmin())], [0])] * (number - len(parts))
         if self.groups.pp.size() > 1 and number:
             sizes = [_num_nodes(batch, [part]) for part in parts + idle]
             multiple = -(-max(sizes) // multiple) * multiple
-        cut = partial(microbatch, multiple=multiple, device=distributed.device())
+        cut = partial(microbatch, multiple=multiple, device=collectives.device())
         weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
         if (routes := batch.further_fields.get(ROUTES)) is not None and parts:
             positions = torch.cat([batch.positions(part.ids) for part in parts])
@@ -427,13 +427,13 @@ def _schedule_of(
     )
 
 
-def _num_nodes(batch: TokenBatch, parts: Sequence[Part]) -> int:
+def _num_nodes(batch: TokenBatch, parts: Sequence[Share]) -> int:
     """Return the number of nodes of microbatches, without padding."""
     return sum(int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts)
 
 
 def _joined(
-    batch: TokenBatch, parts: Sequence[Part], values: Sequence[Tensor]
+    batch: TokenBatch, parts: Sequence[Share], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the batch positions of all microbatches' trajectories, and their values."""
     positions = [batch.positions(part.ids) for part in parts]
@@ -444,8 +444,8 @@ def _on_all_ranks(values: Tensor, mask: Tensor) -> Tensor:
     """Return the values [T], or [T, columns], under the mask, each of which one rank has computed,
     with those of all ranks.
     """
-    if distributed.world_size() > 1:
-        values[mask] = distributed.sum_over_ranks(values[mask])
+    if collectives.world_size() > 1:
+        values[mask] = collectives.sum_over_ranks(values[mask])
     return values
 
 
@@ -453,5 +453,5 @@ def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any)
     """megatron-core's reduction without its division: `TokenBatch.weights` already holds the global
     normaliser. One rank alone has nothing to reduce.
     """
-    if distributed.world_size() > 1:
+    if collectives.world_size() > 1:
         finalize_model_grads(model, None, **kwargs)

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data import distributed
-from ragen_mega.data.launcher import PROGRAM, run_ranks
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
@@ -41,6 +39,8 @@ from ragen_mega.planning.time import (
     width_factor,
 )
 from ragen_mega.planning.validation import solve
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import PROGRAM, run_ranks
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
@@ -206,8 +206,8 @@ def collectives_rank(out: Path) -> None:
     """Time the all-reduces of `measure_collectives` on this rank; the first rank writes the
     seconds.
     """
-    distributed.start()
-    device = distributed.device()
+    collectives.start()
+    device = collectives.device()
     seconds = []
     for size in MESSAGES:
         message = torch.ones(size, device=device)
@@ -219,7 +219,7 @@ def collectives_rank(out: Path) -> None:
         seconds.append(statistics.median(readings))
     if dist.get_rank() == 0:
         out.write_text(" ".join(map(str, seconds)))
-    distributed.stop()
+    collectives.stop()
 
 
 def solved(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ragen_mega.data import launcher
+from ragen_mega.ranks import launcher
 
 T = TypeVar("T")
 _control_group: dist.ProcessGroup | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ragen_mega.data.extras import installed
+from ragen_mega.extensions.extras import installed
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", "transformers")
 

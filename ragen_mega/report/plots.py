@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from ragen_mega.data.extras import require
+from ragen_mega.extensions.extras import require
 
 
 def headless_pyplot() -> ModuleType:

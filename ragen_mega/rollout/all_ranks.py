@@ -1,5 +1,5 @@
 """One rollout by the engines of all ranks: each plays a part, every rank gets the whole as
-`holding.share` says, and either all ranks fail or none.
+`exchange.gather_to_main` says, and either all ranks fail or none.
 
 If an engine has lost its weights, all ranks, each of which holds a part, send them again; by then
 the other engines have played their parts, or the steps until the next deal, and wait.
@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from typing import Any
 
-from ragen_mega.data import distributed
-from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.rollout.collector import Collection, in_groups
+from ragen_mega.data.exchange import gather_to_main
+from ragen_mega.data.types import TrajectoryGroup, in_groups
+from ragen_mega.ranks import collectives
+from ragen_mega.rollout.collector import Collection
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -21,7 +22,6 @@ from ragen_mega.rollout.engine import (
     Interrupted,
     RolloutEngine,
 )
-from ragen_mega.rollout.holding import share
 from ragen_mega.rollout.player import Advance, PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -30,7 +30,7 @@ _STEPS_BETWEEN_DEALS = 32
 
 def count_engines(engine: RolloutEngine) -> int:
     """Return the number of engines of this job, of which `engine` is one."""
-    return distributed.world_size() // (engine.shard or EngineShard()).size
+    return collectives.world_size() // (engine.shard or EngineShard()).size
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
@@ -41,7 +41,7 @@ def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     restarts: servers that replaced a lost one. reissued: requests that were repeated because of
     that.
     """
-    counts = [EngineCounts(*each) for each in distributed.gather_objects(astuple(engine.counts))]
+    counts = [EngineCounts(*each) for each in collectives.gather_objects(astuple(engine.counts))]
     total = EngineCounts(*map(sum, zip(*map(astuple, counts))))
     engine.counts = EngineCounts()
     shares = {}
@@ -76,7 +76,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         """
         self._collection = Collection(engine, renderer, (), settings, advance=advance)
         self._engine, self._send_again = engine, send_again
-        self._slots = distributed.gather_objects(engine.num_slots)
+        self._slots = collectives.gather_objects(engine.num_slots)
         self._num_tasks = 0
         self._waiting: deque[tuple[int, Task]] = deque()
         # For every rank: its tasks that were not taken, and the unfinished ones among them.
@@ -116,7 +116,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         """Return the groups of finished tasks, in order, and keep them no longer; see `share`."""
         wanted = set(tasks)
         indices = [sorted(wanted & dealt) for dealt in self._dealt]
-        found = share(self._collection.take(indices[distributed.rank()]))
+        found = gather_to_main(self._collection.take(indices[collectives.rank()]))
         self._dealt = [dealt - wanted for dealt in self._dealt]
         order = {
             index: trajectory
@@ -148,7 +148,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         for rank, num in enumerate(deal(len(self._waiting), rooms)):
             part = [self._waiting.popleft() for _ in range(num)]
             self._dealt[rank].update(index for index, _ in part)
-            if rank == distributed.rank():
+            if rank == collectives.rank():
                 self._collection.add(part)
 
     def _note(self, parts: Sequence[tuple[bool, list[int]]]) -> bool:
@@ -187,7 +187,7 @@ def _on_all_ranks() -> Iterator[list[Any]]:
         yield said
     except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
         failure = _portable(error)
-    results, failures = zip(*distributed.gather_objects((said, failure)), strict=True)
+    results, failures = zip(*collectives.gather_objects((said, failure)), strict=True)
     for error in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
         raise error from None
     said[:] = [answer for result in results for answer in result]

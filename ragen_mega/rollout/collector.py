@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY, Episode
 from ragen_mega.environments.pool import (
     MAX_THREADS,
@@ -64,15 +64,6 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
             f"none of {len(trajectories)} episodes of {first.environment} came to a first answer;"
             f" mend it. With seed {first.seed}: {reason}"
         )
-
-
-def in_groups(trajectories: Iterable[Trajectory]) -> list[TrajectoryGroup]:
-    """Return the groups of the trajectories, in order of the first member."""
-    groups: dict[int, TrajectoryGroup] = {}
-    for trajectory in trajectories:
-        group = groups.setdefault(trajectory.group_id, TrajectoryGroup(trajectory.group_id, []))
-        group.trajectories.append(trajectory)
-    return list(groups.values())
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.reference_players import (
     Baselines,
@@ -20,6 +19,7 @@ from ragen_mega.environments.reference_players import (
     baselines,
     wilson_interval,
 )
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.collector import check_starts

@@ -17,7 +17,6 @@ from ragen_mega.agents.call_tree import Call
 from ragen_mega.agents.runner import AgentEpisode, AgentProgram, Outcome, judged
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.sections.agent import AgentConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import (
@@ -29,6 +28,7 @@ from ragen_mega.environments.episode import (
 )
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
 from ragen_mega.environments.protocol import Message, text_seed
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -294,7 +294,7 @@ class Player:
             self, self._engine, attempt.session, trajectory.weight_version
         )
         visit = Visit(self._renderer, sampler, limits, ("agent", *seed))
-        entrance = door(agent.listen_on(distributed.rank()))
+        entrance = door(agent.listen_on(collectives.rank()))
         self.rest(attempt.session)
         with entrance.open(visit) as key:
             ending = seat.begin_agent(entrance.url, key, agent.agent_timeout)

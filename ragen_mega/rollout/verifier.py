@@ -22,8 +22,8 @@ import httpx2
 
 from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.algorithm.tables import is_judge
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
 

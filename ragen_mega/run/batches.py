@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
+from ragen_mega.data.exchange import gather_field, keep_trained
 from ragen_mega.data.packing import (
     behind_first_message,
+    choose_owners,
     count_minibatches,
     minibatch_ids,
     pack,
 )
-from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.ranks.collectives import gather_objects, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.step_metrics import engine_vs_policy
-from ragen_mega.rollout.holding import assign, everywhere, hold
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.timers import Timers
@@ -43,7 +43,9 @@ class Batches:
         self.renderer = renderer
         self.console = console
         self.timers = timers
-        self._owners: Tensor | None = None  # ranks of the present batch, see `assign`
+        self._dp = policy.groups.dp
+        self._homes = gather_objects(self._dp.rank())
+        self._owners: Tensor | None = None  # ranks of the present batch, see `choose_owners`
 
     def pack(
         self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], step: int
@@ -52,21 +54,20 @@ class Batches:
         it trains, and rank 0 also of the groups that it traces.
         """
         trajectories = [member for group in kept for member in group.trajectories]
-        if distributed.world_size() == 1:
-            return pack(trajectories)
-        dp, trainer = self.policy.groups.dp, self.policy.trainer
-        homes = distributed.gather_objects(dp.rank())
-        self._owners = None
-        if dp.size() > 1 and not self.config.reads_all_tokens:
-            plan = self._minibatch_ids(len(trajectories), step)
-            options = {"homes": homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
-            self._owners = on_main(lambda: assign(trajectories, plan, dp.size(), **options))
+        self._owners = owners = self._plan(trajectories, step)
         num_shown = self.config.logging.trace_groups
-        hold(groups, trajectories, self._owners, homes=homes, num_shown=num_shown)
-        batch = pack(trajectories)
-        if self._owners is None:
-            return batch
-        return replace(batch, here=self._owners[0] == dp.rank())
+        keep_trained(groups, trajectories, owners, homes=self._homes, num_shown=num_shown)
+        return pack(trajectories, None if owners is None else owners[0] == self._dp.rank())
+
+    def _plan(self, trajectories: Sequence[Trajectory], step: int) -> Tensor | None:
+        """Return which data-parallel rank trains each trajectory, [passes, S]; None if every rank
+        needs all tokens.
+        """
+        if self._dp.size() == 1 or self.config.reads_all_tokens:
+            return None
+        ids, trainer = self._minibatch_ids(len(trajectories), step), self.policy.trainer
+        options = {"homes": self._homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
+        return on_main(lambda: choose_owners(trajectories, ids, self._dp.size(), **options))
 
     def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. The batch stays as
@@ -80,7 +81,7 @@ class Batches:
         updates *= config.train.updates_per_rollout
         source = config.old_logprobs_from(updates)
         if source == "engine":
-            return batch.with_fields(old_logprobs=everywhere(batch, "rollout_logprobs"))
+            return batch.with_fields(old_logprobs=gather_field(batch, "rollout_logprobs"))
         if source == "update" and config.train.trains_actor(log.step):
             return batch
         batch = self.policy.with_old_logprobs(batch)
@@ -131,7 +132,7 @@ class Batches:
             for index, ids in enumerate(plan):
                 minibatch = batch.select(ids)
                 if batch.here is not None:
-                    here = self._owners[index // per_pass, ids] == self.policy.groups.dp.rank()
+                    here = self._owners[index // per_pass, ids] == self._dp.rank()
                     minibatch = replace(minibatch, here=here)
                 yield minibatch
                 progress.advance()

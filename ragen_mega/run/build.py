@@ -16,8 +16,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
@@ -33,6 +31,8 @@ from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import describe_start, known_config
@@ -84,7 +84,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     needs. Raises ValueError before any training if something cannot work.
     """
     join_job(config)
-    world_size = distributed.world_size()
+    world_size = collectives.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     import_agents(config.environment)
     config = locate(config)
@@ -136,7 +136,7 @@ def build_run(
     after the steps of `checkpoint`, or of itself before the first.
     """
     console = Console(
-        is_writer=distributed.is_main(),
+        is_writer=collectives.is_main(),
         num_steps=config.train.num_steps,
         evaluations=config.planned_evaluations(num_engines(config)),
     )
@@ -185,7 +185,7 @@ def build_run(
         timers=timers,
         part=part,
         lock=lock,
-        models=model_digests(config) if distributed.is_main() else {},
+        models=model_digests(config) if collectives.is_main() else {},
     )
     if samplers := run.rollouts.samplers:
         samplers.begin(base)
@@ -225,7 +225,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
         commit = on_main(lambda: local_directory(name).name)  # once: it may change meanwhile
         if os.environ.get("LOCAL_RANK", "0") == "0":
             local_directory(name, commit)
-        distributed.barrier()
+        collectives.barrier()
         return str(local_directory(name, commit, fetch=False))
 
     python = config.rollout.sglang_python
@@ -254,7 +254,7 @@ def locate(config: StarPOConfig) -> StarPOConfig:
 def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
     """Return the run's directory and its log, which rank 0 writes. Collective."""
     opened: list[RunLogger] = []
-    world_size = distributed.world_size()
+    world_size = collectives.world_size()
 
     def begin() -> None:
         logger = RunLogger(
@@ -369,7 +369,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
-    group = distributed.consecutive_group(tp)
+    group = collectives.consecutive_group(tp)
     transfer = (
         rollout.weight_transfer
         if rollout.weight_transfer != "auto"
@@ -377,8 +377,8 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         if settings.device == "cuda"
         else "file"
     )
-    if group is not None and distributed.rank() % tp:
-        part = EngineShard(distributed.rank() % tp, tp, settings.expert_parallel_size)
+    if group is not None and collectives.rank() % tp:
+        part = EngineShard(collectives.rank() % tp, tp, settings.expert_parallel_size)
         return SGLangFollower(
             hf,
             part,
@@ -436,10 +436,10 @@ def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
     """Choose the microbatch and the recomputation that fit into the memory of a rank, where no flag
     does, and say so in a line. Raises ValueError where the plan does not fit. Collective.
     """
-    on_host, num_ranks = not torch.cuda.is_available(), distributed.world_size()
-    room = min(distributed.gather_objects(device_capacity()))
+    on_host, num_ranks = not torch.cuda.is_available(), collectives.world_size()
+    room = min(collectives.gather_objects(device_capacity()))
     config, lines = fit(config, shape, num_ranks, room, on_host=on_host)
-    for line in lines if distributed.is_main() else ():
+    for line in lines if collectives.is_main() else ():
         print(line, flush=True)
     return config
 
@@ -506,7 +506,7 @@ def num_engines(config: StarPOConfig) -> int:
     """Return the number of rollout engines of this job. Raises ValueError if one would span several
     nodes.
     """
-    world_size = distributed.world_size()
+    world_size = collectives.world_size()
     return config.rollout.num_engines(world_size, ranks_per_node(world_size))
 
 

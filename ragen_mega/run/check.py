@@ -19,13 +19,13 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
-from ragen_mega.data.launcher import forget_foreign_ranks
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.registry import make
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
+from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.report.console import fail
 from ragen_mega.storage.run_directory import (
     BASE,

@@ -15,8 +15,8 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
-from ragen_mega.data import distributed
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import load_renderer
@@ -87,8 +87,8 @@ def evaluate_sets(
             f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
-    distributed.start()
-    console = Console(is_writer=distributed.is_main(), num_steps=0)
+    collectives.start()
+    console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
     is_run = directory.exists() and (Path(load) / CONFIG_FILE).exists()
     recorded = read_recorded(Path(load)) if is_run else None
@@ -106,7 +106,7 @@ def evaluate_sets(
         play = play_settings(config, temperature=temperature, seed=seed)
         sets[name] = HeldOut(config.environment, play, prompts, reference)
     num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
-    per_rank = -(-num_tasks // distributed.world_size())
+    per_rank = -(-num_tasks // collectives.world_size())
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine
 

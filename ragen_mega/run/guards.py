@@ -11,11 +11,11 @@ from typing import Any
 
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
-from ragen_mega.data.distributed import on_main
+from ragen_mega.data.exchange import gather_batch
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.endings import environment_errors
-from ragen_mega.rollout.holding import whole
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.rollout.visit import ASKED
 from ragen_mega.storage.sealed_files import write_sealed
@@ -56,7 +56,7 @@ class UpdateGuard:
             return dict(result)
         self.consecutive[model] = self.consecutive.get(model, 0) + 1
         self.count += 1
-        minibatch = whole(minibatch)
+        minibatch = gather_batch(minibatch)
         kept = on_main(lambda: self._keep(step, model, minibatch, result))
         self._report(
             f"step {step}: update of the {model} skipped, its loss ({result['loss']:g}) or gradient"

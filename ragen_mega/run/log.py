@@ -6,10 +6,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from ragen_mega.config import LoggingConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
@@ -104,7 +104,7 @@ class RunLog:
         shown = [replace(g, trajectories=g.trajectories[:1]) for g in groups[:_PROBES]]
         boards = [rows for _, rows in prompts[: len(shown)]]
         on_main(lambda: self._traces.write_evaluation(step, name, shown, boards))
-        if not distributed.is_main():  # which has the tokens
+        if not collectives.is_main():  # which has the tokens
             return
         decode = self._renderer.tokenizer.decode
         rows = [
@@ -118,6 +118,6 @@ class RunLog:
         """Add the spans of all ranks to the timeline, if one is kept."""
         spans = self._timers.take_spans()
         if self._config.timeline:
-            ranks = distributed.gather_objects(spans)
+            ranks = collectives.gather_objects(spans)
             path = self._logger.directory / TIMELINE
             on_main(lambda: append_spans(path, step, ranks))

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import ragen_mega
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.launcher import GLOO_INTERFACE, loopback
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.console import fail
 from ragen_mega.report.hardware import PACKAGES, device, versions
 from ragen_mega.rollout.engine import Interrupted
@@ -167,9 +167,9 @@ def join_job(config: StarPOConfig) -> None:
     with the same settings, and share the directory of the run. Collective.
     """
     if num_nodes() == 1:
-        return distributed.start()
+        return collectives.start()
     choose_interface()
-    distributed.start()
+    collectives.start()
     check_agreement(config)
 
 
@@ -273,12 +273,12 @@ def check_agreement(config: StarPOConfig) -> None:
     and share the directory of the run. Collective.
     """
     facts = describe(config) if _is_first_of_node() else None
-    everyone = [each for each in distributed.gather_objects(facts) if each is not None]
+    everyone = [each for each in collectives.gather_objects(facts) if each is not None]
     if error := disagreement(everyone):
         raise ValueError(error)
     for each in everyone:
         if config.parallel.placement == "colocated":
-            config.rollout.num_engines(distributed.world_size(), each.num_ranks)
+            config.rollout.num_engines(collectives.world_size(), each.num_ranks)
     _check_shared(config.run_directory.parent, [each.host for each in everyone])
 
 
@@ -340,14 +340,14 @@ def _check_shared(directory: Path, hosts: list[str]) -> None:
         token.mkdir(mode=0o700, parents=True)
         return token
 
-    token = distributed.on_main(make)
+    token = collectives.on_main(make)
     failure = None
     if _is_first_of_node():
         try:
             (token / str(node())).touch()
         except OSError as error:
             failure = error.strerror
-    failures = distributed.gather_objects(failure)
+    failures = collectives.gather_objects(failure)
 
     def look() -> None:
         missing = [index for index in range(len(hosts)) if not (token / str(index)).exists()]
@@ -361,4 +361,4 @@ def _check_shared(directory: Path, hosts: list[str]) -> None:
                 " choose another --output"
             )
 
-    distributed.on_main(look)
+    collectives.on_main(look)

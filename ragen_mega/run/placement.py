@@ -21,8 +21,8 @@ import psutil
 import torch
 
 from ragen_mega.config import OffloadMode
-from ragen_mega.data import distributed
 from ragen_mega.megatron.offload import Kind, Offloadable
+from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import Max
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.sync import Phase
@@ -125,7 +125,7 @@ class Colocated:
         `<phase>_<what>` after the phase was entered, `<phase>_end_<what>` before it was left.
         Collective.
         """
-        ledgers = distributed.gather_objects(self._ledger)
+        ledgers = collectives.gather_objects(self._ledger)
         self._ledger = {}
         worst = {}
         for key in ledgers[0]:
@@ -187,7 +187,7 @@ class Colocated:
             device = ", ".join(f"{name} {_gib(size)}" for name, size in device_memory().items())
             remedy = "set --offload rollout, or " if self.mode == "none" else ""
             raise OutOfMemory(
-                f"out of memory in phase {self.phase.name} (rank {distributed.rank()}: {device}; of"
+                f"out of memory in phase {self.phase.name} (rank {collectives.rank()}: {device}; of"
                 f" it models: {held or 'none'}); {remedy}lower --kv-cache-tokens,"
                 " --max-context-length or --num-groups, and see ragen-mega plan for what fits; the"
                 f" error was: {' '.join(str(error).split())[-_MAX_REASON:]}"
@@ -223,7 +223,7 @@ def device_capacity() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[1]
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
     return host_memory() // ranks
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.checksums import checksum_each
-from ragen_mega.data.distributed import on_main
+from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.rollout.holding import from_main
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
 from ragen_mega.run.separate import Part, Samplers
@@ -83,7 +83,7 @@ class Rollouts:
             tasks = self.sampling.tasks.sample(step)
             weights = fingerprint(self._policy.local_weights())
             origin = origin_of(self._config, tasks, weights, self._engine.weight_version + 1)
-            groups = from_main(lambda: self._read(step, origin))
+            groups = read_on_main(lambda: self._read(step, origin))
         self._due = tasks, origin
         if groups is not None:
             self._engine.weight_version += 1  # the version that sampled them
@@ -138,4 +138,4 @@ def count_sampled(groups: Sequence[TrajectoryGroup]) -> int:
 def fingerprint(parameters: Iterable[Tensor]) -> str:
     """Return a digest of the parameters of all ranks, in one pass over them. Collective."""
     local = hashlib.sha256(repr(checksum_each([*parameters])).encode()).hexdigest()
-    return hashlib.sha256(repr(distributed.gather_objects(local)).encode()).hexdigest()
+    return hashlib.sha256(repr(collectives.gather_objects(local)).encode()).hexdigest()

@@ -14,16 +14,15 @@ from typing import Any, Self, TextIO
 
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
-from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data.distributed import device, on_each, on_main
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.ranks.collectives import device, on_each, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import RunLogger
@@ -48,7 +47,6 @@ from ragen_mega.rollout.evaluate import (
     evaluate_each,
     mean_references,
 )
-from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
@@ -68,6 +66,7 @@ from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts, count_sampled
 from ragen_mega.run.sampling import Sampling
+from ragen_mega.run.selection import choose_groups, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
@@ -224,24 +223,11 @@ class Run:
         self, samples: Sequence[TrajectoryGroup], groups: Sequence[TrajectoryGroup], log: StepLog
     ) -> list[TrajectoryGroup]:
         """Apply the configured filter to raw returns, and after a rollback the guard's filter to
-        the rest. It keeps as many groups of several rounds as of one. `samples` are the `groups`
-        without trajectories that lack a return.
+        the rest. `samples` are the `groups` without trajectories that lack a return.
         """
-        config, rollout, num_played = self.config.filter, self.config.rollout, len(groups)
-        strategy, value = config.filter_strategy, config.value
-        if rollout.max_sampling_rounds > 1:
-            strategy, value = "top_k", config.num_kept(rollout.num_groups)
-        kept = filter_groups(
-            samples,
-            strategy=strategy,
-            value=value,
-            keep_zero=config.filter_keep_zero,
-            num_groups=num_played,
-        )
         share = self.collapse_guard.filter_share
-        if share < 1.0 and kept:
-            kept = filter_groups(kept, strategy="top_fraction", value=share, keep_zero=False)
-        log.add("filter", filter_metrics(samples, kept, num_played))
+        kept = choose_groups(samples, self.config, len(groups), share)
+        log.add("filter", filter_metrics(samples, kept, len(groups)))
         if not count_sampled(kept):  # no initial state tells good from bad, or none was played
             log.empty = on_main(partial(nothing_to_learn, groups, samples, self.config))
             self.log.trace(log, groups)

@@ -17,11 +17,11 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
-from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.player import Advance, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
+from ragen_mega.run.selection import shape_on_main
 
 _ATTEMPTS = 2
 """Times that a trajectory is played at most: what fails twice is mostly not worth the wait."""

@@ -22,17 +22,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.compact import CompactTrajectories, compact, expand
-from ragen_mega.data.distributed import device, is_main, on_main
-from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.data.exchange import read_on_main
+from ragen_mega.data.types import TrajectoryGroup, in_groups
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import device, is_main, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
-from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, RolloutEngine
-from ragen_mega.rollout.holding import from_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
@@ -104,8 +103,8 @@ def divide(config: StarPOConfig) -> Part:
     num_samplers = config.parallel.rollout_ranks
     if not num_samplers:
         return Part(samples=False)
-    samples = distributed.rank() >= distributed.world_size() - num_samplers
-    store, link = distributed.divide(num_samplers), None
+    samples = collectives.rank() >= collectives.world_size() - num_samplers
+    store, link = collectives.divide(num_samplers), None
     if is_main():
         shared = config.run_directory.parent.absolute()
         link = connect(store, shared) if samples else listen(store, shared, own_address())
@@ -226,7 +225,7 @@ class Samplers:
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = from_main(lambda: in_groups(expand(packed)))
+        groups = read_on_main(lambda: in_groups(expand(packed)))
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
     def flush(self) -> None:

@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 from torch.distributed import DistError
 
-from ragen_mega.data import distributed
-from ragen_mega.data.launcher import is_rank
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.integrity import describe_error
@@ -47,7 +47,7 @@ class StopSignal:
 
     def agreed(self) -> bool:
         """Return whether any rank has received one of them. Collective."""
-        return bool(distributed.sum_over_ranks(torch.tensor([int(bool(self.received))])))
+        return bool(collectives.sum_over_ranks(torch.tensor([int(bool(self.received))])))
 
     def interrupt(self) -> None:
         """Raise Interrupted if this rank has received one of them."""

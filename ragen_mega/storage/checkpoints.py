@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data import distributed
+from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import (
     check_files,
     describe_file,
@@ -224,7 +224,7 @@ class CheckpointWriter:
         as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
-        temporary = distributed.on_main(lambda: self._prepare(step))
+        temporary = collectives.on_main(lambda: self._prepare(step))
         write = stage(temporary)
         text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
         self._saving = step
@@ -244,7 +244,7 @@ class CheckpointWriter:
             return
         self._thread.join()
         self._thread = None
-        everyone = distributed.gather_objects(self._error)
+        everyone = collectives.gather_objects(self._error)
         errors = [error for error in everyone if error is not None]
         if not errors:
             self._failure, self.saved_step = None, self._saving
@@ -252,7 +252,7 @@ class CheckpointWriter:
         cause = min(errors, key=lambda error: error.startswith(_NOTHING_OF))  # not the echo
         self._failure = f"{self._cannot_write()}: {cause}"
         with contextlib.suppress(OSError):
-            distributed.on_main(self._delete_unfinished)
+            collectives.on_main(self._delete_unfinished)
 
     def require(self) -> None:
         """Wait as `wait` does. Raises OSError on all ranks if the newest checkpoint could not be
@@ -273,7 +273,7 @@ class CheckpointWriter:
         it is missing or damaged.
         """
         self.wait()
-        return distributed.on_main(lambda: read_checkpoint(self.directory / _name(step)))
+        return collectives.on_main(lambda: read_checkpoint(self.directory / _name(step)))
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
@@ -308,19 +308,19 @@ class CheckpointWriter:
     def _write(
         self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
     ) -> None:
-        marker = _marker(temporary, distributed.rank())
+        marker = _marker(temporary, collectives.rank())
         self._error = None
         try:
             path = write()
             write_whole(marker, json.dumps({path.name: describe_file(path)}).encode())
-            if distributed.is_main():
+            if collectives.is_main():
                 write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, facts)
         except Exception as error:  # whatever it is, there is no checkpoint
             self._error = str(error) if isinstance(error, OSError) else repr(error)
             if isinstance(error, OSError) and error.errno is not None:
                 self._error += f"; {write_remedy(error)}"
-            if distributed.is_main():  # it waits for the files of all, and knows of every failure
+            if collectives.is_main():  # it waits for the files of all, and knows of every failure
                 print(
                     f"{self._cannot_write()}: {self._error}; the next one tries again", flush=True
                 )
@@ -336,7 +336,7 @@ class CheckpointWriter:
         """
         files: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + _SECONDS_TO_GATHER
-        for rank in range(distributed.world_size()):
+        for rank in range(collectives.world_size()):
             marker = _marker(temporary, rank)
             while not marker.exists():  # one question at a time: the storage may be far away
                 if time.monotonic() > deadline:

@@ -28,12 +28,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ragen_mega.data.launcher import cache_folder
 from ragen_mega.models.directory import content_digest
 from ragen_mega.models.huggingface import brief
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape, check_config
+from ragen_mega.ranks.launcher import cache_folder
 from ragen_mega.report.console import Console
 from ragen_mega.storage.integrity import atomic_directory
 from ragen_mega.storage.model_writers import save_huggingface

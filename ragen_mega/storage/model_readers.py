@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
 from ragen_mega.models.layout import (
@@ -30,6 +29,7 @@ from ragen_mega.models.layout import (
     model_slots,
 )
 from ragen_mega.models.shape import ModelShape, check_config
+from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import check_files, read_manifest
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
 
@@ -66,7 +66,7 @@ def open_model(
             f"{directory} must hold a model of the policy's shape {ModelShape.of(hf)}, not"
             f" {shape}; give another directory"
         )
-    verify = distributed.is_main() if verify is None else verify
+    verify = collectives.is_main() if verify is None else verify
     if MegatronReader.is_for(directory):
         if verify:
             _verify_manifest(directory)

@@ -8,9 +8,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ragen_mega.config.recorded import beside
-from ragen_mega.data.distributed import is_main
 from ragen_mega.models.directory import check_hub_name, find_gguf
 from ragen_mega.models.huggingface import brief
+from ragen_mega.ranks.collectives import is_main
 from ragen_mega.storage.gguf_files import dequantised
 
 

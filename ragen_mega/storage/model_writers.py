@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ragen_mega.data import distributed
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import sync, system_error, write_whole
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
@@ -176,7 +176,7 @@ def export(
             hf,
             tokenizer,
             weights,
-            is_writer=distributed.is_main(),
+            is_writer=collectives.is_main(),
             is_critic=is_critic,
         )
     except (OSError, ValueError) as error:
@@ -186,7 +186,7 @@ def export(
         for failure in failures:
             raise failure
 
-    distributed.on_main(say)
+    collectives.on_main(say)
 
 
 def _write(

@@ -22,8 +22,8 @@ from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.data.packing import count_minibatches
+from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.studies.definitions import Arm, Study

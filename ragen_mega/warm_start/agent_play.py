@@ -14,12 +14,12 @@ from typing import Any
 from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
-from ragen_mega.data.distributed import on_main
-from ragen_mega.data.registry import Registry
-from ragen_mega.data.types import Trajectory
+from ragen_mega.data.types import Trajectory, in_groups
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
-from ragen_mega.rollout.collector import collect, in_groups
+from ragen_mega.extensions.registry import Registry
+from ragen_mega.ranks.collectives import on_main
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.endings import check_ends, environment_errors
 from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.evaluate import reference_players

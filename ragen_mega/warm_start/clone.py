@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ragen_mega.config import EnvironmentConfig
-from ragen_mega.data.distributed import on_main
 from ragen_mega.data.packing import count_minibatches, minibatch_ids
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
@@ -28,6 +27,7 @@ from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_
 from ragen_mega.environments.protocol import Message, Observation
 from ragen_mega.environments.reference_players import find_solver
 from ragen_mega.environments.scripted import scripted_response
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.renderer import ChatRenderer
 

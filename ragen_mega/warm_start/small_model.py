@@ -18,7 +18,6 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.config.sections.agent import is_agent
-from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
@@ -31,6 +30,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_config, episode_maker, held_out_states
@@ -288,8 +288,8 @@ def scripted_play(
     """Return the warm start's data, each rank writing its part; the same list, in the same order,
     on every rank and on any number of them. Boards that are evaluated on are not among it.
     """
-    names, world_size = list(config.environment.shares), distributed.world_size()
-    mine = range(distributed.rank(), count, world_size)
+    names, world_size = list(config.environment.shares), collectives.world_size()
+    mine = range(collectives.rank(), count, world_size)
     own: dict[int, Trajectory | None] = {}
     with console.progress("scripted play", len(mine)) as progress:
         for place, name in enumerate(names):
@@ -326,7 +326,7 @@ def scripted_play(
                     )
                 )
                 progress.advance()
-    parts = distributed.gather_objects(own)
+    parts = collectives.gather_objects(own)
     ordered = (parts[index % world_size][index] for index in range(count))
     written = [episode for episode in ordered if episode is not None]
     return _that_fit(config, written, f"{', '.join(names)} with the answer of scripted play")

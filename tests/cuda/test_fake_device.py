@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ragen_mega.data import distributed
+from ragen_mega.ranks import collectives
 from tests.support.forked_ranks import on_ranks
 
 native = pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device")
@@ -195,7 +195,7 @@ def test_registered_memory_is_given_back_only_after_a_wait() -> None:
 
 
 def test_collectives_take_what_their_backend_takes() -> None:
-    distributed.start()
+    collectives.start()
     assert dist.get_backend() == "nccl"
     x = on_device(4)
     dist.all_reduce(x)
@@ -210,15 +210,15 @@ def test_collectives_take_what_their_backend_takes() -> None:
     dist.all_reduce(torch.ones(4), group=control)
     with pytest.raises(RuntimeError, match="over gloo: No backend type associated with.* cuda"):
         dist.all_reduce(x, group=control)
-    distributed.stop()
+    collectives.stop()
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize("devices", [[0, 1], [0, 0]])
 def test_each_rank_has_a_device_of_its_own(devices: list[int]) -> None:
     def work() -> None:
-        distributed.start()
-        torch.cuda.set_device(devices[distributed.rank()])
+        collectives.start()
+        torch.cuda.set_device(devices[collectives.rank()])
         x = torch.ones(1, device="cuda")
         if devices == [0, 1]:
             dist.all_reduce(x)
@@ -226,13 +226,13 @@ def test_each_rank_has_a_device_of_its_own(devices: list[int]) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"Duplicate GPU detected: .* on \[0, 0\]"):
                 dist.all_reduce(x)
-        distributed.stop()
+        collectives.stop()
 
     on_ranks(work, 2)
 
 
 def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> None:
-    distributed.start()
+    collectives.start()
     x, buffer = on_device(4), on_device(8)
     with counted() as counts:
         dist.all_reduce(x)
@@ -267,7 +267,7 @@ def test_a_collective_runs_on_a_stream_of_its_own(side: torch.cuda.Stream) -> No
     work.wait()
     x.zero_()
     assert gathered.tolist() == [2.0] * 4
-    distributed.stop()
+    collectives.stop()
 
 
 def test_an_fp8_product_without_the_transpose_is_refused() -> None:

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 from transformers import Qwen2ForCausalLM
 
-from ragen_mega.data import distributed
 from ragen_mega.data.types import Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.all_ranks import JointCollection, deal, engine_metrics
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -83,12 +83,12 @@ def test_long_trajectories_are_everybodys(num_ranks: int) -> None:
         return found, engine_metrics(engine)["imbalance"]
 
     def rank() -> None:
-        distributed.start()
+        collectives.start()
         before, dealt_before = play(model, fixed=True)
         after, dealt_after = play(model, fixed=False)
         again, _ = play(model, fixed=False)
         assert dealt_before > 1.5 and dealt_after < 1.15
-        if distributed.is_main():  # which has all tokens
+        if collectives.is_main():  # which has all tokens
             print(f"{num_ranks} ranks: {dealt_before:.2f} -> {dealt_after:.2f}")
             assert [one.tokens for one in after] == [one.tokens for one in before]
         # To the bit, which depends on the batch.

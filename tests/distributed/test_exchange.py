@@ -13,16 +13,21 @@ import pytest
 import torch
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.balance import Cost
 from ragen_mega.data.compact import outlined, outlines_of
-from ragen_mega.data.packing import minibatch_ids, pack
-from ragen_mega.data.types import Completion, Elsewhere, TokenBatch, Trajectory
+from ragen_mega.data.exchange import (
+    gather_batch,
+    gather_field,
+    gather_to_main,
+    keep_trained,
+    read_on_main,
+)
+from ragen_mega.data.packing import choose_owners, minibatch_ids, pack
+from ragen_mega.data.types import Completion, Elsewhere, TokenBatch, Trajectory, in_groups
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.ranks import collectives
 from ragen_mega.report.step_metrics import engine_vs_policy
-from ragen_mega.rollout.collector import in_groups
-from ragen_mega.rollout.holding import assign, everywhere, from_main, hold, share, whole
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import on_ranks
 from tests.support.small_policy import tiny_qwen2
@@ -87,10 +92,10 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
     num, num_parts = 32, max(homes) + 1
 
     def rank() -> None:
-        distributed.start()
-        mine, tasks = distributed.rank(), dealt(num)
+        collectives.start()
+        mine, tasks = collectives.rank(), dealt(num)
         expected = [play(index) for index in range(num)]
-        found = share([play(index) for index in tasks[mine]])
+        found = gather_to_main([play(index) for index in tasks[mine]])
         by_task = {i: one for at, part in zip(tasks, found) for i, one in zip(at, part)}
         for index, one in by_task.items():
             assert index in tasks[one.rank]
@@ -103,20 +108,22 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
         trajectories = [one for group in kept for one in group.trajectories]
         plan = list(minibatch_ids(20, 8, 2, torch.Generator().manual_seed(0)))
         options = {"homes": homes, "cost": COST, "most_nodes": most_nodes}
-        owners = distributed.on_main(lambda: assign(trajectories, plan, num_parts, **options))
+        owners = collectives.on_main(
+            lambda: choose_owners(trajectories, plan, num_parts, **options)
+        )
         assert owners.shape == (2, 20) and owners.min() == 0 and owners.max() == max(homes)
         held_before = [one.is_held for one in trajectories]
         sizes: list[int] = []
-        exchange = distributed.exchange_bytes
+        exchange = collectives.exchange_bytes
 
         def counting(parts: list[bytes]) -> list[bytes]:
             arrived = exchange(parts)
             sizes.extend(len(pickle.loads(data)["tokens"].shared) for data in arrived if data)
             return arrived
 
-        distributed.exchange_bytes = counting
-        hold(groups, trajectories, owners, homes=homes, num_shown=1)
-        distributed.exchange_bytes = exchange
+        collectives.exchange_bytes = counting
+        keep_trained(groups, trajectories, owners, homes=homes, num_shown=1)
+        collectives.exchange_bytes = exchange
         trains = (owners == homes[mine]).any(0).tolist()
         assert sum(sizes) == sum(now and not was for now, was in zip(trains, held_before))
         for one, trained in zip(trajectories, trains, strict=True):
@@ -134,7 +141,7 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
         batch = replace(pack(trajectories), here=owners[0] == homes[mine])
         for name in ("loss_mask", "turn_ids", "rewards", "cu_seqlens", "cu_segments", "group_ids"):
             assert torch.equal(getattr(batch, name), getattr(exact, name)), name
-        for name, value in whole(batch).tensors():
+        for name, value in gather_batch(batch).tensors():
             assert torch.equal(value, getattr(exact, name)), name
 
     on_ranks(rank, NUM_RANKS)
@@ -145,16 +152,16 @@ def test_what_one_rank_has_read_goes_to_those_that_train() -> None:
     """As of a rollout on the disk; without owners every rank gets what is kept, whole."""
 
     def rank() -> None:
-        distributed.start()
-        is_main = distributed.is_main()
-        groups = from_main(lambda: in_groups(play(index) for index in range(8)))
+        collectives.start()
+        is_main = collectives.is_main()
+        groups = read_on_main(lambda: in_groups(play(index) for index in range(8)))
         assert is_main or not any(one.is_held for group in groups for one in group.trajectories)
-        hold(groups, groups[1].trajectories, None, homes=[0, 1])
+        keep_trained(groups, groups[1].trajectories, None, homes=[0, 1])
         expected = [play(index) for index in range(4, 8)]
         for one, other in zip(groups[1].trajectories, expected, strict=True):
             assert one == other  # what an estimator reads is the same on all ranks
         assert not any(one.is_held for one in groups[0].trajectories)
-        assert from_main(lambda: None) is None
+        assert read_on_main(lambda: None) is None
 
     on_ranks(rank, 2)
 
@@ -190,12 +197,12 @@ def test_an_update_on_parts_is_that_on_the_whole() -> None:
     def rank() -> None:
         policy = build()
         dp, trainer = policy.groups.dp, policy.trainer
-        groups = from_main(lambda: in_groups(played))
+        groups = read_on_main(lambda: in_groups(played))
         trajectories = [one for group in groups for one in group.trajectories]
         options = {"homes": [0, 1], "cost": trainer.cost, "most_nodes": trainer.most_nodes}
         everyone = [list(range(len(played)))]
-        owners = distributed.on_main(lambda: assign(trajectories, everyone, 2, **options))
-        hold(groups, trajectories, owners, homes=[0, 1])
+        owners = collectives.on_main(lambda: choose_owners(trajectories, everyone, 2, **options))
+        keep_trained(groups, trajectories, owners, homes=[0, 1])
         batch = replace(pack(trajectories), here=owners[0] == dp.rank())
         assert not batch.tokens[~batch.here.repeat_interleave(batch.lengths.long())].any()
         ours, found, mine = results(policy, batch)
@@ -205,7 +212,7 @@ def test_an_update_on_parts_is_that_on_the_whole() -> None:
             bound = 1e-5 * float(gradients[name].abs().max()) + 1e-9
             torch.testing.assert_close(one, gradients[name], atol=bound, rtol=1e-4)
         assert (
-            everywhere(batch, "rollout_logprobs").tolist()
+            gather_field(batch, "rollout_logprobs").tolist()
             == pack([play(index) for index in range(12)]).rollout_logprobs.tolist()
         )
 

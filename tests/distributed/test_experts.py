@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
@@ -25,6 +24,7 @@ from ragen_mega.megatron.weights import (
 )
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import MegatronReader
 from tests.support.forked_ranks import on_ranks
@@ -85,7 +85,7 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
         ep = parallel.expert_model_parallel_size
         assert traffic.group_bytes["expert"] == experts * (ep - 1) // ep
         for size, whole in {(tp, 1), (4, 1), (2, 2), (4, 4)}:
-            part, traffic = EngineShard(distributed.rank() % size, size, whole), Traffic()
+            part, traffic = EngineShard(collectives.rank() % size, size, whole), Traffic()
             assert_served(dict(export_weights(model, groups, part, traffic=traffic)), *part)
             # an expert's elements come from another rank unless this rank is their holder
             numbers = range(SHAPE.num_experts)
@@ -94,7 +94,7 @@ def test_weights_come_from_the_ranks_that_hold_them(name: str) -> None:
             of_one = experts // len(numbers) * whole // size
             assert traffic.group_bytes["expert"] == of_one * len(missing)
             assert traffic.pp_bytes == (pp > 1) * reshard_plan(model, groups).shard_bytes
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(work, 4)
 
@@ -149,9 +149,9 @@ def computed(
                 for name, gradient in export_weights(model.chunks, groups, tensors=gradients):
                     if step == 0:
                         found[f"{role} gradient {name}"] = gradient.clone()
-        if distributed.is_main():
+        if collectives.is_main():
             torch.save(found, file)
-        distributed.barrier()
+        collectives.barrier()
 
     return work
 
@@ -194,9 +194,9 @@ def test_muon_takes_the_same_steps_on_every_layout(tmp_path: Path) -> None:
         policy.load_weights(WEIGHTS.get)
         norms = [policy.clone(batch)["grad_norm"] for _ in range(2)]
         moved = {name: t.clone() for name, t in policy.export_weights()}
-        if distributed.is_main():
+        if collectives.is_main():
             torch.save([norms, moved], tmp_path / str(num_ranks))
-        distributed.barrier()
+        collectives.barrier()
 
     for num_ranks in layouts:
         on_ranks(lambda: work(num_ranks), num_ranks)  # noqa: B023
@@ -236,9 +236,9 @@ def test_a_checkpoint_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
         before = {name: t.clone() for name, t in policy.export_weights()}
         policy.update(batch)
         after = {name: t.clone() for name, t in policy.export_weights()}
-        if distributed.is_main():
+        if collectives.is_main():
             torch.save([before, after], file)
-        distributed.barrier()
+        collectives.barrier()
 
     def read() -> None:
         policy = build(distributed_ranks)

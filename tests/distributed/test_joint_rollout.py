@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from ragen_mega.data import distributed
 from ragen_mega.data.types import Completion, SamplingParams, TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
@@ -105,14 +105,14 @@ def play_on_ranks(
     model, renderer = build()
 
     def rank() -> None:
-        distributed.start()
-        index = distributed.rank()
+        collectives.start()
+        index = collectives.rank()
         engine = ForgetfulEngine(
             model.config, max_context=256, max_sessions=8, **faults.get(index, {})
         )
 
         def send_again() -> None:
-            distributed.barrier()  # as a weight sync: of all ranks or of none
+            collectives.barrier()  # as a weight sync: of all ranks or of none
             engine.load_weights(model.state_dict().items(), again=True)
 
         def play() -> list[TrajectoryGroup]:
@@ -159,7 +159,7 @@ def test_lost_weights_change_nothing(
         for ours, theirs in zip(groups, expected, strict=True):
             for one, other in zip(ours.trajectories, theirs.trajectories, strict=True):
                 assert (one.outcome_seed, len(one)) == (other.outcome_seed, len(other))
-                assert one.is_held == (distributed.rank() in (0, one.rank))
+                assert one.is_held == (collectives.rank() in (0, one.rank))
                 if one.is_held:
                     assert list(one.tokens) == other.tokens
                     sampled = list(one.rollout_logprobs)
@@ -175,9 +175,9 @@ def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) ->
     groups = groups_of(lambda: episode(24))
 
     def rank() -> None:
-        distributed.start()
+        collectives.start()
         engine = LateEngine(model.config, max_context=256, max_sessions=8)
-        loses = distributed.rank() == 1
+        loses = collectives.rank() == 1
         advanced = 0
 
         def advance(num_tokens: int, is_over: bool) -> None:
@@ -185,7 +185,7 @@ def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) ->
             advanced += 1
 
         def send_again() -> None:
-            distributed.barrier()
+            collectives.barrier()
             engine.load_weights(model.state_dict().items(), again=True)
 
         def play(faulty: bool) -> list[list[int]]:
@@ -207,7 +207,7 @@ def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) ->
                     list(one.tokens)
                     for group in joint.take(tasks)
                     for one in group.trajectories
-                    if one.rank == distributed.rank()
+                    if one.rank == collectives.rank()
                 ]
 
         with engine.awake():
@@ -241,7 +241,7 @@ def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks() -> Non
         load = engine.load_weights
 
         def refuse(weights: Iterable[tuple[str, Tensor]], *, again: bool) -> None:
-            if distributed.rank() == 2:
+            if collectives.rank() == 2:
                 raise EngineError("no server starts")
             load(weights, again=again)
 
@@ -254,7 +254,7 @@ def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks() -> Non
 
 def test_an_interruption_is_everybodys_also_while_weights_are_lost() -> None:
     def interrupt(num_tokens: int, is_over: bool) -> None:
-        if distributed.rank() == 1:
+        if collectives.rank() == 1:
             raise Interrupted
 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
@@ -280,9 +280,9 @@ def test_a_rank_none_of_whose_trajectories_can_begin_does_not_end_the_rollout() 
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
         trajectories = [one for group in play() for one in group.trajectories]
         failed = [one for one in trajectories if not one.num_sampled_tokens]
-        assert (engine.num_asked == 0) == (distributed.rank() == 0)
+        assert (engine.num_asked == 0) == (collectives.rank() == 0)
         assert (len(trajectories), len(failed)) == (12, 4)
-        if distributed.rank() == 0:  # which has all infos
+        if collectives.rank() == 0:  # which has all infos
             assert all("no server" in one.turns[-1].info["error"] for one in failed)
 
     play_on_ranks({}, check, groups=[away, *GROUPS[1:]])  # a third for each rank, in order

@@ -45,14 +45,14 @@ MEET = """
     import torch
 
     from ragen_mega.config import parse
-    from ragen_mega.data import distributed
+    from ragen_mega.ranks import collectives
     from ragen_mega.report.console import fail
     from ragen_mega.run.nodes import join_job, watched
 
     try:
         with watched():
             join_job(parse(sys.argv[1:]))
-            total = distributed.sum_over_ranks(torch.tensor([1 << distributed.rank()]))
+            total = collectives.sum_over_ranks(torch.tensor([1 << collectives.rank()]))
             print(f"met {int(total)}", flush=True)
         assert threading.active_count() == 1, threading.enumerate()
     except ValueError as error:
@@ -246,9 +246,9 @@ def test_a_node_without_power_does_not_keep_the_others_waiting(
         '        print(f"met',
         """        print("met", flush=True)
         nodes.PATIENCE = 6
-        if distributed.rank():
+        if collectives.rank():
             time.sleep(3600)
-        distributed.barrier()
+        collectives.barrier()
         print(f"not""",
     )
     source = f"import time\nfrom ragen_mega.run import nodes\n{source}"

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
-from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import (
     build_model,
@@ -39,6 +38,7 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.answer import planned_gpus
 from ragen_mega.planning.memory import Setting, engine_bytes, state_of
 from ragen_mega.planning.published import model_config
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
 Held = list[tuple[Slot, Tensor]]
@@ -155,7 +155,7 @@ def exchanges(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
         return lambda *arguments, **options: calls.update([name])
 
     monkeypatch.setattr(dist, "all_gather_object", exchange)
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(collectives, "device", lambda: torch.device("meta"))
     for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "broadcast"):
         monkeypatch.setattr(dist, name, counting(name.partition("_single")[0]), raising=False)
     yield calls

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import (
     build_model,
@@ -35,6 +34,7 @@ from ragen_mega.megatron.weights import (
     reshard_plan,
 )
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 from tests.support import forked_ranks
 
@@ -200,7 +200,7 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig, groups) -> None
             truth = engine_truth(weights, hf, rank, size)
             shards = dict(cut_stream(iter(full), hf, rank, size))
             assert_same(shards, truth, f"gather, rollout rank {rank} of {size}")
-        traffic, part = Traffic(), EngineShard(distributed.rank() % size, size)
+        traffic, part = Traffic(), EngineShard(collectives.rank() % size, size)
         with counted() as counts:
             ours = dict(export_weights(model, groups, part, traffic=traffic))
         truth = engine_truth(weights, hf, part.rank, size)
@@ -244,7 +244,7 @@ def on_ranks(work: Callable[[], None], num_ranks: int) -> None:
     def rank() -> None:
         torch.set_num_threads(1)
         work()
-        distributed.barrier()
+        collectives.barrier()
 
     forked_ranks.on_ranks(rank, num_ranks)
 
@@ -298,9 +298,9 @@ def test_a_critic_and_its_gradients_travel_with_the_value_head(kind: str) -> Non
 
 def test_ranks_that_plan_differently_are_named() -> None:
     def work() -> None:
-        distributed.start()
+        collectives.start()
         check_same_on_all_ranks("a" * 64)
         with pytest.raises(ValueError, match="ranks 2 differ .*bbbbbbbb against aaaaaaaa"):
-            check_same_on_all_ranks(("b" if distributed.rank() == 2 else "a") * 64)
+            check_same_on_all_ranks(("b" if collectives.rank() == 2 else "a") * 64)
 
     on_ranks(work, 3)

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ragen_mega.config import ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
-from ragen_mega.data.packing import Part, microbatch
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.packing import Share, microbatch
+from ragen_mega.data.types import TokenBatch, in_groups
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
@@ -26,7 +25,7 @@ from ragen_mega.megatron.routing import Routing, check_routes
 from ragen_mega.megatron.weights import export_weights
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.rollout.collector import in_groups
+from ragen_mega.ranks import collectives
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
@@ -326,7 +325,7 @@ def test_nothing_is_left_of_a_pass_that_failed() -> None:
 
 def test_padding_goes_to_all_experts_in_turn() -> None:
     batch = make_batch(small_model())
-    micro = microbatch(batch, Part([0], [0]), multiple=128, device=torch.device("cpu"))
+    micro = microbatch(batch, Share([0], [0]), multiple=128, device=torch.device("cpu"))
     parts = [Routing(micro, EXPERTS, part=(index, 2)) for index in range(2)]
     routes = torch.cat([part.routes for part in parts])
     real = int(batch.lengths[0])
@@ -403,9 +402,9 @@ def test_layouts_record_and_replay_as_one_process_does(
         policy = build(model, parallel, routing_replay="policy")
         recorded = policy.with_old_logprobs(batch.without(ROUTES)).further_fields[ROUTES]
         found = computed(policy, batch) | {"recorded": recorded}
-        if distributed.is_main():
+        if collectives.is_main():
             torch.save(found, tmp_path / "found")
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(work, num_ranks)
     found = torch.load(tmp_path / "found")

@@ -14,7 +14,7 @@ import torch
 
 from ragen_mega.commands.replayed_step import replay
 from ragen_mega.config import parse
-from ragen_mega.data import distributed
+from ragen_mega.ranks import collectives
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
@@ -239,7 +239,7 @@ def test_what_ends_one_sampler_alone_is_what_the_run_says(
     def fail(*about: object) -> None:
         if os.environ["RANK"] == str(rank):
             raise ValueError("no engine here")
-        distributed.barrier()
+        collectives.barrier()
 
     monkeypatch.setattr("ragen_mega.run.build.build_sampling", fail)
     layout = ("--rollout-ranks", "2")

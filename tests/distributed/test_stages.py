@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ragen_mega.config import ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.shape import ModelShape, stage_layers
 from ragen_mega.planning.memory import in_flight
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 from tests.support.forked_ranks import on_ranks
 from tools import parity
@@ -85,9 +85,9 @@ def test_a_checkpoint_moves_between_stages_and_chunks(tmp_path: Path) -> None:
             checkpoint.load(source, trainers)
         checkpoint.stage(target, trainers)()
         found = step(models)
-        if distributed.is_main():
+        if collectives.is_main():
             torch.save(found, target / "found")
-        distributed.barrier()
+        collectives.barrier()
 
     source, truth = None, {}
     for number, parallel in enumerate((ALONE, CHUNKS, UNEVEN)):
@@ -111,7 +111,7 @@ def test_engines_are_served_and_passes_in_flight_are_as_planned() -> None:
         assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in served.items())
         norm = "model.layers.2.input_layernorm.weight"  # of the second chunk of the first stage
         for size in (1, 2):
-            shards = dict(policy.export_weights(EngineShard(distributed.rank() % size, size)))
+            shards = dict(policy.export_weights(EngineShard(collectives.rank() % size, size)))
             assert torch.equal(shards[norm], WEIGHTS[norm])
         alive = most = 0
 
@@ -130,6 +130,6 @@ def test_engines_are_served_and_passes_in_flight_are_as_planned() -> None:
             part.register_forward_hook(begin)
         policy.update(parity.make_batch(MODEL))
         assert (alive, most) == (0, in_flight(policy.groups.pp.rank(), 2, 2))
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(work, 2)

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from ragen_mega.data import distributed
 from ragen_mega.data.compact import compact, expand
+from ragen_mega.data.exchange import (
+    gather_batch,
+    gather_field,
+    gather_to_main,
+    keep_trained,
+    read_on_main,
+)
 from ragen_mega.data.fields import TOKEN_FIELDS, TokenField
-from ragen_mega.data.packing import Part, microbatch, pack, parts_of
-from ragen_mega.data.types import Completion, TokenBatch, Trajectory
-from ragen_mega.rollout.collector import in_groups
-from ragen_mega.rollout.holding import everywhere, from_main, hold, share, whole
+from ragen_mega.data.packing import Share, microbatch, pack, parts_of
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory, in_groups
+from ragen_mega.ranks import collectives
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import on_ranks
 
@@ -121,7 +126,7 @@ def test_a_field_of_inputs_belongs_to_the_token_of_its_position(
 
 def test_nodes_that_trajectories_share_have_the_field_of_the_first() -> None:
     batch = pack([play(2), play(3)])
-    micro = microbatch(batch, Part([0, 1], [0, 4]), multiple=8, device=torch.device("cpu"))
+    micro = microbatch(batch, Share([0, 1], [0, 4]), multiple=8, device=torch.device("cpu"))
     nodes = micro.forest.per_node(micro.further_fields["routes"])
     assert nodes.shape == (micro.forest.num_nodes, *SHAPE)
     size = int(batch.lengths[0])
@@ -171,9 +176,9 @@ def test_ranks_exchange_store_and_recall_the_field(tmp_path: Path) -> None:
     """
 
     def check(trajectories: list[Trajectory]) -> None:
-        mine = distributed.rank()
+        mine = collectives.rank()
         owners = torch.tensor([[1] * 4 + [0] * 4])
-        hold(in_groups(trajectories), trajectories, owners, homes=[0, 1])
+        keep_trained(in_groups(trajectories), trajectories, owners, homes=[0, 1])
         for index, one in enumerate(trajectories):
             assert one.is_held == (owners[0, index] == mine)
             if one.is_held:
@@ -182,20 +187,20 @@ def test_ranks_exchange_store_and_recall_the_field(tmp_path: Path) -> None:
         trained = [index for index in range(8) if owners[0, index] == mine]
         assert_aligned(batch.select(trained), [play(index) for index in trained])
         played = [play(index) for index in range(8)]
-        assert_aligned(whole(batch), played)
-        assert torch.equal(everywhere(batch, "routes"), pack(played).further_fields["routes"])
+        assert_aligned(gather_batch(batch), played)
+        assert torch.equal(gather_field(batch, "routes"), pack(played).further_fields["routes"])
 
     def rank() -> None:
-        distributed.start()
-        mine = distributed.rank()
-        found = share([play(index) for index in range(4 * mine, 4 * mine + 4)])
+        collectives.start()
+        mine = collectives.rank()
+        found = gather_to_main([play(index) for index in range(4 * mine, 4 * mine + 4)])
         trajectories = [one for part in found for one in part]
         store = RolloutStore(tmp_path)
-        if distributed.is_main():
+        if collectives.is_main():
             assert trajectories == [play(index) for index in range(8)]
             store.write(5, in_groups(trajectories), {"weights": "abc"})
         check(trajectories)
-        groups = from_main(
+        groups = read_on_main(
             lambda: RolloutStore(tmp_path).recall(5, {"weights": "abc"}, pytest.fail)
         )
         check([one for group in groups for one in group.trajectories])

@@ -12,7 +12,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from ragen_mega.data.launcher import PROGRAM
+from ragen_mega.ranks.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from tests.support import plain_mcp_server
 from tests.support.forked_ranks import join_ranks

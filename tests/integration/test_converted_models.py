@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from ragen_mega import evaluate
 from ragen_mega.config import parse
-from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
+from ragen_mega.ranks import collectives
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.train import starpo
@@ -35,7 +35,7 @@ def on_two_ranks(work) -> None:
 
     def rank() -> None:
         work()
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(rank, 2)
 
@@ -58,7 +58,7 @@ def record(run: Run, path: Path) -> None:
     """Save what the policy computes and what it is made of."""
     weights = {name: value.clone() for name, value in run.policy.export_weights()}
     logprobs = run.policy.logprobs(some_batch(run.policy.hf.vocab_size))
-    if distributed.is_main():
+    if collectives.is_main():
         torch.save({"logprobs": logprobs, "weights": weights}, path)
 
 

@@ -497,12 +497,12 @@ class TestLaunch:
             tmp_path,
             """
             import os, sys
-            from ragen_mega.data import distributed
-            distributed.start()
-            assert distributed.gather_objects(os.environ["RANK"]) == ["0", "1"]
+            from ragen_mega.ranks import collectives
+            collectives.start()
+            assert collectives.gather_objects(os.environ["RANK"]) == ["0", "1"]
             os.write(1, b"up\\n")
             sys.stdin.read()
-            distributed.stop()
+            collectives.stop()
             """,
         )
         (tmp_path / "temporary").mkdir()

@@ -11,8 +11,7 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.packing import Part, microbatch, pack
+from ragen_mega.data.packing import Share, microbatch, pack
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -21,6 +20,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import Setting, activations, state_of
+from ragen_mega.ranks import collectives
 from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model
 
@@ -104,7 +104,7 @@ def check_bytes(parallel: ParallelConfig) -> None:
             model.load_weights(weights.get)
             model.update(batch)
             expected = state_of(
-                shape_of(hf), setting(parallel, distributed.world_size()), groups.pp.rank(),
+                shape_of(hf), setting(parallel, collectives.world_size()), groups.pp.rank(),
                 is_critic=bool(is_critic), dp_rank=groups.dp.rank(),
                 expert_rank=groups.expt_dp.rank(),
             )  # fmt: skip
@@ -130,7 +130,7 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     for one in trajectories:
         one.loss_mask, one.rollout_logprobs = [False] * 300, [0.0] * 300
     batch = microbatch(
-        pack(trajectories), Part([0, 1, 2], [0] * 3), multiple=2, device=torch.device("cpu")
+        pack(trajectories), Share([0, 1, 2], [0] * 3), multiple=2, device=torch.device("cpu")
     )
     kept, storages = [], {}
 
@@ -192,7 +192,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
                     bf16=True,
                 )
             )
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(work, 2)
 

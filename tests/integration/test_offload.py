@@ -14,7 +14,6 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron import adam, cpu
 from ragen_mega.megatron.checkpoint import _read_adam
@@ -24,6 +23,7 @@ from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.offload import KINDS, Offloadable
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.ranks import collectives
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, Phase
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import start_ranks
@@ -155,7 +155,7 @@ def test_two_ranks_train_as_if_nothing_had_moved(name: str, case: tuple) -> None
         torch.set_num_threads(1)
         adam.PART_BYTES = 30_000  # so that an update has several parts
         check_layout(*case, LAYOUTS[name])
-        distributed.barrier()
+        collectives.barrier()
 
     on_ranks(work, 2)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from ragen_mega.algorithm.credit import CreditInputs
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
 from ragen_mega.config.recorded import CONFIG_FILE
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.models.huggingface import load_tokenizer
+from ragen_mega.ranks.launcher import PROGRAM
 from ragen_mega.run.stop import RANK_LOST
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import FINAL_EXPORT, SUMMARY_FILE

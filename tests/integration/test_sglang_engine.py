@@ -20,7 +20,7 @@ from typing import Literal
 import pytest
 import torch
 
-from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.data.types import Completion, SamplingParams, in_groups
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.http_json import RequestRefused
@@ -28,7 +28,7 @@ from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import IpcTransfer, Message, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.collector import Collection, in_groups
+from ragen_mega.rollout.collector import Collection
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer

@@ -20,11 +20,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ragen_mega.data import distributed
 from ragen_mega.data.types import VERSION, Completion
 from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import join_ranks, on_ranks
@@ -172,8 +172,8 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
     size = 2
 
     def rank() -> None:
-        distributed.start()
-        group, index = distributed.consecutive_group(size), distributed.rank()
+        collectives.start()
+        group, index = collectives.consecutive_group(size), collectives.rank()
         if index == 0:
             server = settings(tmp_path, tensor_parallel_size=size)
             engine = SGLangEngine(CONFIG, server, group=group, bucket_bytes=SMALL_BUCKETS)
@@ -196,7 +196,7 @@ def test_a_shared_server_is_replaced(tmp_path: Path) -> None:
                         if version == 3:
                             check(model, asyncio.run(with_a_kill(engine)))
                             assert engine.counts.restarts == 1
-                    distributed.barrier()
+                    collectives.barrier()
         finally:
             engine.shutdown()
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.commands.baselines import main, text
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget, StepResult
 from ragen_mega.environments.reference_players import Baselines, baselines, find_solver
 from ragen_mega.environments.registry import register
+from ragen_mega.ranks.launcher import PROGRAM
 from tests.support.prompts import first_seeds
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 from ragen_mega.config import parse
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import on_main
 from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.build import known_references, locate
 from ragen_mega.storage.checkpoints import (
     STATE,
@@ -355,14 +355,14 @@ def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> Non
     def work() -> None:
         def stage(directory: Path):
             def write() -> Path:
-                if distributed.rank() == 1:
+                if collectives.rank() == 1:
                     raise OSError(28, "No space left on device")
                 (directory / "rank_00000.safetensors").write_bytes(b"0")
                 return directory / "rank_00000.safetensors"
 
             return write
 
-        distributed.start()
+        collectives.start()
         writer = make_writer(tmp_path)
         writer.save(2, stage, {}, None)
         with pytest.raises(OSError, match="No space left.*free space"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.commands.command_line import JSON, command, flag, parse
-from ragen_mega.data.launcher import run_ranks
+from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.report import hardware
 from ragen_mega.report.provenance import read_settings
 from tools.benchmarks import bench_kernels, harness

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ragen_mega.commands import doctor
-from ragen_mega.data.launcher import PROGRAM
+from ragen_mega.ranks.launcher import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ import torch
 from numba.core import caching
 from numpy.typing import NDArray
 
-from ragen_mega.data import jit
-from ragen_mega.data.jit import in_parts
+from ragen_mega.compiled import jit
+from ragen_mega.compiled.jit import in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.decoder import _PackedMatrix
 from ragen_mega.engines.embedded.kernels import BLOCK, VOCABULARY_BLOCK

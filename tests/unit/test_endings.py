@@ -16,23 +16,23 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.config import AdvantageConfig, parse
-from ragen_mega.data import distributed
 from ragen_mega.data.packing import pack
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory, TrajectoryGroup, in_groups
 from ragen_mega.environments.calls import step
 from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
+from ragen_mega.ranks import collectives
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
-from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect, in_groups
+from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect
 from ragen_mega.rollout.endings import PolicyErrors, cause, describe_errors
 from ragen_mega.rollout.engine import RolloutEngine
-from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.run.guards import StartGuard
+from ragen_mega.run.selection import shape_on_main
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.forked_ranks import on_ranks
@@ -159,9 +159,9 @@ def test_all_ranks_drop_the_same() -> None:
     """Only rank 0 has the infos of all turns."""
 
     def rank() -> None:
-        distributed.start()
+        collectives.start()
         groups, expected = eight_groups(), eight_groups()
-        if not distributed.is_main():
+        if not collectives.is_main():
             for one in (one for group in groups for one in group.trajectories):
                 for turn in one.turns:
                     turn.info = {}

@@ -8,8 +8,8 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from ragen_mega.config import parse
-from ragen_mega.data import distributed
 from ragen_mega.megatron import precision
+from ragen_mega.ranks import collectives
 from ragen_mega.run.build import check_engine, server_settings
 
 
@@ -63,7 +63,7 @@ def test_mixtures_on_a_server(
 ) -> None:
     here = replace(precision.Machine.here(), capability=capability)
     monkeypatch.setattr(precision.Machine, "here", lambda: here)
-    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    monkeypatch.setattr(collectives, "world_size", lambda: 4)
     config = parse(["--rollout-engine", "sglang", *flags.split()])
     if message is None:
         check_engine(config, MIXTURE)

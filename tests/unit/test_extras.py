@@ -6,7 +6,7 @@ from importlib.metadata import requires
 
 from packaging.requirements import Requirement
 
-from ragen_mega.data.extras import EXTRAS
+from ragen_mega.extensions.extras import EXTRAS
 
 BLOCKED = [module for modules in EXTRAS.values() for module in modules]
 WITHOUT = f"""

@@ -11,10 +11,10 @@ import torch
 from transformers import Qwen2Config
 
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.precision import Machine
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.ranks import collectives
 from tools.benchmarks import fp8_report
 from tools.benchmarks.fp8_report import (
     BF16,
@@ -221,4 +221,4 @@ def test_without_a_gpu_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert (left.value.code, out) == (2, "")
     assert err.startswith("error: the FP8 report needs") and err.count("\n") == 1
-    assert distributed.rank() == 0
+    assert collectives.rank() == 0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.lakes import parse_lake
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
+from ragen_mega.ranks.launcher import PROGRAM
 
 
 def draw(*flags: str) -> subprocess.CompletedProcess:

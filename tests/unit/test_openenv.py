@@ -19,11 +19,11 @@ import httpx2
 import psutil
 import pytest
 
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.registry import make
+from ragen_mega.ranks.launcher import PROGRAM
 
 pytest.importorskip("openenv.core", reason="needs the extra openenv")
 import uvicorn  # noqa: E402

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
@@ -31,7 +31,7 @@ from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options, mak
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.traces import pictures
 from ragen_mega.report.viewer.data import read_run
-from ragen_mega.rollout.collector import Collection, collect, in_groups
+from ragen_mega.rollout.collector import Collection, collect
 from ragen_mega.rollout.evaluate import mean_references, reference_players
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.data.packing import Part, microbatch, microbatches, minibatch_ids, pack
+from ragen_mega.data.packing import Share, microbatch, microbatches, minibatch_ids, pack
 from ragen_mega.data.types import Completion, Trajectory
 
 
@@ -105,7 +105,7 @@ def test_a_microbatch_says_what_the_host_must_know() -> None:
     sampled = batch.positions([4])
     weights[sampled[batch.loss_mask[sampled]][0]] = 0.0
     for one, active in ((batch, batch.loss_mask), (batch.with_fields(weights=weights), weights)):
-        part = Part([4, 1], [0, 0])
+        part = Share([4, 1], [0, 0])
         micro = microbatch(one, part, multiple=16, device=torch.device("cpu"))
         chosen = one.select([4, 1])
         lengths = [len(chain.path) for chain in micro.forest.chains]

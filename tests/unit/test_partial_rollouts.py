@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from ragen_mega.data.types import Trajectory
+from ragen_mega.data.types import Trajectory, in_groups
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import Worker
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.report.step_metrics import staleness
 from ragen_mega.rollout.all_ranks import JointCollection
-from ragen_mega.rollout.collector import in_groups
 from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import tasks_for_group

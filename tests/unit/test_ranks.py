@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from ragen_mega.commands import command_line, train
-from ragen_mega.data import distributed
-from ragen_mega.data.distributed import _take_device
-from ragen_mega.data.launcher import forget_foreign_ranks
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import _take_device
+from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.run.stop import fail_if_rank_lost
 
 FOREIGN = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "x"}]
@@ -25,13 +25,13 @@ def test_a_rank_without_a_gpu_says_so() -> None:
 def test_ranks_that_torchrun_has_not_started_are_not_waited_for(
     platform: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distributed.stop()
+    collectives.stop()
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in platform.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="WORLD_SIZE.*torchrun"):
-        distributed.start()
+        collectives.start()
 
 
 @pytest.mark.parametrize("platform", FOREIGN)
@@ -70,16 +70,16 @@ def test_one_process_that_a_platform_calls_rank_0_of_1_may_start_ranks(
 
 
 def test_an_interface_that_is_not_there_keeps_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    distributed.stop()
+    collectives.stop()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    distributed.start()
-    assert distributed.world_size() == 1
-    distributed.stop()
+    collectives.start()
+    assert collectives.world_size() == 1
+    collectives.stop()
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    distributed.start()
+    collectives.start()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, limits[1]))
@@ -95,4 +95,4 @@ def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixtur
         pytest.fail("the limit held nothing back")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        distributed.stop()
+        collectives.stop()

@@ -23,9 +23,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, PlugInError
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data import distributed
 from ragen_mega.data.compact import compact
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.engine import (
     EngineCounts,
@@ -67,7 +67,7 @@ class Job:
     """The trainers' view of samplers, whose end of the connection the test has; and a disk."""
 
     def __init__(self, config: StarPOConfig) -> None:
-        distributed.start()
+        collectives.start()
         self.config, self.disk, self.said = config, {}, []
         self.link, self.theirs = links()
         self.alarm = Alarm(torch.distributed.HashStore())
@@ -279,7 +279,7 @@ class Recorder(RolloutEngine):
 
 
 def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Path) -> None:
-    distributed.start()
+    collectives.start()
     hf = Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2,

@@ -23,7 +23,6 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.data import distributed
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import server, supervisor
@@ -31,6 +30,7 @@ from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.engines.sglang.weights import FileTransfer
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
 from tests.support.forked_ranks import on_ranks
 
@@ -403,8 +403,8 @@ def test_a_shared_server_has_memory_only_when_all_its_ranks_have_made_room(tmp_p
     settings = ServerSettings(program, tmp_path / "server", tensor_parallel_size=2, **options)
 
     def rank() -> None:
-        distributed.start()
-        group, index = distributed.consecutive_group(2), distributed.rank()
+        collectives.start()
+        group, index = collectives.consecutive_group(2), collectives.rank()
         engine: SGLangEngine | SGLangFollower = (
             SGLangFollower(CONFIG, EngineShard(1, 2), torch.float32, group=group)
             if index
@@ -426,11 +426,11 @@ def test_a_shared_server_has_memory_only_when_all_its_ranks_have_made_room(tmp_p
 
         with engine.awake():  # it starts
             load()
-        distributed.barrier()
+        collectives.barrier()
         if not index:
             asked(engine)
             (settings.directory / "slow").touch()
-        distributed.barrier()
+        collectives.barrier()
         for error in (None, Interrupted):
             note("free")
             with contextlib.suppress(Interrupted), engine.awake():
@@ -441,7 +441,7 @@ def test_a_shared_server_has_memory_only_when_all_its_ranks_have_made_room(tmp_p
                 if error:
                     raise error
             note("take")
-            distributed.barrier()
+            collectives.barrier()
         if not index:
             made_room, taken = [("free", None)], [("take", None)]
             turn = SEND[:1] + made_room + START + FREE + taken
@@ -531,8 +531,8 @@ def test_full_shared_memory_is_named_and_the_stream_ends(
 @pytest.mark.parametrize("num_files", [0, 2])
 def test_full_shared_memory_ends_all_ranks_of_a_server(num_files: int) -> None:
     def rank() -> None:
-        distributed.start()
-        group, index = distributed.consecutive_group(2), distributed.rank()
+        collectives.start()
+        group, index = collectives.consecutive_group(2), collectives.rank()
         transfer = FileTransfer(
             CONFIG, EngineShard(index, 2), torch.float32, group=group, bucket_bytes=1024
         )
@@ -545,7 +545,7 @@ def test_full_shared_memory_ends_all_ranks_of_a_server(num_files: int) -> None:
             for _ in transfer.receive(weights):
                 continue
         assert next(weights, None) is None
-        distributed.barrier()
+        collectives.barrier()
         transfer.close()
 
     on_ranks(rank, 2)

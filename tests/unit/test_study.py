@@ -22,13 +22,13 @@ import torch
 
 from ragen_mega.commands import study as tool
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.environments.registry import make
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
+from ragen_mega.ranks.launcher import PROGRAM
 from ragen_mega.report.metrics import write_json
 from ragen_mega.studies import runs as study_runs
 from ragen_mega.studies.definitions import Study, estimate, percent

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from ragen_mega.commands import webshop_players
-from ragen_mega.data.launcher import PROGRAM
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.worlds.webshop.catalogue import (
@@ -37,6 +36,7 @@ from ragen_mega.environments.worlds.webshop.players import (
 from ragen_mega.environments.worlds.webshop.reward import reward, title_nouns, type_reward
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
 from ragen_mega.environments.worlds.webshop.world import WebShop
+from ragen_mega.ranks.launcher import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 SHOE = "Mens D.O.N. Issue 2 Gca Basketball Sneakers Shoes Casual - Off White"

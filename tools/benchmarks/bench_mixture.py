@@ -18,10 +18,10 @@ from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, s
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.planning.published import model_config
+from ragen_mega.ranks import collectives
 
 VOCAB = 1024
 """Words of the model around the layer, which is never run."""
@@ -49,7 +49,7 @@ def build(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], None]],
     experts = build_model(hf, config, initialize(layout))[0].decoder.layers[0].mlp
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    draw = partial(torch.randn, dtype=torch.bfloat16, device=distributed.device())
+    draw = partial(torch.randn, dtype=torch.bfloat16, device=collectives.device())
     x = draw(arguments.tokens, 1, config.hidden_size, requires_grad=True)
     gradient, copies = torch.randn_like(x), arguments.tokens * config.moe_router_topk
     hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
@@ -71,7 +71,7 @@ def build(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], None]],
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
     works, operations = build(arguments)
-    device = distributed.device().type
+    device = collectives.device().type
     jobs = {name: partial(milliseconds_of, work, device) for name, work in works.items()}
     found = interleave(jobs, arguments.repetitions, warmups=2)
     shutdown()

@@ -38,9 +38,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
-from ragen_mega.data import distributed
 from ragen_mega.data.checksums import check_names, checksum
-from ragen_mega.data.launcher import run_ranks
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_model, check_model, transformer_config
 from ragen_mega.megatron.resharding import (
@@ -56,6 +54,8 @@ from ragen_mega.models.cuts import head_rows
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.published import model_config
+from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 
@@ -157,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             tensor.normal_()
     plan = ReshardPlan.build(groups, local, bucket_bytes=arguments.bucket_mb * 2**20)
     rollout_tp = arguments.rollout_tensor_parallel_size
-    engine_rank = distributed.rank() % rollout_tp
+    engine_rank = collectives.rank() % rollout_tp
     traffic = {"gather": Traffic(), "aligned": Traffic()}
 
     def stream(path: str) -> Iterator[tuple[str, Tensor]]:
@@ -178,7 +178,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("both paths must give the engine the same bits; compare their layouts")
         found = sums
     engine_bytes = sum(sizes)
-    memory = torch.empty(max(sizes), dtype=torch.uint8, device=distributed.device())
+    memory = torch.empty(max(sizes), dtype=torch.uint8, device=collectives.device())
 
     def deliver(path: str) -> None:
         # one copy, as an engine does; all into one place, because contents do not matter here
@@ -189,8 +189,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         plain(plan, memory, engine_bytes, with_tp=path == "gather")
 
     def slowest(work: Callable[[str], None], path: str) -> float:
-        distributed.barrier()
-        return max(distributed.gather_objects(seconds_of(lambda: work(path))))
+        collectives.barrier()
+        return max(collectives.gather_objects(seconds_of(lambda: work(path))))
 
     jobs = itertools.product((deliver, bound), paths)
     seconds = interleave({job: partial(slowest, *job) for job in jobs}, arguments.repeats)
@@ -285,10 +285,10 @@ def main(arguments: argparse.Namespace) -> None:
     complete(arguments)
     if arguments.worker:  # one of the ranks that are started below
         result = measure(arguments)
-        if distributed.is_main():
+        if collectives.is_main():
             write_json(arguments.worker, result)
-        distributed.barrier()
-        distributed.stop()
+        collectives.barrier()
+        collectives.stop()
         return
     num_ranks = arguments.tensor_model_parallel_size * arguments.pipeline_model_parallel_size
     has_cuda = torch.cuda.is_available()

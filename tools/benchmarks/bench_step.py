@@ -44,11 +44,11 @@ from harness import OUTPUTS, provenance, publish, spread, table
 from random_models import write_checkpoint
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.data.launcher import PROGRAM, ranks_command
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import Sizes
+from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT

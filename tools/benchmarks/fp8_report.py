@@ -26,8 +26,7 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data import distributed
-from ragen_mega.data.packing import Part, microbatch, pack
+from ragen_mega.data.packing import Share, microbatch, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_model, model_inputs, transformer_config
@@ -35,6 +34,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.planning.published import SHAPES, model_config
+from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
@@ -157,7 +157,7 @@ def measure_ratios(
     """Measure the median milliseconds of every variant for each number of tokens, and their ratio
     to the first variant's.
     """
-    hf, device, rows = timed_model(hidden), distributed.device(), []
+    hf, device, rows = timed_model(hidden), collectives.device(), []
     models = {
         name: build_model(hf, transformer_config(hf, parallel), groups)[0]
         for name, parallel in variants.items()
@@ -180,7 +180,7 @@ def measure_ratios(
         batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
         jobs = {}
         for name, parallel in variants.items():
-            whole = Part([*range(batch.num_trajectories)], [0] * batch.num_trajectories)
+            whole = Share([*range(batch.num_trajectories)], [0] * batch.num_trajectories)
             multiple = token_alignment(parallel)
             inputs = model_inputs(microbatch(batch, whole, multiple=multiple, device=device))
             jobs[name] = lambda model=models[name], inputs=inputs: step(model, inputs)

@@ -12,14 +12,10 @@ Recompute = Literal["none", "selective", "full"]
 class ParallelSizes(NamedTuple):
     """The cut of a model over the ranks that train it."""
 
-    tp: int = 1
-    """Ranks that share every matrix."""
-    pp: int = 1
-    """Pipeline stages."""
-    ep: int = 1
-    """Ranks that share the experts of a layer."""
-    vp: int = 1
-    """Chunks of layers on each pipeline stage."""
+    tp: int = 1  # ranks that share every matrix
+    pp: int = 1  # pipeline stages
+    ep: int = 1  # ranks that share the experts of a layer
+    vp: int = 1  # chunks of layers on each pipeline stage
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragen_mega.data.jit import Integers, Reals, in_parts
+from ragen_mega.compiled.jit import Integers, Reals, in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.engines.embedded.products import Panels

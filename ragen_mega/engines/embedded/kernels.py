@@ -19,8 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from ragen_mega.data.compiled import add_product, exp, put_product
-from ragen_mega.data.jit import ANY_ORDER, EXACT, Integers, Reals, jit
+from ragen_mega.compiled.jit import ANY_ORDER, EXACT, Integers, Reals, jit
+from ragen_mega.compiled.tiles import add_product, exp, put_product
 
 BLOCK = 32
 """Positions in one block of the cache."""

@@ -17,8 +17,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragen_mega.data.compiled import data_of, emit_tile
-from ragen_mega.data.jit import EXACT, Reals, in_parts, jit
+from ragen_mega.compiled.jit import EXACT, Reals, in_parts, jit
+from ragen_mega.compiled.tiles import data_of, emit_tile
 
 _PROCESSOR = torch.cpu.get_capabilities()
 REGISTER = 64 if _PROCESSOR.get("avx512_f") else 32 if _PROCESSOR.get("avx2") else 16

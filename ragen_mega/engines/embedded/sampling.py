@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ragen_mega.data.jit import Integers, Reals, in_parts
+from ragen_mega.compiled.jit import Integers, Reals, in_parts
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK
 

@@ -23,11 +23,11 @@ import psutil
 from transformers import PretrainedConfig
 
 from ragen_mega.data import checksums
-from ragen_mega.data.launcher import GLOO_INTERFACE, NCCL_INTERFACE, loopback
 from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.sglang.http_json import HOST, ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.models.families import find_family
+from ragen_mega.ranks.launcher import GLOO_INTERFACE, NCCL_INTERFACE, loopback
 from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from ragen_mega.data.extras import require
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.extensions.extras import require
 
 MAX_RESULT = 20_000
 """Most characters of a result that the policy sees, unless said otherwise."""

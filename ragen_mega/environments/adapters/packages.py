@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from ragen_mega.data.extras import install_command
+from ragen_mega.extensions.extras import install_command
 
 _swapping = threading.Lock()
 MAX_SEED = 2**32

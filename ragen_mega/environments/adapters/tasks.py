@@ -15,7 +15,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from ragen_mega.data.registry import Registry
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
@@ -30,6 +29,7 @@ from ragen_mega.environments.protocol import (
 )
 from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
+from ragen_mega.extensions.registry import Registry
 
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ragen_mega.data.compiled import LANES, add_product, exp, put_product
+from ragen_mega.compiled.jit import EXACT, Integers, Reals, in_parts, jit
+from ragen_mega.compiled.tiles import LANES, add_product, exp, put_product
 from ragen_mega.data.forest import Forest
-from ragen_mega.data.jit import EXACT, Integers, Reals, in_parts, jit
 
 QUERIES = 32
 """Queries of a chain that read a head's keys together, about; a column of scores each."""

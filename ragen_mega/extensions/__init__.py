@@ -1,0 +1,1 @@
+"""The names that users extend, and the packages that they may install."""

@@ -1,0 +1,1 @@
+"""The ranks of a job: how they are started, and what they tell each other."""
