@@ -88,7 +88,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """Distribution of a run over processes."""
 
     name: str
@@ -101,11 +101,13 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
-    Layout("tp2", ("--tensor-model-parallel-size", "2")),
-    Layout("pp2", ("--pipeline-model-parallel-size", "2")),
-    Layout("ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True),
-    Layout(
+    RunLayout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
+    RunLayout("tp2", ("--tensor-model-parallel-size", "2")),
+    RunLayout("pp2", ("--pipeline-model-parallel-size", "2")),
+    RunLayout(
+        "ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True
+    ),
+    RunLayout(
         "separate",
         tuple(
             "--placement separate --rollout-ranks 1 --max-staleness 2 --importance-cap 2".split()
@@ -114,7 +116,7 @@ LAYOUTS = (
 )
 
 
-def sglang_layouts(python: Path) -> tuple[Layout, ...]:
+def sglang_layouts(python: Path) -> tuple[RunLayout, ...]:
     """Return the ranks that roll out with SGLang servers of another environment and keep every
     rollout on the disk.
 
@@ -124,8 +126,8 @@ def sglang_layouts(python: Path) -> tuple[Layout, ...]:
     flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
     stages = ("--pipeline-model-parallel-size", "2", "--weight-transfer", "ipc")
     return (
-        Layout("sglang", (*flags, "--weight-transfer", "file"), num_ranks=1, has_servers=True),
-        Layout("sglang_pp2_ipc", (*flags, *stages), has_servers=True),
+        RunLayout("sglang", (*flags, "--weight-transfer", "file"), num_ranks=1, has_servers=True),
+        RunLayout("sglang_pp2_ipc", (*flags, *stages), has_servers=True),
     )
 
 
@@ -153,7 +155,7 @@ def identity(checkpoint: Path) -> tuple[str, int]:
 class Victim:
     """A small run that is started, watched, killed and damaged."""
 
-    def __init__(self, output: Path, name: str, layout: Layout) -> None:
+    def __init__(self, output: Path, name: str, layout: RunLayout) -> None:
         self.output, self.name, self.layout = output, name, layout
         self.directory = output.resolve() / name
         self.log = output / f"{name}.log"
@@ -459,7 +461,7 @@ def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
 
 
 def run_rounds(
-    output: Path, layouts: Sequence[Layout], num_rounds: int, seed: int
+    output: Path, layouts: Sequence[RunLayout], num_rounds: int, seed: int
 ) -> dict[str, Any]:
     """Play all rounds; returns the report."""
     generator = random.Random(seed)

@@ -39,7 +39,7 @@ RESERVE = 16 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     name: str
     limit: float
     """The most seconds that it may take."""
@@ -48,21 +48,21 @@ class Part:
 
 
 PARTS = (
-    Part("versions", 30),
-    Part("step", 260),  # a fresh machine reads packages slowly
-    Part("kernels", 100, together=True),
-    Part("te", 100, together=True),
-    Part("train", 120, together=True),
-    Part("bench", 80),
-    Part("reshard", 40),
-    Part("moe", 120),
-    Part("step_all", 110),
-    Part("bench_all", 80),
-    Part("fp8", 100),
-    Part("sgl_train", 120),
-    Part("parity", 60),
-    Part("engines", 40),
-    Part("sglang", 280),
+    TimedPart("versions", 30),
+    TimedPart("step", 260),  # a fresh machine reads packages slowly
+    TimedPart("kernels", 100, together=True),
+    TimedPart("te", 100, together=True),
+    TimedPart("train", 120, together=True),
+    TimedPart("bench", 80),
+    TimedPart("reshard", 40),
+    TimedPart("moe", 120),
+    TimedPart("step_all", 110),
+    TimedPart("bench_all", 80),
+    TimedPart("fp8", 100),
+    TimedPart("sgl_train", 120),
+    TimedPart("parity", 60),
+    TimedPart("engines", 40),
+    TimedPart("sglang", 280),
 )
 """Parts in the order of their worth."""
 
@@ -82,7 +82,7 @@ class Clock:
         self.end = 0.0
 
 
-def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
+def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[TimedPart]:
     """Return the named parts in their order, by default all; `limits` replace single limits. Raises
     ValueError for a name that no part has.
     """
@@ -90,7 +90,7 @@ def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[Part]:
     if wrong := [name for name in (*names, *limits) if name not in known]:
         raise ValueError(f"parts are {' '.join(known)}, got {' '.join(wrong)}")
     chosen = [known[name] for name in names] or list(PARTS)
-    return [Part(p.name, limits.get(p.name, p.limit), p.together) for p in chosen]
+    return [TimedPart(p.name, limits.get(p.name, p.limit), p.together) for p in chosen]
 
 
 def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) -> list[str]:
@@ -102,7 +102,7 @@ def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) 
     return names if was_started else names + rest
 
 
-def run_block(parts: Sequence[Part], output: Path, clock: Clock) -> list[dict[str, Any]]:
+def run_block(parts: Sequence[TimedPart], output: Path, clock: Clock) -> list[dict[str, Any]]:
     """Run the parts at the same time; a row for each. No process outlives its part."""
     rows, running = {}, {}
     for part in parts:
@@ -129,7 +129,7 @@ def run_block(parts: Sequence[Part], output: Path, clock: Clock) -> list[dict[st
     return [rows[part.name] for part in parts]
 
 
-def start(part: Part, output: Path) -> subprocess.Popen[bytes]:
+def start(part: TimedPart, output: Path) -> subprocess.Popen[bytes]:
     """Run the part under the supervisor, which ends all that the part started, sessions of their
     own included, when it is asked to end and when the part has ended.
     """
@@ -161,7 +161,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def row_of(part: Part, result: str, seconds: float, last: str) -> dict[str, Any]:
+def row_of(part: TimedPart, result: str, seconds: float, last: str) -> dict[str, Any]:
     """Return a row of the report."""
     about = {"part": part.name, "result": result, "seconds": round(seconds), "limit": part.limit}
     return about | {"last_line": last}

@@ -39,7 +39,7 @@ def argument_type(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Budget:
+class KernelBudget:
     """Upper bounds; `instructions` and `exponentials` are per element, summed over the streaming
     loops.
     """
@@ -89,7 +89,7 @@ class KernelConfig:
     kernel: Any
     constants: dict[str, Any]
     num_warps: int
-    budget: Budget
+    budget: KernelBudget
     types: dict[str, str] = field(default_factory=dict)
     aligned: frozenset[str] = ALIGNED
 
@@ -134,14 +134,14 @@ def _statistics_and_gradients() -> list[KernelConfig]:
         triton_rows.statistics_kernel,
         {"BLOCK": block, "GROUP": 8},
         warps,
-        Budget(64, 32768, 1, 10.0, 1.25),
+        KernelBudget(64, 32768, 1, 10.0, 1.25),
     )
     gradient = KernelConfig(
         "gradient bf16, entropy",
         triton_rows.gradient_kernel,
         {"BLOCK": block, "WITH_ENTROPY": True},
         warps,
-        Budget(64, 32768, 1, 10.0, 1.1),
+        KernelBudget(64, 32768, 1, 10.0, 1.1),
     )
     return [
         statistics,
@@ -150,29 +150,32 @@ def _statistics_and_gradients() -> list[KernelConfig]:
             name="statistics fp32",
             constants={"BLOCK": block, "GROUP": 4},
             types=FP32,
-            budget=Budget(96, 65536, 1, 11.0, 1.35),
+            budget=KernelBudget(96, 65536, 1, 11.0, 1.35),
         ),
         replace(
             statistics,
             name="statistics bf16, odd rows",
             aligned=frozenset(),
-            budget=Budget(224, 64),
+            budget=KernelBudget(224, 64),
         ),
         replace(
             gradient,
             name="gradient bf16",
             constants={"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
-            budget=Budget(64, 32768, 1, 9.0, 1.1),
+            budget=KernelBudget(64, 32768, 1, 9.0, 1.1),
         ),
         gradient,
         replace(
             gradient,
             name="gradient fp32, entropy",
             types=FP32,
-            budget=Budget(96, 65536, 1, 11.0, 1.1),
+            budget=KernelBudget(96, 65536, 1, 11.0, 1.1),
         ),
         replace(
-            gradient, name="gradient bf16, odd rows", aligned=frozenset(), budget=Budget(128, 64)
+            gradient,
+            name="gradient bf16, odd rows",
+            aligned=frozenset(),
+            budget=KernelBudget(128, 64),
         ),
     ]
 
@@ -184,7 +187,7 @@ def _policy_rows() -> list[KernelConfig]:
         triton_policy.policy_row_kernel,
         {**shape, **PLAIN, "ENTROPY_GRADIENT": False},
         triton_policy.NUM_WARPS,
-        Budget(128, 65536, 2, 18.0, 2.3),
+        KernelBudget(128, 65536, 2, 18.0, 2.3),
     )
     full = {**shape, **EVERYTHING, "ENTROPY_GRADIENT": True}
     return [
@@ -193,20 +196,20 @@ def _policy_rows() -> list[KernelConfig]:
             policy,
             name="policy_row bf16, everything",
             constants=full,
-            budget=Budget(128, 65536, 2, 20.0, 2.3),
+            budget=KernelBudget(128, 65536, 2, 20.0, 2.3),
         ),
         replace(
             policy,
             name="policy_row bf16, masked cispo",
             constants=full | MASKED_CISPO,
-            budget=Budget(128, 65536, 2, 20.0, 2.3),
+            budget=KernelBudget(128, 65536, 2, 20.0, 2.3),
         ),
         replace(
             policy,
             name="policy_row fp32, everything",
             constants=full | {"GROUP": 4},
             types=FP32,
-            budget=Budget(128, 131072, 2, 21.0, 2.4),
+            budget=KernelBudget(128, 131072, 2, 21.0, 2.4),
         ),
         replace(
             policy,
@@ -214,7 +217,7 @@ def _policy_rows() -> list[KernelConfig]:
             constants=full | {"BLOCK": triton_policy.ODD_VOCABULARY_BLOCK},
             num_warps=triton_policy.ODD_WARPS,
             aligned=frozenset({"stride", "dx_stride"}),  # as the LM head lays out an odd vocabulary
-            budget=Budget(255, 32768, 2, 21.0, 2.4),
+            budget=KernelBudget(255, 32768, 2, 21.0, 2.4),
         ),
     ]
 
@@ -225,7 +228,7 @@ def _tokens_and_returns() -> list[KernelConfig]:
         triton_token.token_kernel,
         {"BLOCK": triton_token.BLOCK, **PLAIN},
         triton_token.NUM_WARPS,
-        Budget(64, 1024),
+        KernelBudget(64, 1024),
     )
     scan = {"BLOCK": triton_returns.SCAN_BLOCK}
     gae = KernelConfig(
@@ -233,7 +236,7 @@ def _tokens_and_returns() -> list[KernelConfig]:
         triton_returns.gae_kernel,
         {**scan, "BI_LEVEL": False, "TURN_ENDS": None},
         triton_returns.SCAN_WARPS,
-        Budget(128, 16384),
+        KernelBudget(128, 16384),
     )
     return [
         tokens,
@@ -252,7 +255,7 @@ def _tokens_and_returns() -> list[KernelConfig]:
             gae,
             name="gae bi-level",
             constants={**scan, "BI_LEVEL": True},
-            budget=Budget(168, 16384),
+            budget=KernelBudget(168, 16384),
         ),
     ]
 

@@ -50,7 +50,7 @@ def report_folder(pages: str, beside: Path) -> Path:
     return Path(pages) if Path.cwd() == REPOSITORY else beside
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see --help\n")
 
@@ -61,7 +61,7 @@ def parse(
     """Return the command line, itself as `argv`. Flags that are not among `flags` become `others`
     if `takes_others`, else an error: one line and exit code 2, as for any bad flag.
     """
-    parser = _Parser(
+    parser = _CommandParser(
         description=manual,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

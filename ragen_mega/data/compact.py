@@ -16,7 +16,7 @@ from ragen_mega.data.forest import common_prefix
 from ragen_mega.data.types import Packed, Trajectory, Turn
 
 
-class Column(NamedTuple):
+class FieldValues(NamedTuple):
     """The values of one recorded field in S trajectories: V values of B bytes are sent.
 
     If only sampled tokens have the field, their values are sent, whatever trajectories begin with.
@@ -29,7 +29,7 @@ class Column(NamedTuple):
     differing: NDArray[np.uint8]  # [V, bytes that vary]
 
     @classmethod
-    def of(cls, row: TokenField, name: str, trajectories: Sequence[Trajectory]) -> "Column":
+    def of(cls, row: TokenField, name: str, trajectories: Sequence[Trajectory]) -> "FieldValues":
         """Return the column of a field of trajectories that this rank holds."""
         texts = [row.array(trajectory.token_fields[name]) for trajectory in trajectories]
         if row.is_sampled_only:
@@ -79,7 +79,7 @@ def _bytes(values: NDArray) -> NDArray[np.uint8]:
     return np.frombuffer(values.tobytes(), np.uint8).reshape(len(values), size)
 
 
-Contents = dict[str, Column]
+Contents = dict[str, FieldValues]
 """Recorded field -> its values in S trajectories."""
 
 
@@ -120,7 +120,9 @@ turns and of breaks.
 
 def contents_of(trajectories: Sequence[Trajectory]) -> Contents:
     """Return what was recorded for the tokens of trajectories that this rank holds."""
-    return {name: Column.of(row, name, trajectories) for name, row in recorded_fields().items()}
+    return {
+        name: FieldValues.of(row, name, trajectories) for name, row in recorded_fields().items()
+    }
 
 
 def fill(trajectories: Sequence[Trajectory], contents: Contents) -> None:

@@ -35,7 +35,7 @@ LIKE = 0.85
 """Keys that a run in a call must have, as a share of those of the largest."""
 
 
-class Run(NamedTuple):
+class QueryRun(NamedTuple):
     """Consecutive nodes `start` to `stop` - 1 and the path to the first of them."""
 
     start: int
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     """Queries that it is padded to; 0 for a causal call without a path."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Runs that one call of attention computes."""
 
     runs: int
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 class Schedule(NamedTuple):
     """Order of the attention calls of a forest, on its device."""
 
-    calls: list[Call]
+    calls: list[AttentionCall]
     queries: Tensor | None
     """Node of every query, call by call; None: they are in order."""
     keys: Tensor | None
@@ -67,7 +67,7 @@ class Schedule(NamedTuple):
     outputs: Tensor | None  # [N] place of each node among the queries
 
 
-def runs_of(forest: Forest, whole_from: int) -> Iterator[Run]:
+def runs_of(forest: Forest, whole_from: int) -> Iterator[QueryRun]:
     """Cut the nodes into runs, in order; chains of `whole_from` nodes at a root stay whole, and
     padding does, so that it changes nothing for the others.
     """
@@ -82,19 +82,19 @@ def runs_of(forest: Forest, whole_from: int) -> Iterator[Run]:
     for chain in forest.chains:
         end = chain.start + chain.length
         if chain.start == stop:
-            yield Run(start, end, chain.path[:0], 0)
+            yield QueryRun(start, end, chain.path[:0], 0)
             start, stop = end, next(stops)
         while start < end:
             path = chain.path[: chain.shared + start - chain.start]
             size = max(RUN, -(-len(path) // (PATH_PER_RUN * RUN)) * RUN)
-            yield Run(start, min(start + size, stop), path, size)
+            yield QueryRun(start, min(start + size, stop), path, size)
             start = min(start + size, stop)
 
 
 def schedule_of(forest: Forest, device: torch.device) -> Schedule:
     """Return the calls that compute the attention of a forest, few and with little padding."""
     runs = sorted(runs_of(forest, WHOLE[device.type]), key=lambda run: (run.size, -len(run.path)))
-    groups: list[list[Run]] = []
+    groups: list[list[QueryRun]] = []
     for run in runs:
         first = groups[-1][0] if groups else run
         is_like = len(run.path) + run.size >= LIKE * (len(first.path) + first.size)
@@ -125,7 +125,7 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
             sees = (k[:, None] <= q[:, :, None]) & (q[:, :, None] < ends[k][:, None])
             mask = torch.zeros(sees.shape, device=device).masked_fill_(~sees, -torch.inf)
             mask = mask.unsqueeze(1)
-        calls.append(Call(len(group), num_queries, num_keys, mask))
+        calls.append(AttentionCall(len(group), num_queries, num_keys, mask))
     if not runs or not any(run.size for run in runs):
         return Schedule(calls, None, None, None)
     queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))

@@ -68,7 +68,7 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
         role: {"optimizer": _count_steps(trainer), "schedule": trainer.schedule.num_steps}
         for role, trainer in trainers.items()
     }
-    staged = _Stage()
+    staged = _Collector()
     dist_checkpointing.save(state, str(directory), sharded_strategy=staged)
     if collectives.is_main():
         (directory / STEPS).write_text(json.dumps(steps))
@@ -230,7 +230,7 @@ def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
     return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, MAIN)
 
 
-class _Stage(SaveShardedStrategy):
+class _Collector(SaveShardedStrategy):
     """Collects the pieces that megatron-core has this rank save, already in host memory."""
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class _NothingInCommon(TorchCommonLoadStrategy):
 
 
 class _Read(LoadShardedStrategy):
-    """Reads what `_Stage` collected, cut as the present sharded state dict asks."""
+    """Reads what `_Collector` collected, cut as the present sharded state dict asks."""
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:

@@ -21,7 +21,7 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
     """
     collectives.start()
     parallel.check_world(collectives.world_size())
-    precision.choose_implementation(parallel, precision.Machine.here())
+    precision.choose_implementation(parallel, precision.Device.here())
     cpu.install()
     global _groups_are_for
     wanted = (

@@ -71,7 +71,7 @@ def transformer_config(hf: PretrainedConfig, parallel: ParallelConfig) -> Transf
     check_model(hf, parallel)
     shape = ModelShape.of(hf)
     dtype = torch.bfloat16 if parallel.bf16 else torch.float32
-    implementation = precision.choose_implementation(parallel, precision.Machine.here())
+    implementation = precision.choose_implementation(parallel, precision.Device.here())
     # Local layers add to a float32 residual stream, as the embedded engine does.
     is_widened = parallel.bf16 and implementation == "local"
     return TransformerConfig(

@@ -3,7 +3,7 @@ padding and requirements.
 
 Requirements and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`,
 `pytorch/utils.py`) and of megatron-core 0.16 (`fp8_utils.py`); they are checked before anything is
-built, against a `Machine` that is passed in.
+built, against a `Device` that is passed in.
 
 Only the matrix products inside the layers are in FP8. Parameters stay bfloat16; their float32
 master copies, Adam's moments and gradient sums are float32 (the optimizer of megatron-core with
@@ -60,7 +60,7 @@ RECIPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Device:
     """Hardware and libraries that this process computes with."""
 
     capability: tuple[int, int] | None
@@ -73,7 +73,7 @@ class Machine:
     """Whether flash-attn is installed."""
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> Device:
         """Return the device and the libraries of this process."""
         has_cuda = not cpu.is_active()
         cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2]) if has_cuda else None
@@ -87,7 +87,7 @@ class Machine:
         )
 
 
-def choose_implementation(parallel: ParallelConfig, machine: Machine) -> Implementation:
+def choose_implementation(parallel: ParallelConfig, machine: Device) -> Implementation:
     """Return the layers that `parallel` asks for on this machine. `auto` takes Transformer Engine
     where it can compute.
 
@@ -110,7 +110,7 @@ def choose_implementation(parallel: ParallelConfig, machine: Machine) -> Impleme
     return "transformer_engine"
 
 
-def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str, str] | None:
+def _obstacle_to_layers(parallel: ParallelConfig, machine: Device) -> tuple[str, str] | None:
     """(why Transformer Engine's layers cannot compute, what to do), None if they can."""
     drop = "drop --fp8" if parallel.fp8 != "none" else "set --transformer-impl local"
     if machine.capability is None:
@@ -136,7 +136,7 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Machine) -> tuple[str
     return None
 
 
-def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
+def obstacle_to_recipe(recipe: str, machine: Device) -> str | None:
     """Return why an FP8 recipe cannot run on the machine, None if it can."""
     rule = RECIPES[recipe]
     if machine.capability is None or machine.cuda is None:
@@ -156,7 +156,7 @@ def obstacle_to_recipe(recipe: str, machine: Machine) -> str | None:
     return None
 
 
-def _remedy(machine: Machine) -> str:
+def _remedy(machine: Device) -> str:
     possible = [name for name in RECIPES if obstacle_to_recipe(name, machine) is None]
     return (
         f"set --fp8-recipe {' or '.join(possible)}"

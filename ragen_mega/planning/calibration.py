@@ -29,9 +29,9 @@ from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
 from ragen_mega.planning.time import (
     FP32,
     PHASES,
-    Cut,
     Play,
     Sizes,
+    TrainingLayout,
     by_timer,
     decode_step,
     product,
@@ -283,7 +283,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
         hardware, constants = with_sheet(hardware, constants, torch.cuda.get_device_name())
         constants = replace(constants, launch=measure_launch(device, dtype))
     machine = Machine(hardware, constants)
-    cut = Cut(itemsize=itemsize)
+    cut = TrainingLayout(itemsize=itemsize)
     machine = solved(
         machine, ("product", "tile"), products, lambda machine, what: product(machine, *what, cut)
     )

@@ -124,7 +124,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TrainingLayout:
     """A layout of training, and its precision."""
 
     tp: int = 1
@@ -160,7 +160,9 @@ class Cut:
         return self.tp * self.pp * self.dp * self.cp
 
 
-def product(machine: Machine, rows: float, inner: float, columns: float, cut: Cut) -> float:
+def product(
+    machine: Machine, rows: float, inner: float, columns: float, cut: TrainingLayout
+) -> float:
     """Compute the seconds of [rows, inner] x [inner, columns]: its operations, those that fill and
     empty the pipeline of each tile, and its operands once.
     """
@@ -183,7 +185,9 @@ def width_factor(head_dim: int) -> float:
     return 1.5 * head_dim / (head_dim + 64)
 
 
-def layer(machine: Machine, sizes: Sizes, cut: Cut, tokens: float, length: float) -> Terms:
+def layer(
+    machine: Machine, sizes: Sizes, cut: TrainingLayout, tokens: float, length: float
+) -> Terms:
     """Compute the seconds of a layer's forward pass over `tokens` positions in trajectories of
     `length`.
     """
@@ -240,7 +244,7 @@ def distinct(places: int, drawn: float) -> float:
     return places * (1 - (1 - 1 / places) ** drawn)
 
 
-def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
+def head(machine: Machine, sizes: Sizes, cut: TrainingLayout, tokens: float) -> float:
     """Compute the seconds of the forward pass of LM head and loss of so many labels: a read and a
     write of logits as they are and 3.5 passes in float32, a third of what Megatron's loss takes
     there and back.
@@ -254,7 +258,7 @@ def head(machine: Machine, sizes: Sizes, cut: Cut, tokens: float) -> float:
 def passes(
     machine: Machine,
     sizes: Sizes,
-    cut: Cut,
+    cut: TrainingLayout,
     *,
     tokens: float,
     length: float,
@@ -312,7 +316,7 @@ def passes(
     }
 
 
-def idle_share(cores: int, cut: Cut) -> float:
+def idle_share(cores: int, cut: TrainingLayout) -> float:
     """Return the share of a pipeline's bubble in which nothing computes: where ranks share `cores`,
     ranks that have work compute faster while others wait for theirs.
     """
@@ -322,7 +326,7 @@ def idle_share(cores: int, cut: Cut) -> float:
     return max(0.0, (cores - stage) / (cut.num_gpus - stage))
 
 
-def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
+def gradients(machine: Machine, sizes: Sizes, cut: TrainingLayout, hidden: float) -> Terms:
     """Compute the seconds of an optimizer step besides the passes: the reduction of gradients over
     data-parallel ranks beside the last backward pass and, where each rank updates its share, the
     gathering of parameters beside the first forward pass, as far as these passes, of `hidden`
@@ -352,7 +356,7 @@ def gradients(machine: Machine, sizes: Sizes, cut: Cut, hidden: float) -> Terms:
 def training(
     machine: Machine,
     sizes: Sizes,
-    cut: Cut,
+    cut: TrainingLayout,
     *,
     tokens: float,
     length: float,
@@ -611,10 +615,10 @@ def rollout(
     return tuple(terms.items())
 
 
-def cut_of(config: StarPOConfig, setting: Setting) -> Cut:
+def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
     """Read the layout and precision in which a run trains."""
     layout = config.parallel
-    return Cut(
+    return TrainingLayout(
         **layout.cut._asdict(),
         dp=setting.dp,
         copies=True,

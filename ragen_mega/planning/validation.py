@@ -21,10 +21,10 @@ from ragen_mega.planning.published import SHAPES
 from ragen_mega.planning.time import (
     BF16,
     FP32,
-    Cut,
     Play,
     Sizes,
     Terms,
+    TrainingLayout,
     decode_step,
     passes,
     prompt_token,
@@ -93,7 +93,7 @@ LEAST = {
 """Numbers with a least value; others are above 0."""
 RECOMPUTE = ("none", "attention", "selective", "full")
 MODEL = {field.name: field.default for field in fields(Sizes)}
-CUT = {field.name: field.default for field in fields(Cut) if field.name != "dp"}
+CUT = {field.name: field.default for field in fields(TrainingLayout) if field.name != "dp"}
 """Entries of a model, and of the cut of a row, with the value that their absence means."""
 UNITS = {
     "training": "tokens/s or TFLOP/s of a GPU",
@@ -185,7 +185,7 @@ def check_row(kind: str, row: Mapping[str, Any], models: Mapping[str, Sizes]) ->
         raise ValueError("cut.dp fills the GPUs of the row and must not be given; drop it")
     for name, value in check_keys("cut", row["cut"], (), CUT).items():
         check_value(f"cut.{name}", value, CUT[name])
-    sizes, apart = Cut(**row["cut"]).num_gpus, row.get("rollout_gpus", 0)
+    sizes, apart = TrainingLayout(**row["cut"]).num_gpus, row.get("rollout_gpus", 0)
     if "staleness" in row and not apart:
         raise ValueError("staleness does nothing without rollout_gpus; give both or none")
     if row["gpus"] <= apart or (row["gpus"] - apart) % sizes:
@@ -264,7 +264,7 @@ def predicted(point: Point, constants: Constants) -> float:
         # while a sequence is answered, the prompts of the others are read
         others = (batch - 1) * row["prompt_tokens"] / row["output_tokens"]
         return batch / (step + others * prompt_token(machine, point.sizes, tp=tp))
-    cut = Cut(**row["cut"])
+    cut = TrainingLayout(**row["cut"])
     cut = replace(cut, dp=(row["gpus"] - row.get("rollout_gpus", 0)) // cut.num_gpus)
     if point.kind == "rl":
         phases = rl_phases(machine, point, cut)
@@ -320,7 +320,7 @@ def sampling(machine: Machine, point: Point) -> float:
     return (seconds(3 * sessions) - seconds(2 * sessions)) / ahead
 
 
-def rl_phases(machine: Machine, point: Point, cut: Cut) -> Terms:
+def rl_phases(machine: Machine, point: Point, cut: TrainingLayout) -> Terms:
     """Predict phase -> seconds of a published step of reinforcement learning. Where some GPUs only
     sample it takes as long as the slower side, and the weights' way between them.
     """

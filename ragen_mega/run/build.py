@@ -472,7 +472,7 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
         config.rollout.rollout_tensor_parallel_size,
         config.rollout.rollout_expert_parallel_size,
     )
-    shape, capability = ModelShape.of(hf), precision.Machine.here().capability
+    shape, capability = ModelShape.of(hf), precision.Device.here().capability
     if error := server_error(shape, tp, ep):
         raise ValueError(error)
     if config.rollout.rollout_engine == "sglang" and capability is None:

@@ -18,7 +18,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.precision import Machine
+from ragen_mega.megatron.precision import Device
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import Setting, activations, workspace
@@ -156,7 +156,7 @@ def budgets() -> dict[tuple[str, str, str], float]:
 
 @pytest.mark.parametrize("implementation", get_args(Implementation))
 def test_budgets(implementation: Implementation) -> None:
-    if implementation != "local" and Machine.here().transformer_engine is None:
+    if implementation != "local" and Device.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
     quarter = NUM_TRAJECTORIES * LENGTH // 4
     few, many, deep = (
@@ -192,7 +192,7 @@ def test_peak_memory_is_planned(implementation: Implementation, recompute: str) 
     """What an update allocates beside the model's state, against the plan's activations and
     workspace; not far less either, for a plan that is too large refuses what would fit.
     """
-    if implementation == "transformer_engine" and Machine.here().transformer_engine is None:
+    if implementation == "transformer_engine" and Device.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
     hf, max_tokens = config(4, hidden=256, vocab=2048), 960
     policy = build(implementation, hf, max_tokens, recompute)
@@ -224,7 +224,7 @@ def test_a_whole_step_waits_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     advantages, diagnosis, the updates of both roles, what is logged and written; the second step,
     because the first allocates what stays.
     """
-    if Machine.here().transformer_engine is None:
+    if Device.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
     flags = f"{TRANSFORMER_ENGINE} --kl-kind k3 --kl-coef 0.01 --diagnose-interval 1 --num-steps 2"
     command = [*TINY, *flags.split(), "--save-interval", "0", "--output", str(tmp_path)]

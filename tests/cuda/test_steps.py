@@ -12,7 +12,7 @@ import torch
 from ragen_mega.config import parse
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.megatron.offload import Kind, Offloadable
-from ragen_mega.megatron.precision import Machine
+from ragen_mega.megatron.precision import Device
 from ragen_mega.train import train
 from tests.support.runs import launch, metrics
 
@@ -51,7 +51,7 @@ SAMPLED_BY_SGLANG = {
 
 
 def skip_without_layers(flags: str) -> None:
-    if "transformer_engine" in flags and Machine.here().transformer_engine is None:
+    if "transformer_engine" in flags and Device.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
 
 

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device")
 from ragen_mega.engines.sglang import weight_loader  # noqa: E402
-from ragen_mega.engines.sglang.weights import Bucket, IpcTransfer  # noqa: E402
+from ragen_mega.engines.sglang.weights import FileBucket, IpcTransfer  # noqa: E402
 from ragen_mega.rollout.engine import EngineShard  # noqa: E402
 from ragen_mega.run.placement import Colocated, Phase  # noqa: E402
 from tests.cuda.test_budgets import budgets  # noqa: E402
@@ -32,7 +32,7 @@ CONFIG = Qwen2Config(
 class InOneProcess(IpcTransfer):
     """Keeps a bucket where the loader can be called with it: a fake device has no handles."""
 
-    def _pickle(self, bucket: Bucket) -> bytes:
+    def _pickle(self, bucket: FileBucket) -> bytes:
         self.bucket = bucket
         return b""
 

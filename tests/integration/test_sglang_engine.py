@@ -25,7 +25,7 @@ from ragen_mega.engines.sglang import supervisor
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.http_json import RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
-from ragen_mega.engines.sglang.weights import IpcTransfer, Message, send
+from ragen_mega.engines.sglang.weights import BucketMessage, IpcTransfer, send
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.collector import Collection
@@ -235,7 +235,7 @@ def test_what_cannot_be_generated_or_loaded_is_said(engine: SGLangEngine, tmp_pa
         ):
             missing = tmp_path / "no.json"
             body = base64.b64encode(pickle.dumps([(str(missing), torch.empty(0))])).decode()
-            send(engine.server.client, [[Message(missing, body, is_last=True)]], 9)
+            send(engine.server.client, [[BucketMessage(missing, body, is_last=True)]], 9)
         load(weights)
         with pytest.raises(RuntimeError, match="is loaded and must be started"):
             generate([1])

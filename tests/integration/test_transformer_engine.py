@@ -22,16 +22,14 @@ from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe
+from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe
 from ragen_mega.megatron.weights import export_weights
 from ragen_mega.models.huggingface import random_weights
 from tools.parity import branches, random_trajectories
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        Machine.here().transformer_engine is None, reason="needs Transformer Engine"
-    ),
+    pytest.mark.skipif(Device.here().transformer_engine is None, reason="needs Transformer Engine"),
 ]
 
 FLOAT32 = ParallelConfig(transformer_impl="local")
@@ -56,7 +54,7 @@ MODELS: dict[str, PretrainedConfig] = {
         norm_topk_prob=True, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-RECIPES_HERE = [name for name in RECIPES if obstacle_to_recipe(name, Machine.here()) is None]
+RECIPES_HERE = [name for name in RECIPES if obstacle_to_recipe(name, Device.here()) is None]
 Build = Callable[..., Any]
 
 

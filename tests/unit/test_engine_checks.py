@@ -61,8 +61,8 @@ def test_mixtures_on_a_server(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = replace(precision.Machine.here(), capability=capability)
-    monkeypatch.setattr(precision.Machine, "here", lambda: here)
+    here = replace(precision.Device.here(), capability=capability)
+    monkeypatch.setattr(precision.Device, "here", lambda: here)
     monkeypatch.setattr(collectives, "world_size", lambda: 4)
     config = parse(["--rollout-engine", "sglang", *flags.split()])
     if message is None:

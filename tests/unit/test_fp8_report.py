@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.precision import Machine
+from ragen_mega.megatron.precision import Device
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.ranks import collectives
 from tools.benchmarks import fp8_report
@@ -177,27 +177,27 @@ def test_labels_come_from_the_policy_itself() -> None:
     ("machine", "asked", "message"),
     [
         (
-            Machine(None, None, None),
+            Device(None, None, None),
             None,
             "CUDA GPU and Transformer Engine; .*pip install",
         ),
-        (Machine((9, 0), (13, 0), None), None, "CUDA GPU and Transformer Engine"),
+        (Device((9, 0), (13, 0), None), None, "CUDA GPU and Transformer Engine"),
         (
-            Machine((9, 0), (13, 0), "2.11.0"),
+            Device((9, 0), (13, 0), "2.11.0"),
             ["mxfp8"],
             "mxfp8 needs compute capability 10.0",
         ),
         (
-            Machine((8, 0), (13, 0), "2.11.0"),
+            Device((8, 0), (13, 0), "2.11.0"),
             None,
             "8.9, not 8.0 for any",
         ),
     ],
 )
-def test_machines_that_cannot(machine: Machine, asked: list[str] | None, message: str) -> None:
+def test_machines_that_cannot(machine: Device, asked: list[str] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fp8_report.choose_recipes(asked, machine)
-    assert fp8_report.choose_recipes(None, Machine((9, 0), (13, 0), "2.11.0")) == [
+    assert fp8_report.choose_recipes(None, Device((9, 0), (13, 0), "2.11.0")) == [
         "delayed",
         "tensorwise",
         "blockwise",

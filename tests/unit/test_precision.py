@@ -20,7 +20,7 @@ from ragen_mega.megatron.model import check_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import (
     RECIPES,
-    Machine,
+    Device,
     check_widths,
     choose_implementation,
     describe,
@@ -32,14 +32,14 @@ from ragen_mega.megatron.precision import (
 from ragen_mega.models.huggingface import random_weights
 from tests.support.rounding import FLOAT32, SLACK, forward_bound
 
-CPU = Machine(None, None, None)
-AMPERE = Machine((8, 0), (12, 8), "2.11.0", flash_attention=True)
-ADA = Machine((8, 9), (12, 8), "2.11.0", flash_attention=True)
-WITHOUT_FLASH = Machine((8, 9), (12, 8), "2.11.0")
-HOPPER = Machine((9, 0), (13, 0), "2.11.0")
-HOPPER_OLD_CUDA = Machine((9, 0), (12, 8), "2.11.0")
-BLACKWELL = Machine((10, 0), (13, 0), "2.11.0")
-CONSUMER_BLACKWELL = Machine((12, 0), (13, 0), "2.11.0")
+CPU = Device(None, None, None)
+AMPERE = Device((8, 0), (12, 8), "2.11.0", flash_attention=True)
+ADA = Device((8, 9), (12, 8), "2.11.0", flash_attention=True)
+WITHOUT_FLASH = Device((8, 9), (12, 8), "2.11.0")
+HOPPER = Device((9, 0), (13, 0), "2.11.0")
+HOPPER_OLD_CUDA = Device((9, 0), (12, 8), "2.11.0")
+BLACKWELL = Device((10, 0), (13, 0), "2.11.0")
+CONSUMER_BLACKWELL = Device((12, 0), (13, 0), "2.11.0")
 BF16, FP8 = ParallelConfig(bf16=True), ParallelConfig(bf16=True, fp8="hybrid")
 HF = Qwen2Config(
     vocab_size=61,
@@ -59,14 +59,14 @@ HF = Qwen2Config(
         (CPU, ""),
         (AMPERE, ""),
         (ADA, "delayed tensorwise"),
-        (Machine((8, 9), (12, 0), "2.11.0"), ""),
+        (Device((8, 9), (12, 0), "2.11.0"), ""),
         (HOPPER, "delayed tensorwise blockwise"),
         (HOPPER_OLD_CUDA, "delayed tensorwise"),
         (BLACKWELL, "delayed tensorwise blockwise mxfp8"),
         (CONSUMER_BLACKWELL, "delayed tensorwise blockwise"),
     ],
 )
-def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
+def test_recipes_of_a_machine(machine: Device, possible: str) -> None:
     """The rows of Transformer Engine 2.11's check_fp8_support, check_fp8_block_scaling_support,
     check_mxfp8_support.
     """
@@ -82,9 +82,9 @@ def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
         (BF16, HOPPER, "transformer_engine"),
         (BF16, AMPERE, "transformer_engine"),
         (BF16, WITHOUT_FLASH, "local"),
-        (BF16, Machine((9, 0), (13, 0), None), "local"),
-        (BF16, Machine((9, 0), (13, 0), "2.8.0"), "local"),
-        (BF16, Machine((7, 5), (12, 8), "2.11.0"), "local"),
+        (BF16, Device((9, 0), (13, 0), None), "local"),
+        (BF16, Device((9, 0), (13, 0), "2.8.0"), "local"),
+        (BF16, Device((7, 5), (12, 8), "2.11.0"), "local"),
         (ParallelConfig(), HOPPER, "local"),
         (ParallelConfig(bf16=True, transformer_impl="local"), HOPPER, "local"),
         (FP8, ADA, "transformer_engine"),
@@ -95,7 +95,7 @@ def test_recipes_of_a_machine(machine: Machine, possible: str) -> None:
         ),
     ],
 )
-def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen: str) -> None:
+def test_layers_of_a_machine(parallel: ParallelConfig, machine: Device, chosen: str) -> None:
     assert choose_implementation(parallel, machine) == chosen
 
 
@@ -105,10 +105,10 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
         (FP8, CPU, "--fp8 hybrid .*CUDA device.*drop --fp8"),
         (
             FP8,
-            Machine((9, 0), (13, 0), None),
+            Device((9, 0), (13, 0), None),
             "Transformer Engine, .*pip install .*h100",
         ),
-        (FP8, Machine((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 .*, not 2.8.0"),
+        (FP8, Device((9, 0), (13, 0), "2.8.0"), "Transformer Engine 2.9 .*, not 2.8.0"),
         (
             FP8,
             AMPERE,
@@ -136,7 +136,7 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
         ),
         (
             ParallelConfig(bf16=True, transformer_impl="transformer_engine"),
-            Machine((7, 5), (12, 8), "2.11.0"),
+            Device((7, 5), (12, 8), "2.11.0"),
             "bfloat16, .* 8.0, not 7.5",
         ),
         (
@@ -147,7 +147,7 @@ def test_layers_of_a_machine(parallel: ParallelConfig, machine: Machine, chosen:
     ],
 )
 def test_what_cannot_work_is_one_line(
-    parallel: ParallelConfig, machine: Machine, message: str
+    parallel: ParallelConfig, machine: Device, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         choose_implementation(parallel, machine)
@@ -156,7 +156,7 @@ def test_what_cannot_work_is_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_fp8_without_a_gpu_fails_before_anything_is_built() -> None:
-    assert Machine.here().capability is None
+    assert Device.here().capability is None
     with pytest.raises(ValueError, match="--fp8 hybrid .*CUDA device"):
         initialize(FP8)
     shutdown()
@@ -179,7 +179,7 @@ def test_flash_attention_is_known_by_its_distribution(
         f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert Machine.here().flash_attention is counts
+    assert Device.here().flash_attention is counts
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -409,6 +409,6 @@ def test_heads_are_no_layers_of_transformer_engine(models) -> None:
 
 def test_without_transformer_engine_layers_are_local(models) -> None:
     config = transformer_config(HF, ParallelConfig())
-    if choose_implementation(ParallelConfig(), Machine.here()) == "local":
+    if choose_implementation(ParallelConfig(), Device.here()) == "local":
         assert config.transformer_impl == "local"
     assert layer_spec(config).layer_norm.__module__ == "ragen_mega.megatron.layers"

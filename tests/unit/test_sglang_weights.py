@@ -24,9 +24,9 @@ from ragen_mega.engines.sglang import weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import quantize_stream
 from ragen_mega.engines.sglang.http_json import JSONClient, RequestRefused
 from ragen_mega.engines.sglang.weights import (
+    BucketMessage,
     FileTransfer,
     IpcTransfer,
-    Message,
     WeightTransfer,
     send,
 )
@@ -58,7 +58,7 @@ def weights() -> dict[str, torch.Tensor]:
     return dict(cut_stream(Qwen2ForCausalLM(CONFIG).state_dict().items(), CONFIG, *WHOLE))
 
 
-def read(buckets: list[list[Message]], rank: int = 0) -> dict[str, torch.Tensor]:
+def read(buckets: list[list[BucketMessage]], rank: int = 0) -> dict[str, torch.Tensor]:
     """The weights of all buckets by their descriptions, in plain Python."""
     found: dict[str, torch.Tensor] = {}
     for messages in buckets:
@@ -227,9 +227,9 @@ def test_two_shared_buffers_are_filled_in_turns(weights: dict[str, torch.Tensor]
     """
     transfer = IpcTransfer(CONFIG, WHOLE, torch.bfloat16, bucket_bytes=BUCKET // 2)
     model = Holder({name: tensor.shape for name, tensor in weights.items()}, torch.bfloat16)
-    late, handles = list[Message](), []
+    late, handles = list[BucketMessage](), []
 
-    def load(message: Message) -> None:
+    def load(message: BucketMessage) -> None:
         named_tensors = pickle.loads(base64.b64decode(message.payload))
         assert [name for name, _ in named_tensors] == [str(message.file)]
         weight_loader.load(model, named_tensors)
@@ -299,7 +299,7 @@ class Generation:
     refusals.
     """
 
-    def __init__(self, buckets: list[list[Message]], *, has_sessions: bool) -> None:
+    def __init__(self, buckets: list[list[BucketMessage]], *, has_sessions: bool) -> None:
         self.reports = iter([weight_loader.report_of(message.file) for (message,) in buckets])
         self.report: str | None = "taken"
         self.paths = ["/update_weights_from_tensor", "/update_weight_version"]
@@ -363,7 +363,7 @@ def serve() -> Iterator[Any]:
 
 
 @pytest.fixture
-def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[list[Message]]:
+def buckets(transfer: FileTransfer, weights: dict[str, torch.Tensor]) -> list[list[BucketMessage]]:
     """Two, with the report of an earlier loading, which does not count."""
     list(transfer.receive(weights.items()))
     for (message,) in transfer.again():
@@ -400,7 +400,7 @@ def test_a_bucket_is_filled_while_the_server_takes_another(
 
 @pytest.mark.parametrize("has_sessions", [False, True])
 def test_both_generations_of_the_api(
-    serve: Any, buckets: list[list[Message]], has_sessions: bool
+    serve: Any, buckets: list[list[BucketMessage]], has_sessions: bool
 ) -> None:
     generation = Generation(buckets, has_sessions=has_sessions)
     send(serve(generation), buckets, 3)
@@ -412,7 +412,7 @@ def test_both_generations_of_the_api(
 @pytest.mark.parametrize("has_sessions", [False, True])
 @pytest.mark.parametrize("status", [200, 400])
 def test_an_answer_that_says_no_is_an_error_whatever_its_status(
-    serve: Any, buckets: list[list[Message]], status: int, has_sessions: bool
+    serve: Any, buckets: list[list[BucketMessage]], status: int, has_sessions: bool
 ) -> None:
     generation = Generation(buckets, has_sessions=has_sessions)
     generation.refuse_with = status
@@ -430,7 +430,7 @@ def test_an_answer_that_says_no_is_an_error_whatever_its_status(
     ],
 )
 def test_a_server_that_says_yes_is_not_believed(
-    serve: Any, buckets: list[list[Message]], report: str | None, message: str
+    serve: Any, buckets: list[list[BucketMessage]], report: str | None, message: str
 ) -> None:
     generation = Generation(buckets, has_sessions=False)
     generation.report = report

@@ -20,9 +20,9 @@ from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     BF16,
-    Cut,
     Play,
     Sizes,
+    TrainingLayout,
     decode_step,
     default_play,
     gradients,
@@ -64,7 +64,7 @@ def test_the_terms_of_a_layer_by_hand() -> None:
     constants = Constants(product=0.5, tile=1, attention=0.25, memory=0.5, link=0.5, latency=1e-6)
     machine = Machine(HARDWARE["H100"], constants)
     shape = shape_of("Qwen2.5-7B")
-    terms = layer(machine, Sizes.of(shape), Cut(tp=2), 4096, 2048)
+    terms = layer(machine, Sizes.of(shape), TrainingLayout(tp=2), 4096, 2048)
     # queries with keys and values, their projection, gate with up, down: each reads its input once
     products = ((3584, 1792 + 2 * 256), (1792, 3584), (3584, 2 * 9472), (9472, 3584))
     assert sum(inner * columns for inner, columns in products) == sum(shape.linear_sizes(2))
@@ -88,7 +88,7 @@ def test_the_rank_of_the_last_block_attends_to_most(cp: int) -> None:
     pairs = [sum(range(first + 1, first + of_rank + 1)) for first in range(0, length, of_rank)]
     plain, dealt, even = (
         layer(H100, sizes, cut, 1 << 20, 1 << 20)
-        for cut in (Cut(), Cut(cp=cp), Cut(cp=cp, is_fsdp=True))
+        for cut in (TrainingLayout(), TrainingLayout(cp=cp), TrainingLayout(cp=cp, is_fsdp=True))
     )
     assert dealt["attention"] == pytest.approx(plain["attention"] / cp)
     assert even["attention"] / plain["attention"] == pytest.approx(
@@ -106,7 +106,9 @@ def test_a_stage_of_a_pipeline_gathers_its_weights_once() -> None:
     sizes = replace(Sizes.of(shape_of("Qwen2.5-32B")), vocab_size=1)
 
     def gathered(micros: int, **cut: int) -> float:
-        terms = training(H100, sizes, Cut(is_fsdp=True, **cut), tokens=1, length=1, micros=micros)
+        terms = training(
+            H100, sizes, TrainingLayout(is_fsdp=True, **cut), tokens=1, length=1, micros=micros
+        )
         return terms["data parallelism"]
 
     assert gathered(8, dp=8) == pytest.approx(8 * gathered(1, dp=8), rel=0.05)
@@ -121,7 +123,7 @@ def test_experts_stay_where_they_are() -> None:
     sizes = Sizes(48, 2048, 32, 4, 128, 768, 151936, num_experts=128, experts_per_token=8)
 
     def gathered(ep: int) -> float:
-        cut = Cut(dp=8, ep=ep, is_fsdp=True)
+        cut = TrainingLayout(dp=8, ep=ep, is_fsdp=True)
         terms = training(H100, sizes, cut, tokens=1, length=1, micros=1, trained=0.0)
         return terms["data parallelism"] / H100.constants.exposed * H100.link(8)
 
@@ -130,7 +132,9 @@ def test_experts_stay_where_they_are() -> None:
     assert gathered(8) == pytest.approx(dense)
     assert gathered(2) == pytest.approx(dense + 2 * BF16 * experts / 2 * 3 / 4)
     sent = [
-        layer(H100, sizes, Cut(tp=tp, dp=16 // tp, ep=16), 4096 * tp, 4096)["expert parallelism"]
+        layer(H100, sizes, TrainingLayout(tp=tp, dp=16 // tp, ep=16), 4096 * tp, 4096)[
+            "expert parallelism"
+        ]
         for tp in (1, 2)
     ]
     assert sent[0] == pytest.approx(sent[1])
@@ -148,14 +152,16 @@ def test_tokens_are_exchanged_over_both_links_at_once() -> None:
         return sum(met) / len(chosen)
 
     for ep in (8, 32):
-        found = layer(H100, sizes, Cut(dp=ep, ep=ep), tokens, 4096)["expert parallelism"]
+        found = layer(H100, sizes, TrainingLayout(dp=ep, ep=ep), tokens, 4096)["expert parallelism"]
         within = others(ep) * tokens * 2048 * 2 / H100.link(8)
         between = (others(4) if ep == 32 else 0) * tokens * 2048 * 2 / H100.link(32)
         assert (between > within) == (ep == 32), "either link may be the slower"
         rounds = math.ceil(ep / 8) * H100.constants.latency
         seconds = 2 * (max(between, within) + rounds)  # there and back
         assert found == pytest.approx(seconds, rel=0.02)
-    copied = layer(H100, sizes, Cut(dp=32, ep=32, copies=True), tokens, 4096)["expert parallelism"]
+    copied = layer(H100, sizes, TrainingLayout(dp=32, ep=32, copies=True), tokens, 4096)[
+        "expert parallelism"
+    ]
     between = 8 * 3 / 4 * tokens * 2048 * 2 / H100.link(32)  # to other nodes, for each expert
     assert copied == pytest.approx(2 * between + 8 * H100.constants.latency)
 
@@ -173,9 +179,9 @@ def test_a_pipeline_waits_for_its_slowest_stage(layers: int, stages: int, held: 
     assert sum(held) == layers
     sizes = Sizes(layers, 4096, 32, 8, 128, 12288, 64000)
     common = {"tokens": 8192, "length": 4096, "micros": 32}
-    one = passes(H100, replace(sizes, num_layers=1), Cut(), **common)
+    one = passes(H100, replace(sizes, num_layers=1), TrainingLayout(), **common)
     last = one["LM head"]
-    terms = passes(H100, sizes, Cut(pp=stages), **common)
+    terms = passes(H100, sizes, TrainingLayout(pp=stages), **common)
     of_layer = sum(one.values()) - last
     slowest = max(of_layer * max(held), of_layer * held[-1] + last)
     own = sum(terms.values()) - terms["pipeline bubble"] - terms["pipeline transfers"]
@@ -190,7 +196,7 @@ def test_gradients_and_parameters_travel_beside_passes() -> None:
     reduced, gathered = 4 * ring, 2 * ring
 
     def seen(hidden: float) -> float:
-        return gradients(H100, sizes, Cut(dp=32), hidden)["data parallelism"]
+        return gradients(H100, sizes, TrainingLayout(dp=32), hidden)["data parallelism"]
 
     assert seen(0.0) == pytest.approx(reduced + gathered)
     assert seen(1e3) == pytest.approx(H100.constants.exposed * (reduced + gathered))
@@ -198,12 +204,16 @@ def test_gradients_and_parameters_travel_beside_passes() -> None:
     assert seen(half) == pytest.approx(reduced / 2 + gathered - reduced / 4)
     slow = Machine(replace(H100.hardware, network=1e9), H100.constants)
     chunks, plain = (
-        training(slow, sizes, Cut(pp=4, dp=64, vp=vp), tokens=4096, length=4096, micros=8)
+        training(
+            slow, sizes, TrainingLayout(pp=4, dp=64, vp=vp), tokens=4096, length=4096, micros=8
+        )
         for vp in (7, 1)
     )
     for terms, beside in ((chunks, 4), (plain, 1)):  # microbatches that hide it: of every stage
         work = sum(terms.values()) - terms["data parallelism"] - terms["optimizer"]
-        seconds = gradients(slow, sizes, Cut(pp=4, dp=64), work / 8 * beside)["data parallelism"]
+        seconds = gradients(slow, sizes, TrainingLayout(pp=4, dp=64), work / 8 * beside)[
+            "data parallelism"
+        ]
         assert terms["data parallelism"] == pytest.approx(seconds)
     assert chunks["pipeline transfers"] == pytest.approx(
         7 * H100.constants.exposed * plain["pipeline transfers"]
@@ -279,7 +289,7 @@ def published(**changes: object) -> validation.Point:
 def test_a_step_off_takes_as_long_as_the_slower_side(samples: int) -> None:
     """Step by step: a rollout plays while the one before it is trained on; weights stop both."""
     point = published(samples=samples, batch=samples)
-    phases = validation.rl_phases(H100, point, Cut(dp=2))
+    phases = validation.rl_phases(H100, point, TrainingLayout(dp=2))
     host = H100.constants.overhead * samples * 150
     training = phases["forward"] + phases["update"] + host
     played = trained = sent = 0.0
@@ -288,27 +298,27 @@ def test_a_step_off_takes_as_long_as_the_slower_side(samples: int) -> None:
         played, trained = sent + phases["rollout"], sent + training
     assert sent - before == pytest.approx(phases["step"])
     assert (phases["rollout"] > training) == (samples == 16), "either side may be the slower"
-    together = validation.rl_phases(H100, published(rollout_gpus=0), Cut(dp=4))
+    together = validation.rl_phases(H100, published(rollout_gpus=0), TrainingLayout(dp=4))
     assert together["step"] > sum(time for name, time in together.items() if name != "step")
 
 
 def test_rows_say_padding_turns_and_the_layout_of_engines() -> None:
     """What passes compute grows by the padding; a rollout is that of its turns, played by hand."""
-    plain = validation.rl_phases(H100, published(), Cut(dp=2))
-    padded = validation.rl_phases(H100, published(padding=1.0), Cut(dp=2))
-    twice = validation.rl_phases(H100, published(samples=32, batch=32), Cut(dp=2))
+    plain = validation.rl_phases(H100, published(), TrainingLayout(dp=2))
+    padded = validation.rl_phases(H100, published(padding=1.0), TrainingLayout(dp=2))
+    twice = validation.rl_phases(H100, published(samples=32, batch=32), TrainingLayout(dp=2))
     for phase in ("forward", "update"):
         assert padded[phase] == pytest.approx(twice[phase]) and padded[phase] > plain[phase]
     assert padded["rollout"] == plain["rollout"]
     point = published(turns=2, environment_seconds=3.0)
-    found = validation.rl_phases(H100, point, Cut(dp=2))["rollout"]
+    found = validation.rl_phases(H100, point, TrainingLayout(dp=2))["rollout"]
     play = Play(2, 25, 50, 100, environment_seconds=3.0)
     terms = rollout(H100, point.sizes, play, sessions=8)
     assert found == pytest.approx(sum(seconds for _, seconds in terms)) and found > 3.0
     mixture = Sizes(48, 2048, 32, 4, 128, 768, 151936, False, 128, 8)
     together, apart = (
         validation.rl_phases(
-            H100, replace(published(engine_tp=2, engine_ep=ep), sizes=mixture), Cut(dp=2)
+            H100, replace(published(engine_tp=2, engine_ep=ep), sizes=mixture), TrainingLayout(dp=2)
         )["rollout"]
         for ep in (1, 2)
     )
@@ -321,7 +331,7 @@ def test_steps_ahead_play_at_the_pace_of_many() -> None:
     """
     ahead = 6
     point = published(samples=32, staleness=ahead)
-    found = validation.rl_phases(H100, point, Cut(dp=2))["rollout"]
+    found = validation.rl_phases(H100, point, TrainingLayout(dp=2))["rollout"]
     play, sizes, now, ended = Play(1, 50, 100, 200), point.sizes, 0.0, 0
     lengths = [math.ceil(length) for length in turn_lengths(play, 16 * ahead)]
     left = [draw % lengths[i] + 1 for i, draw in enumerate(random.Random(0).sample(range(999), 96))]
@@ -337,14 +347,16 @@ def test_steps_ahead_play_at_the_pace_of_many() -> None:
             since = now if ended <= 16 * ahead * 2 else since
     steady = (now - since) / (ended - 16 * ahead * 2) * 16
     assert found == pytest.approx(steady, rel=0.05)
-    alone = validation.rl_phases(H100, published(samples=32), Cut(dp=2))["rollout"]
+    alone = validation.rl_phases(H100, published(samples=32), TrainingLayout(dp=2))["rollout"]
     assert alone > 1.5 * found
 
 
 def test_the_head_computes_labels_and_a_reference_is_copied() -> None:
     shape, sizes = shape_of("Qwen2.5-0.5B"), Sizes.of(shape_of("Qwen2.5-0.5B"))
     common = {"tokens": 4096, "length": 4096, "micros": 2}
-    every, half = (passes(H100, sizes, Cut(), **common, labels=n)["LM head"] for n in (1.0, 0.5))
+    every, half = (
+        passes(H100, sizes, TrainingLayout(), **common, labels=n)["LM head"] for n in (1.0, 0.5)
+    )
     assert 0.49 < half / every < 0.52
     config = parse(["--bf16", "--kl-kind", "k3", "--kl-coef", "0.1", "--updates-per-rollout", "2"])
     phases = step_seconds(H100, shape, config, 1, default_play(config))
@@ -366,10 +378,14 @@ def test_a_calibrated_gpu_has_the_links_of_its_sheet() -> None:
 
 def test_ranks_that_share_cores_compute_in_each_others_bubbles() -> None:
     """Two stages of two ranks keep two cores busy throughout: all their work over two cores."""
-    whole = (idle_share(0, Cut(tp=2, pp=2)), idle_share(2, Cut(pp=2)), idle_share(2, Cut(dp=4)))
+    whole = (
+        idle_share(0, TrainingLayout(tp=2, pp=2)),
+        idle_share(2, TrainingLayout(pp=2)),
+        idle_share(2, TrainingLayout(dp=4)),
+    )
     assert whole == (1.0, 1.0, 1.0)
-    assert idle_share(2, Cut(tp=2, pp=2)) == 0.0
-    assert 0.0 < idle_share(2, Cut(pp=4)) < 1.0
+    assert idle_share(2, TrainingLayout(tp=2, pp=2)) == 0.0
+    assert 0.0 < idle_share(2, TrainingLayout(pp=4)) < 1.0
 
 
 def test_lengths_have_their_mean_and_limit() -> None:
@@ -772,13 +788,13 @@ def test_a_processor_works_at_what_a_gpu_only_waits_for() -> None:
     processor = replace(gpu, hardware=replace(gpu.hardware, cores=2))
     sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
     common = {"tokens": 65536, "length": 2048, "micros": 3}
-    waits, works = (passes(one, sizes, Cut(), **common) for one in (gpu, processor))
+    waits, works = (passes(one, sizes, TrainingLayout(), **common) for one in (gpu, processor))
     assert waits["launches"] == 0  # hidden by the work of large microbatches
     assert works["launches"] == pytest.approx(3 * 24 * 3 * gpu.constants.launch)
     assert works["microbatches"] == waits["microbatches"] == pytest.approx(3 * 3 * 0.01)
     assert processor.shared_by(2) is processor and gpu.shared_by(64) is gpu
     once, twice = (
-        sum(passes(machine, sizes, Cut(), **common).values())
+        sum(passes(machine, sizes, TrainingLayout(), **common).values())
         for machine in (processor, processor.shared_by(4))
     )
     assert twice == pytest.approx(2 * once)

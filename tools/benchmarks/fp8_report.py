@@ -31,7 +31,7 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.precision import RECIPES, Machine, obstacle_to_recipe, token_alignment
+from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.ranks import collectives
@@ -295,7 +295,7 @@ def tables(report: dict[str, Any]) -> str:
     )
 
 
-def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
+def choose_recipes(asked: Sequence[str] | None, machine: Device) -> list[str]:
     """Return the recipes to measure. Raises ValueError if the machine supports none of them, or not
     one that was named.
     """
@@ -323,7 +323,7 @@ def choose_recipes(asked: Sequence[str] | None, machine: Machine) -> list[str]:
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    machine = Machine.here()
+    machine = Device.here()
     recipes = choose_recipes(arguments.recipes, machine)
     if arguments.load and arguments.model:
         raise ValueError("--load and --model both name the weights; drop one of them")

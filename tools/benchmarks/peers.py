@@ -78,7 +78,7 @@ class DeafRenderer(ChatRenderer):
         return ""
 
 
-class Pace:
+class StepClock:
     """Says what a step took, and waits for the word to begin the next."""
 
     def __init__(self, reply: int) -> None:
@@ -126,7 +126,7 @@ class ComparedBatch:
         )
 
 
-def train_ours(settings: Settings, pace: Pace) -> None:
+def train_ours(settings: Settings, pace: StepClock) -> None:
     """`train.starpo`, with its files, metrics and weight sync."""
     from ragen_mega.data.packing import pack
     from ragen_mega.data.types import Completion, Trajectory
@@ -174,7 +174,7 @@ def train_ours(settings: Settings, pace: Pace) -> None:
         starpo(run)
 
 
-def train_trl(settings: Settings, pace: Pace) -> None:
+def train_trl(settings: Settings, pace: StepClock) -> None:
     """`GRPOTrainer.train`: its own generation for one turn, its `rollout_func` for several."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     from datasets import Dataset
@@ -297,10 +297,10 @@ def compare_trl(trainer: Any) -> dict[str, float]:
     return {"loss": float(loss), "grad_norm": float(torch.stack(norms).norm())}
 
 
-SIDES: dict[str, Callable[[Settings, Pace], None]] = {"ours": train_ours, "trl": train_trl}
+SIDES: dict[str, Callable[[Settings, StepClock], None]] = {"ours": train_ours, "trl": train_trl}
 
 if __name__ == "__main__":
     _, side, settings_file, reply = sys.argv
     known = Settings(**json.loads(Path(settings_file).read_text()))
     torch.set_num_threads(known.threads)
-    SIDES[side](known, Pace(int(reply)))
+    SIDES[side](known, StepClock(int(reply)))

@@ -25,7 +25,7 @@ from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLan
 from ragen_mega.engines.sglang.weights import (
     BUCKET_BYTES,
     TRANSFERS,
-    Message,
+    BucketMessage,
     WeightTransfer,
     send,
 )
@@ -254,7 +254,7 @@ class SGLangEngine(RolloutEngine):
         self._restart(why, weights)
         return True
 
-    def _restart(self, why: str, weights: list[list[Message]]) -> None:
+    def _restart(self, why: str, weights: list[list[BucketMessage]]) -> None:
         """Start a new server with these weights. Blocks, since nobody can go on without it."""
         while True:
             self._restarts_in_a_row += 1

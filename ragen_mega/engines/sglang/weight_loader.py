@@ -24,7 +24,7 @@ ALIGNMENT = 16
 """Alignment of a parameter in a bucket, in bytes."""
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Position of a run of a parameter's elements in the bytes of a bucket."""
 
     offset: int
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 class Contents(NamedTuple):
     """Required contents of a bucket, written as a JSON file."""
 
-    places: list[tuple[str, Place]]
+    places: list[tuple[str, Extent]]
     """Places of the parameters, by SGLang's names."""
     num_bytes: int
     checksum: int
@@ -76,7 +76,7 @@ class Contents(NamedTuple):
     @classmethod
     def read(cls, file: Path) -> Contents:
         places, *others = json.loads(file.read_text()).values()
-        return cls([(name, Place(*place)) for name, place in places], *others)
+        return cls([(name, Extent(*place)) for name, place in places], *others)
 
 
 def bytes_of(file: Path) -> Path:

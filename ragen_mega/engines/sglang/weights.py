@@ -35,7 +35,7 @@ from ragen_mega.engines.sglang.weight_loader import (
     ALIGNMENT,
     LOADER,
     Contents,
-    Place,
+    Extent,
     bytes_of,
     map_bytes,
     report_of,
@@ -50,7 +50,7 @@ BUCKET_BYTES = 128 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class Message(NamedTuple):
+class BucketMessage(NamedTuple):
     """One rank's part of a bucket, as SGLang takes it."""
 
     file: Path
@@ -61,12 +61,12 @@ class Message(NamedTuple):
 
 
 @dataclass(slots=True)
-class Bucket:
+class FileBucket:
     """Weights packed side by side, and the file that describes them."""
 
     file: Path
     memory: Tensor  # [bytes] uint8
-    places: list[tuple[str, Place]] = field(default_factory=list)
+    places: list[tuple[str, Extent]] = field(default_factory=list)
     num_bytes: int = 0
     """Number of bytes in use."""
 
@@ -81,7 +81,7 @@ class Bucket:
         dtype = expected.dtype
         count = min(len(flat) - start, (len(self.memory) - self.num_bytes) // dtype.itemsize)
         shape, kind = [*expected.shape], str(dtype).removeprefix("torch.")
-        place = Place(self.num_bytes, kind, shape, start, count)
+        place = Extent(self.num_bytes, kind, shape, start, count)
         place.fill(self.memory, flat[start : start + count])
         self.places.append((name, place))
         self.num_bytes = _aligned(place.end)
@@ -118,7 +118,7 @@ class WeightTransfer(ABC):
         """The same for all ranks of the server; it exists from the first stream to `close`."""
         self._shard = shard
         self._group = group
-        self._sent: list[list[Message]] = []  # the last complete stream
+        self._sent: list[list[BucketMessage]] = []  # the last complete stream
         self._prepare = partial(quantize_stream, hf=model_config) if fp8 else iter
         sizes = expected_tensors(ModelShape.of(model_config))
         with torch.device("meta"):  # without memory
@@ -128,7 +128,7 @@ class WeightTransfer(ABC):
         self.num_bytes = sum(_aligned(tensor.nbytes) for tensor in self._expected.values())
         self._memory_bytes = _aligned(min(bucket_bytes, self.num_bytes))  # of any bucket
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[BucketMessage]]:
         """Stream of (SGLang's name, shard) -> for each bucket, the messages of all ranks of the
         server; at the end an empty list.
 
@@ -138,7 +138,7 @@ class WeightTransfer(ABC):
         unless exactly the expected names and shapes arrive, and EngineError, on all ranks of the
         group, if one finds no room.
         """
-        self._sent, sent = [], list[list[Message]]()
+        self._sent, sent = [], list[list[BucketMessage]]()
         weights = iter(weights)
         try:
             for messages in self._describe(weights):
@@ -153,7 +153,7 @@ class WeightTransfer(ABC):
         self.wait_for_all_ranks()
         self._sent = sent
 
-    def again(self) -> list[list[Message]] | None:
+    def again(self) -> list[list[BucketMessage]] | None:
         """Return the messages of the last complete stream, for another server; None where what they
         name is not kept.
         """
@@ -168,7 +168,7 @@ class WeightTransfer(ABC):
         """Give the memory of all ranks back, for good. Safe to call again."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
+    def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[BucketMessage]]:
         """Fill buckets; yields for each the messages of all ranks."""
         for own_message in self._messages(weights):
             messages = [own_message] * self._shard.size
@@ -179,13 +179,15 @@ class WeightTransfer(ABC):
                     raise message
             yield messages
 
-    def _messages(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Message | EngineError]:
+    def _messages(
+        self, weights: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[BucketMessage | EngineError]:
         """Fill buckets; yields for each the message of this rank, or why there is none."""
         try:
             for bucket, is_last in self._fill(weights):
                 bucket.write([*self._expected] if is_last else None)
                 payload = base64.b64encode(self._pickle(bucket)).decode()
-                yield Message(bucket.file, payload, is_last)
+                yield BucketMessage(bucket.file, payload, is_last)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -198,7 +200,7 @@ class WeightTransfer(ABC):
                 " --weight-transfer ipc"
             )
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Bucket, bool]]:
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[FileBucket, bool]]:
         """Copy the stream; yields each full bucket and whether it is the last."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
         own = self.directory / str(self._shard.rank)
@@ -226,11 +228,11 @@ class WeightTransfer(ABC):
         yield bucket, True
 
     @abstractmethod
-    def _open(self, file: Path) -> Bucket:
+    def _open(self, file: Path) -> FileBucket:
         """Return an empty bucket."""
 
     @abstractmethod
-    def _pickle(self, bucket: Bucket) -> bytes:
+    def _pickle(self, bucket: FileBucket) -> bytes:
         """Pickle the message to SGLang: [(file, memory, or an empty tensor where the file is
         enough)].
         """
@@ -243,13 +245,13 @@ class FileTransfer(WeightTransfer):
     They stay, so that a server that has died can be given all of them again without the trainer.
     """
 
-    def _open(self, file: Path) -> Bucket:
+    def _open(self, file: Path) -> FileBucket:
         with bytes_of(file).open("wb") as opened:
             # At once, because writing to shared memory that is not backed would kill this process.
             os.posix_fallocate(opened.fileno(), 0, self._memory_bytes)
-        return Bucket(file, map_bytes(file))
+        return FileBucket(file, map_bytes(file))
 
-    def _pickle(self, bucket: Bucket) -> bytes:
+    def _pickle(self, bucket: FileBucket) -> bytes:
         os.truncate(bytes_of(bucket.file), bucket.num_bytes)
         # Empty, because SGLang moves it to its device before the loader sees it.
         return pickle.dumps([(str(bucket.file), torch.empty(0))])
@@ -268,7 +270,7 @@ class IpcTransfer(WeightTransfer):
         super().__init__(*arguments, **options)
         self._buffers: list[Tensor] = []  # the one in use last
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[Message]]:
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[BucketMessage]]:
         """Receive the weights as every transfer does, and free the device memory of the buffers at
         the end.
         """
@@ -281,12 +283,12 @@ class IpcTransfer(WeightTransfer):
     def again(self) -> None:
         """Return None."""
 
-    def _open(self, file: Path) -> Bucket:
+    def _open(self, file: Path) -> FileBucket:
         if len(self._buffers) < 2:
             self._buffers.append(self._allocate())
         else:
             self._buffers.reverse()
-        return Bucket(file, self._buffers[-1])
+        return FileBucket(file, self._buffers[-1])
 
     def _allocate(self) -> Tensor:
         if torch.cuda.is_available():
@@ -295,7 +297,7 @@ class IpcTransfer(WeightTransfer):
         multiprocessing.set_sharing_strategy("file_system")
         return torch.empty(self._memory_bytes, dtype=torch.uint8).share_memory_()
 
-    def _pickle(self, bucket: Bucket) -> bytes:
+    def _pickle(self, bucket: FileBucket) -> bytes:
         pickled = io.BytesIO()
         ForkingPickler(pickled).dump([(str(bucket.file), bucket.memory)])  # the memory as a handle
         return pickled.getvalue()
@@ -304,7 +306,7 @@ class IpcTransfer(WeightTransfer):
 TRANSFERS = {"file": FileTransfer, "ipc": IpcTransfer}
 
 
-def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> None:
+def send(client: JSONClient, buckets: Iterable[list[BucketMessage]], version: int) -> None:
     """Have a server take one full set of weights, in the way its SGLang version takes it, each
     bucket while the next one is made.
 
@@ -316,7 +318,7 @@ def send(client: JSONClient, buckets: Iterable[list[Message]], version: int) -> 
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RequestRefused(f"{path}: {answer.get('message')}")
 
-    def take(messages: list[Message]) -> None:
+    def take(messages: list[BucketMessage]) -> None:
         for message in messages:
             report_of(message.file).unlink(missing_ok=True)
         body = {
