@@ -43,14 +43,14 @@ def starpo(run: Run) -> None:
 
 def train_step(run: Run, step: int, log: StepLog) -> None:
     """Roll out, filter, estimate advantages, update. A stage is timed in the log."""
-    rollouts, batches, placement, engine = run.rollouts, run.batches, run.placement, run.engine
+    rollouts, batches, placement = run.rollouts, run.batches, run.placement
 
     # Rollout: N trajectories of at most K turns from each of P initial states.
     groups = rollouts.recall(step)  # an earlier process has sampled them under these weights
     if groups is None and rollouts.are_remote:
         groups = rollouts.receive(step, log)  # under the weights of `max_staleness` steps before
     elif groups is None:
-        with log.stage("rollout"), placement.handover(), engine.awake():  # TRAIN -> SYNC
+        with log.stage("rollout"), placement.lend_device(run.engine):  # TRAIN -> SYNC
             with log.stage("sync"):
                 run.sync.send()  # the weights into the engine, then the device: SYNC -> ROLLOUT
             groups = rollouts.sample(step, log)

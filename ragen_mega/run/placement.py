@@ -24,7 +24,7 @@ from ragen_mega.config import OffloadMode
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import Max
-from ragen_mega.rollout.engine import EngineError
+from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.sync import Phase
 
 GIB = 2**30
@@ -82,20 +82,21 @@ class Colocated:
             memory.offload()
 
     @contextmanager
-    def handover(self) -> Iterator[None]:
-        """SYNC inside, TRAIN afterwards; `enter(Phase.ROLLOUT)` once the weights are sent.
+    def lend_device(self, engine: RolloutEngine | None = None) -> Iterator[None]:
+        """SYNC inside, with the engine awake, TRAIN afterwards; `enter(Phase.ROLLOUT)` once the
+        weights are sent.
 
         Raises OutOfMemory, in one line, if the engine or the trainer finds too little memory.
         """
         if self.phase is not Phase.TRAIN:
             raise RuntimeError(
-                f"the device is handed over already (phase {self.phase.name}); leave the first"
-                " handover()"
+                f"the device is lent already (phase {self.phase.name}); leave the first"
+                " lend_device()"
             )
         self.enter(Phase.SYNC)
         is_full = False
         try:
-            with self._explained():
+            with self._explained(), engine.awake() if engine else nullcontext():
                 yield
         except OutOfMemory:
             is_full = True  # the run ends: nothing has to come back, and nothing could
@@ -109,7 +110,7 @@ class Colocated:
         if phase not in _LEGAL[self.phase]:
             legal = " or ".join(after.name for after in _LEGAL[self.phase])
             raise RuntimeError(
-                f"after {self.phase.name} comes {legal}, not {phase.name}; see `handover`"
+                f"after {self.phase.name} comes {legal}, not {phase.name}; see `lend_device`"
             )
         with self._timed("handover"), self._explained():
             self._record(f"{self.phase.value}_end")

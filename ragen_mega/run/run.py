@@ -2,12 +2,10 @@
 evaluation, checkpoints, the end.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -19,7 +17,6 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Baselines, Prompt
-from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.ranks.collectives import device, on_each, on_main
@@ -52,6 +49,7 @@ from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.run.batches import Batches
+from ragen_mega.run.checkpoints import Attribute, RunCheckpoints
 from ragen_mega.run.guards import (
     FAULTS,
     CollapseGuard,
@@ -70,10 +68,9 @@ from ragen_mega.run.selection import choose_groups, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
-from ragen_mega.storage.integrity import write_whole
+from ragen_mega.storage.checkpoints import Checkpoint
 from ragen_mega.storage.model_writers import export
-from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore, oldest_kept
+from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 
 
@@ -104,11 +101,9 @@ class Run:
     screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
-    started: float = field(default_factory=time.monotonic)
     stop: StopSignal = field(default_factory=StopSignal)
     warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Results of the policy before reinforcement learning, by environment."""
-    best_success: float | None = None
     step_version: int = 0
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
@@ -124,13 +119,6 @@ class Run:
 
     def __post_init__(self) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
-        self.checkpoints = CheckpointWriter(
-            directory / CHECKPOINTS,
-            config.to_dict(),
-            models=self.models,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-        )
         decode = self.renderer.tokenizer.decode
         traces = TraceWriter(directory / TRACES, decode, config.environment, say)
         self.log = RunLog(
@@ -155,7 +143,7 @@ class Run:
             self.part,
             RolloutStore(directory / ROLLOUTS),
             self.timers,
-            oldest_needed=self._oldest_rollout,
+            oldest_needed=lambda: self.checkpoints.oldest_rollout(self.step),
             stop_if_asked=self.stop_if_asked,
             say=say,
         )
@@ -166,9 +154,26 @@ class Run:
         self.start_guard = StartGuard(config.environment)
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
-        self.trainers = {"actor": self.policy.trainer}
-        if self.critic:
-            self.trainers["critic"] = self.critic.trainer
+        models = {"actor": self.policy} | ({"critic": self.critic} if self.critic else {})
+        self.trainers = {name: model.trainer for name, model in models.items()}
+        self.checkpoints = RunCheckpoints(
+            directory,
+            config,
+            {
+                "monitor": self.monitor,
+                "nonfinite": Attribute(self.guard, "consecutive"),
+                "warm_start": Attribute(self, "warm_start"),
+                "weight_version": Attribute(self, "step_version"),
+                "empty_steps": Attribute(self, "empty_steps"),
+                "score_average": Attribute(self, "score_average"),
+            },
+            {"references": {name: asdict(each) for name, each in self.references.items()}},
+            models=self.models,
+            trainers=self.trainers,
+            samplers=self.rollouts.samplers,
+            guard=self.collapse_guard,
+            timers=self.timers,
+        )
 
     def steps(self) -> range:
         """Return the steps that are left."""
@@ -317,7 +322,7 @@ class Run:
                 reason += f"; the run goes on, for its good checkpoint cannot be read: {error}"
             else:
                 change = guard.go_back(step + 1)
-                self._restore_weights(saved)
+                self.checkpoints.restore_weights(saved)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
         if reason is not None:
@@ -325,17 +330,6 @@ class Run:
         if step + 1 in self.config.environment.curriculum_steps:
             guard.task_changed()
         log.add("guard", rollbacks=guard.rollbacks, filter_share=guard.filter_share)
-
-    def _restore_weights(self, saved: Checkpoint) -> None:
-        """Give the trainers what a checkpoint holds, except for the time on their schedules, and
-        the guard's learning rate. The engine gets the weights with the next rollout.
-        """
-        with self.timers.timed("rollback"):
-            times = {name: trainer.schedule.num_steps for name, trainer in self.trainers.items()}
-            checkpoint.load(saved.directory, self.trainers)
-            for name, trainer in self.trainers.items():
-                trainer.schedule.num_steps = times[name]
-                trainer.set_lr_factor(self.collapse_guard.lr_factor)
 
     def report(self, log: StepLog) -> None:
         """Close the timers of a step and print its row; what follows is no part of its time."""
@@ -368,8 +362,7 @@ class Run:
         }
         with (
             self.timers.timeline_only("evaluation"),
-            self.placement.handover(),
-            self.engine.awake(),
+            self.placement.lend_device(self.engine),
         ):
             self.sync.send()
             results = evaluate_each(
@@ -413,7 +406,7 @@ class Run:
         self.step, self.step_version = step + 1, self.engine.weight_version
         self._count_empty(log.empty)
         is_last = self.step == self.config.train.num_steps
-        if not is_last and (log.went_back or self._is_checkpoint_due(log.success)):
+        if not is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
             self.collapse_guard.checkpoint_at(self.step)
             self.save(log.success)
         self.log.write_timeline(step)
@@ -463,7 +456,7 @@ class Run:
             "run": str(self.logger.directory),
             "sets": results,
             "steps": self.step,
-            "seconds": time.monotonic() - self.started,
+            "seconds": self.checkpoints.seconds,
             **self.timers.summary(),
             "hardware": describe(),
             "warm_start": self.warm_start,
@@ -475,73 +468,16 @@ class Run:
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:
-        """Write a checkpoint in the background; `success` is that of an evaluation at this step.
-        Collective.
-        """
+        """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one. Collective."""
         if self.checkpoints.has(self.step):
             return
         self.logger.sync()
-        if self._is_best(success):
-            self.best_success = success
-        state = {
-            "monitor": self.monitor.state_dict(),
-            "collapse_guard": self.collapse_guard.state_dict(),
-            "totals": self.timers.state_dict(),
-            "seconds": time.monotonic() - self.started,
-            "warm_start": self.warm_start,
-            "references": {name: asdict(reference) for name, reference in self.references.items()},
-            "best_success": self.best_success,
-            "weight_version": self.step_version,
-            "nonfinite": self.guard.consecutive,
-            "empty_steps": self.empty_steps,
-            "score_average": self.score_average,
-        }
-        if samplers := self.rollouts.samplers:
-            samplers.flush()
-            state["versions"] = samplers.state_dict()
-        with self.timers.timed("checkpoint"):
-            self.checkpoints.save(
-                self.step,
-                self._stage,
-                state,
-                success,
-                self.collapse_guard.pinned,
-            )
-
-    def _stage(self, directory: Path) -> Callable[[], Path]:
-        """Copy the state of a checkpoint and return the function that writes it: trainers, and the
-        samples that are still to come under earlier weights.
-        """
-        write = checkpoint.stage(directory, trainers=self.trainers)
-        samplers = self.rollouts.samplers
-        ahead = samplers.staged() if samplers else {}
-
-        def write_all() -> Path:
-            for name, content in ahead.items():
-                write_whole(directory / name, content)
-            return write()
-
-        return write_all
+        self.checkpoints.save_run(self.step, success)
 
     def restore(self, saved: Checkpoint) -> None:
         """Resume from a checkpoint of any layout. Collective. Raises ValueError if it cannot."""
-        checkpoint.load(saved.directory, self.trainers)
-        state = saved.state
-        self.step = self.checkpoints.saved_step = saved.step
-        self.monitor.load_state_dict(state["monitor"])
-        self.timers.load_state_dict(state["totals"])
-        self.started = time.monotonic() - state["seconds"]
-        self.warm_start, self.best_success = state["warm_start"], state["best_success"]
-        self.engine.weight_version = self.step_version = state["weight_version"]
-        self.guard.consecutive = dict(state.get("nonfinite", {}))
-        self.empty_steps = state.get("empty_steps", 0)
-        self.score_average = state.get("score_average")
-        if "collapse_guard" in state:
-            self.collapse_guard.load_state_dict(state["collapse_guard"])
-        for trainer in self.trainers.values():
-            trainer.set_lr_factor(self.collapse_guard.lr_factor)
-        if samplers := self.rollouts.samplers:
-            samplers.load_state_dict(saved.step, saved.directory, state.get("versions", {}))
+        self.checkpoints.restore(saved)
+        self.step, self.engine.weight_version = saved.step, self.step_version
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def __enter__(self) -> Self:
@@ -578,21 +514,3 @@ class Run:
         self.logger.close()
         if self.lock:
             self.lock.close()
-
-    def _oldest_rollout(self) -> int:
-        """Return the first step whose stored rollout is still needed; on the first rank."""
-        saved = self.checkpoints.steps()
-        # The checkpoint to go back to may be old; the steps after it are not repeated.
-        saved = [step for step in saved if step not in self.collapse_guard.pinned] or saved
-        oldest = oldest_kept(self.step, self.config.checkpoint.keep_rollouts, saved)
-        if self.rollouts.are_remote:  # checkpoints lack weights of rollouts that were on the disk
-            oldest = min({oldest, *saved, self.checkpoints.saved_step} - {None})
-        return oldest
-
-    def _is_checkpoint_due(self, success: float | None) -> bool:
-        config = self.config.checkpoint
-        is_regular = bool(config.save_interval) and self.step % config.save_interval == 0
-        return is_regular or (config.keep_best and self._is_best(success))
-
-    def _is_best(self, success: float | None) -> bool:
-        return success is not None and (self.best_success is None or success > self.best_success)

@@ -82,7 +82,7 @@ def test_what_torch_keeps_is_the_engines_when_it_has_the_device(
     """Also where nothing is offloaded."""
     placement, emptied = Colocated("none"), list[Phase]()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(placement.phase))
-    with placement.handover():
+    with placement.lend_device():
         assert emptied == [Phase.SYNC]
         placement.enter(Phase.ROLLOUT)
         assert emptied == [Phase.SYNC, Phase.ROLLOUT]

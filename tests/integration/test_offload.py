@@ -109,7 +109,7 @@ def train(models: Models, batch: TokenBatch, phases: Colocated) -> list[torch.Te
     actor, critic = models.values()
     results = []
     for _ in range(3):
-        with phases.handover():
+        with phases.lend_device():
             results += [value.clone() for _, value in actor.export_weights()]
             phases.enter(Phase.ROLLOUT)
             if phases.mode != "none":
@@ -311,15 +311,15 @@ def test_phases_follow_each_other() -> None:
     phases = Colocated()
     with pytest.raises(RuntimeError, match="TRAIN comes SYNC, not ROLLOUT"):
         phases.enter(Phase.ROLLOUT)
-    with phases.handover():
+    with phases.lend_device():
         assert phases.phase is Phase.SYNC
-        with pytest.raises(RuntimeError, match="handed over already"), phases.handover():
+        with pytest.raises(RuntimeError, match="lent already"), phases.lend_device():
             pass
         for phase in (Phase.ROLLOUT, Phase.SYNC, Phase.ROLLOUT):  # the last two: weights again
             phases.enter(phase)
             assert phases.phase is phase
     assert phases.phase is Phase.TRAIN
-    with pytest.raises(ValueError), phases.handover():
+    with pytest.raises(ValueError), phases.lend_device():
         raise ValueError
     assert phases.phase is Phase.TRAIN
     ledger = phases.take_ledger()
@@ -343,7 +343,7 @@ def test_models_away_cannot_be_used_in_a_rollout(case: tuple) -> None:
     for name, model in models.items():
         phases.add(name, model.trainer.memory)
     models[CRITIC].values(batch)
-    with phases.handover():
+    with phases.lend_device():
         phases.enter(Phase.ROLLOUT)
         with pytest.raises(
             RuntimeError,
@@ -361,7 +361,7 @@ def test_weights_that_are_sent_again_come_back_and_leave_again(mode: str, case: 
         phases.add(name, model.trainer.memory)
     actor = models[ACTOR]
     before = actor.logprobs(batch)
-    with phases.handover():
+    with phases.lend_device():
         for is_again in (False, True):
             if is_again:
                 phases.enter(Phase.SYNC)

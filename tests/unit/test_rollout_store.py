@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.run.checkpoints import RunCheckpoints
 from ragen_mega.run.rollouts import fingerprint
-from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import CheckpointWriter
 from ragen_mega.storage.rollouts import RolloutStore, oldest_kept
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
@@ -190,16 +190,16 @@ def test_what_a_checkpoint_needs_stays_where_others_sample(
 ) -> None:
     """It lacks the weights of rollouts that had arrived when it was written."""
     store = RolloutStore(tmp_path)
-    run = SimpleNamespace(
-        config=parse(["--keep-rollouts", "1"]),
-        step=5,
-        rollouts=SimpleNamespace(are_remote=samplers is not None),
-        checkpoints=SimpleNamespace(steps=lambda: steps, saved_step=saved_step),
-        collapse_guard=SimpleNamespace(pinned=[]),
+    checkpoints = SimpleNamespace(
+        steps=lambda: steps,
+        saved_step=saved_step,
+        _config=parse(["--keep-rollouts", "1"]).checkpoint,
+        _samplers=samplers,
+        _guard=SimpleNamespace(pinned=[]),
     )
     for step in range(6):
         store.write(step, small(), ORIGIN)
-    store.prune(Run._oldest_rollout(run))
+    store.prune(RunCheckpoints.oldest_rollout(checkpoints, 5))
     assert store.steps() == kept
 
 

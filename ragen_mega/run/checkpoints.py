@@ -1,0 +1,151 @@
+"""The checkpoints of a run: their content, when they are due, and the return to one."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragen_mega.config import StarPOConfig
+from ragen_mega.megatron import checkpoint
+from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.run.guards import CollapseGuard
+from ragen_mega.run.separate import Samplers
+from ragen_mega.run.timers import Timers
+from ragen_mega.storage.checkpoints import CHECKPOINTS, Checkpoint, CheckpointWriter
+from ragen_mega.storage.integrity import write_whole
+from ragen_mega.storage.rollouts import oldest_kept
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A plain value of an object, with the two methods of an entry of the table."""
+
+    owner: Any
+    name: str
+
+    def state_dict(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def load_state_dict(self, state: Any) -> None:
+        setattr(self.owner, self.name, state)
+
+
+class RunCheckpoints(CheckpointWriter):
+    """The checkpoints of a run: its trainers, its samplers, and a table of everything else that a
+    resumed run needs: name -> object with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: StarPOConfig,
+        table: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        *,
+        models: Mapping[str, str],
+        trainers: Mapping[str, Trainer],
+        samplers: Samplers | None,
+        guard: CollapseGuard,
+        timers: Timers,
+    ) -> None:
+        """`fixed`: further facts to write, which are read before there is a run."""
+        self._config, self._fixed, self._timers = config.checkpoint, fixed, timers
+        self._trainers, self._samplers, self._guard = trainers, samplers, guard
+        self.best_success: float | None = None
+        self._started = time.monotonic()
+        self._table = {
+            **table,
+            "collapse_guard": guard,
+            "totals": timers,
+            "best_success": Attribute(self, "best_success"),
+            "seconds": Attribute(self, "seconds"),
+        }
+        super().__init__(
+            directory / CHECKPOINTS,
+            config.to_dict(),
+            models=models,
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, without those between its processes."""
+        return time.monotonic() - self._started
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None:
+        self._started = time.monotonic() - seconds
+
+    def save_run(self, step: int, success: float | None = None) -> None:
+        """Write a checkpoint in the background; `success` is that of an evaluation at this step.
+        Collective.
+        """
+        if self._is_best(success):
+            self.best_success = success
+        state = {name: part.state_dict() for name, part in self._table.items()} | self._fixed
+        if self._samplers:
+            self._samplers.flush()
+            state["versions"] = self._samplers.state_dict()
+        with self._timers.timed("checkpoint"):
+            self.save(step, self._stage, state, success, self._guard.pinned)
+
+    def _stage(self, directory: Path) -> Callable[[], Path]:
+        """Copy the state of a checkpoint and return the function that writes it: trainers, and the
+        samples that are still to come under earlier weights.
+        """
+        write = checkpoint.stage(directory, trainers=self._trainers)
+        ahead = self._samplers.staged() if self._samplers else {}
+
+        def write_all() -> Path:
+            for name, content in ahead.items():
+                write_whole(directory / name, content)
+            return write()
+
+        return write_all
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Load a checkpoint of any layout. Collective. Raises ValueError if that cannot be."""
+        checkpoint.load(saved.directory, self._trainers)
+        self.saved_step = saved.step
+        for name, part in self._table.items():
+            if name in saved.state:
+                part.load_state_dict(saved.state[name])
+        for trainer in self._trainers.values():
+            trainer.set_lr_factor(self._guard.lr_factor)
+        if self._samplers:
+            versions = saved.state.get("versions", {})
+            self._samplers.load_state_dict(saved.step, saved.directory, versions)
+
+    def restore_weights(self, saved: Checkpoint) -> None:
+        """Load what a checkpoint holds of the trainers, except for the time on their schedules,
+        with the guard's learning rate. The engine gets the weights with the next rollout.
+        """
+        with self._timers.timed("rollback"):
+            times = {name: trainer.schedule.num_steps for name, trainer in self._trainers.items()}
+            checkpoint.load(saved.directory, self._trainers)
+            for name, trainer in self._trainers.items():
+                trainer.schedule.num_steps = times[name]
+                trainer.set_lr_factor(self._guard.lr_factor)
+
+    def is_due(self, step: int, success: float | None) -> bool:
+        """Return whether a checkpoint is due after so many steps, of which the last one was
+        evaluated with this success.
+        """
+        interval = self._config.save_interval
+        is_regular = bool(interval) and step % interval == 0
+        return is_regular or (self._config.keep_best and self._is_best(success))
+
+    def _is_best(self, success: float | None) -> bool:
+        return success is not None and (self.best_success is None or success > self.best_success)
+
+    def oldest_rollout(self, step: int) -> int:
+        """Return the first step whose stored rollout is still needed; on the first rank."""
+        saved = self.steps()
+        # The checkpoint to go back to may be old; the steps after it are not repeated.
+        saved = [each for each in saved if each not in self._guard.pinned] or saved
+        oldest = oldest_kept(step, self._config.keep_rollouts, saved)
+        if self._samplers:  # checkpoints lack weights of rollouts that were on the disk
+            oldest = min({oldest, *saved, self.saved_step} - {None})
+        return oldest
