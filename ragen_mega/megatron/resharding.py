@@ -189,13 +189,9 @@ class ReshardPlan:
         """Bytes of one rank's slices of the whole model, all pipeline stages together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def group(self, bucket: Bucket) -> dist.ProcessGroup:
-        """Return the ranks of a stage that hold equal parts of a bucket."""
-        return ranks_of(self.groups, bucket.group)
-
 
 def ranks_of(groups: ProcessGroupCollection, group: Group) -> dist.ProcessGroup:
-    """Return this rank's group of dense or expert ranks."""
+    """Return the dense or expert ranks of a stage, which hold equal parts of a bucket."""
     return {"dense": groups.tp, "expert": groups.ep}[group]
 
 
@@ -322,7 +318,7 @@ def measure_bound(plan: ReshardPlan) -> float:
     pp, best, num_bytes = plan.groups.pp, float("inf"), 0
     largest: dict[dist.ProcessGroup, Bucket] = {}
     for bucket in sorted(plan.buckets, key=lambda bucket: bucket.num_bytes):
-        largest[plan.group(bucket)] = bucket
+        largest[ranks_of(plan.groups, bucket.group)] = bucket
     buffers = []
     for group, bucket in largest.items():
         size = min(bucket.num_bytes, BUCKET_BYTES // group.size())
@@ -398,7 +394,8 @@ def _gathered(
     plan: ReshardPlan, bucket: Bucket, tensors: Mapping[str, Tensor], traffic: Traffic
 ) -> Iterator[tuple[Slot, list[Tensor]]]:
     """Yield each parameter of a bucket and its full Hugging Face tensors."""
-    shards, group = [_of_stage(plan, bucket, tensors, traffic)], plan.group(bucket)
+    shards = [_of_stage(plan, bucket, tensors, traffic)]
+    group = ranks_of(plan.groups, bucket.group)
     if group.size() > 1:
         with traffic.timed():
             flat = _flat(shards[0])

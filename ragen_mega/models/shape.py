@@ -169,17 +169,20 @@ class ModelShape:
         """Return the elements of the parameters of a layer on a rank that tensor and expert
         parallelism leave it, in the order of megatron-core's local layer.
         """
-        return self._parameter_sizes(self.family.layer, tp, ep)
+        return [
+            self.num_elements(weight, tp)
+            for weight in self.family.layer
+            for _ in range(self.num_local(weight, ep))
+        ]
 
     def linear_sizes(self, tp: int = 1, ep: int = 1) -> list[int]:
         """Return the elements of those parameters that are matrices of linear layers."""
-        return self._parameter_sizes([w for w in self.family.layer if w.is_matrix], tp, ep)
-
-    def _parameter_sizes(self, weights: Sequence[Weight], tp: int, ep: int) -> list[int]:
-        sizes: list[int] = []
-        for weight in weights:
-            sizes += [self.num_elements(weight, tp)] * self.num_local(weight, ep)
-        return sizes
+        return [
+            self.num_elements(weight, tp)
+            for weight in self.family.layer
+            if weight.is_matrix
+            for _ in range(self.num_local(weight, ep))
+        ]
 
     @property
     def active_size(self) -> int:
