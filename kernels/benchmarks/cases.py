@@ -2,7 +2,7 @@
 torch user would write.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,13 +58,16 @@ class Case:
     """One job at one shape, and the least that it has to move and multiply."""
 
     name: str
-    shape: dict[str, int | float]
+    shape: Mapping[str, int | float]
     make_inputs: Callable[[int], Any]  # by seed
     providers: tuple[Provider, ...]
     min_bytes: float = 0.0
     flops: float = 0.0
     gemms: tuple[int, int, int] | None = None
     """(N, V, H), when the job contains the three GEMMs of an LM head."""
+
+
+_ABSENT = torch.empty(0)  # a field that an input set does not have
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,10 @@ class LossInputs:
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    logits: Tensor | None = None
-    scratch: Tensor | None = None
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
+    logits: Tensor = _ABSENT
+    scratch: Tensor = _ABSENT
+    hidden: Tensor = _ABSENT
+    weight: Tensor = _ABSENT
 
     @property
     def constants(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +242,7 @@ def backward_providers() -> tuple[Provider, ...]:
         logprobs, entropy = function(logits, inputs.labels)
         return torch.dot(logprobs, inputs.advantages) - 0.001 * entropy.sum(), logits
 
-    functions = {"ragen": ours.logprob_entropy, "torch": torch_logprob_entropy}
+    functions: dict[str, Function] = {"ragen": ours.logprob_entropy, "torch": torch_logprob_entropy}
     return tuple(
         Provider(name, lambda state: torch.autograd.grad(*state), partial(prepare, function))
         for name, function in functions.items()
@@ -326,7 +329,8 @@ def hidden_cases(device: str, sizes: str, compiled: Function | None) -> Iterator
 def estimate(x: dict[str, Tensor], turn_ends: str | None = None) -> tuple[Tensor, Tensor]:
     """GAE of an input set, bi-level with the name of its turn ends."""
     packed = (x["rewards"], x["values"], x["mask"], x["cu_seqlens"])
-    return ours.gae(*packed, gamma=1.0, lam=0.95, turn_ends=x.get(turn_ends), turn_gamma=0.95)
+    ends = None if turn_ends is None else x[turn_ends]
+    return ours.gae(*packed, gamma=1.0, lam=0.95, turn_ends=ends, turn_gamma=0.95)
 
 
 def returns_cases(device: str, sizes: str) -> Iterator[Case]:

@@ -61,8 +61,8 @@ def analyse(compiled: Any, elements_per_thread: float) -> KernelReport:
         usage = run_tool("cuobjdump", "-res-usage", file.name)
         assembly = run_tool("nvdisasm", "-c", file.name)
     return KernelReport(
-        registers=int(re.search(r"REG:(\d+)", usage).group(1)),
-        stack_bytes=int(re.search(r"STACK:(\d+)", usage).group(1)),
+        registers=int(_found(r"REG:(\d+)", usage)),
+        stack_bytes=int(_found(r"STACK:(\d+)", usage)),
         spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", assembly)),
         shared_bytes=compiled.metadata.shared,
         wide_loads=len(re.findall(r"\bLDG\.E[.A-Z0-9_]*\.128|LDGSTS\.E[.A-Z0-9_]*\.128", assembly)),
@@ -81,9 +81,16 @@ def run_tool(name: str, *arguments: str) -> str:
     ).stdout
 
 
+def _found(pattern: str, text: str) -> str:
+    """Return the first group of a pattern in the output of a tool. Raises ValueError without it."""
+    if match := re.search(pattern, text):
+        return match.group(1)
+    raise ValueError(f"the output of a CUDA tool has no {pattern}: {text!r:.200}")
+
+
 def ptxas_version() -> str:
     """Return the version of the assembler that Triton ships, such as 12.8.93."""
-    return re.search(r"V([\d.]+)", run_tool("ptxas", "--version")).group(1)
+    return _found(r"V([\d.]+)", run_tool("ptxas", "--version"))
 
 
 def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
@@ -96,8 +103,8 @@ def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction.group(1))
     spans = []
-    for end, instruction in enumerate(instructions):
-        branch = re.search(r"BRA(?:\.\w+)*\s+.*?`\((\.L_x_\d+)\)", instruction)
+    for end, line in enumerate(instructions):
+        branch = re.search(r"BRA(?:\.\w+)*\s+.*?`\((\.L_x_\d+)\)", line)
         start = labels.get(branch.group(1), end + 1) if branch else end + 1
         if end - start >= MIN_LOOP_INSTRUCTIONS:
             spans.append((start, end))

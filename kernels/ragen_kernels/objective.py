@@ -10,6 +10,7 @@ tokens: arXiv:2506.01939 eq. (5); KL estimators k1, k2, k3: http://joschu.net/bl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -113,7 +114,8 @@ class PolicyObjective:
                 "importance_level='sequence' does nothing without importance_cap; pass it",
             ),
             (
-                floor is None or (self.importance_mode == "mask" and 0.0 < floor < cap),
+                floor is None
+                or (self.importance_mode == "mask" and cap is not None and 0.0 < floor < cap),
                 f"importance_floor must be above 0 and below importance_cap={cap}, and needs"
                 f" importance_mode='mask', got {floor} with {self.importance_mode!r}; use 0.5",
             ),
@@ -228,9 +230,23 @@ class TokenTerms(NamedTuple):
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor | None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> TokenTerms:
+        """Return `function` of every term that is there."""
+
+        def optional(term: Tensor | None) -> Tensor | None:
+            return None if term is None else function(term)
+
+        return TokenTerms(
+            optional(self.old_logprobs),
+            function(self.advantages),
+            function(self.weights),
+            optional(self.ref_logprobs),
+            optional(self.rollout_logprobs),
+        )
+
     def at(self, index: Tensor | slice) -> TokenTerms:
         """Return the terms of some tokens."""
-        return TokenTerms(*(None if term is None else term[index] for term in self))
+        return self.each(lambda term: term[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ are dropped before the first GEMM. Chunks run over tokens, never over the vocabu
 d_hidden of a row is one GEMM and is rounded once.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -195,7 +197,8 @@ def linear_logprobs(
         chunk_tokens,
     )
     found = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)
-    return tuple(result.index_copy_(1, rows, found).unbind())
+    logprobs, entropy = result.index_copy_(1, rows, found).unbind()
+    return logprobs, entropy
 
 
 @torch.no_grad()
@@ -279,7 +282,7 @@ def _repeated_rows_(
 
     def shared_losses(
         logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
         outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
         summed = (
             None
@@ -357,7 +360,7 @@ def linear_policy_loss(
             on a CPU.
     """
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
-    stats = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
+    found = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
     if rows is None:
         rows = weights.nonzero().squeeze(1)
     hidden, labels, shard, chunks = _active_rows(
@@ -376,9 +379,10 @@ def linear_policy_loss(
             now = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)[0]
             return now if repeats is None else now[_sharing(repeats, now.device)]
 
+        assert cu_seqlens is not None  # `check_inputs`
         terms = over_sequences(terms, current, rows, cu_seqlens, objective)
     loss, outputs = _LinearPolicyLoss.apply(
         hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats
     )
-    *stats, ref_kl = stats.index_copy_(1, rows, outputs.float())[1:].unbind()
-    return loss, PolicyStats(*stats, ref_kl=None if objective.kl_kind is None else ref_kl)
+    stats = PolicyStats(*found.index_copy_(1, rows, outputs.float())[1:].unbind())
+    return loss, stats if objective.kl_kind else replace(stats, ref_kl=None)

@@ -112,11 +112,10 @@ def token_losses(
         derivatives in logprobs [T] and entropy [T], the latter None without entropy bonus.
     """
     dtype = logprobs.dtype
-    old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs = (
-        None if term is None else term.to(dtype) for term in terms
-    )
+    terms = terms.each(lambda term: term.to(dtype))
+    advantages, weights = terms.advantages, terms.weights
     logprobs = logprobs.detach()
-    old_logprobs = logprobs if old_logprobs is None else old_logprobs
+    old_logprobs = logprobs if terms.old_logprobs is None else terms.old_logprobs
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         log_ratio = torch.clamp(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -140,12 +139,15 @@ def token_losses(
 
         importance = torch.ones_like(surrogate)
         if objective.importance_cap is not None:
-            drift = torch.clamp(old_logprobs - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+            assert terms.rollout_logprobs is not None  # `check_inputs`
+            drift = old_logprobs - terms.rollout_logprobs
+            drift = torch.clamp(drift, -MAX_LOG_RATIO, MAX_LOG_RATIO)
             importance = bounded_importance(torch.exp(drift), objective)
 
         ref_kl = torch.zeros_like(surrogate)
         if objective.kl_kind is not None:
-            ref_kl = kl_estimate(logprobs, ref_logprobs, objective.kl_kind)
+            assert terms.ref_logprobs is not None  # `check_inputs`
+            ref_kl = kl_estimate(logprobs, terms.ref_logprobs, objective.kl_kind)
         losses = weights * (
             importance * surrogate - objective.entropy_coef * entropy + objective.kl_coef * ref_kl
         )
@@ -169,6 +171,7 @@ def token_losses(
 def bounded_importance(importance: Tensor, objective: PolicyObjective) -> Tensor:
     """Bound the importance by the objective's limits: truncated at the cap, or 0 outside them."""
     cap, floor = objective.importance_cap, objective.importance_floor or 0.0
+    assert cap is not None  # else no importance is computed
     if objective.importance_mode == "truncate":
         return importance.clamp(max=cap)
     return torch.where((importance >= floor) & (importance <= cap), importance, 0.0)
@@ -188,7 +191,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 def in_pieces(
     row_statistics: Callable[..., RowStatistics],
-    token_losses: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    token_losses: Callable[..., tuple[Tensor, *tuple[Tensor | None, ...]]],
     logits_gradient: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
     """`policy_rows_` by these three operations, of whichever implementation; the statistics of a
@@ -305,7 +308,8 @@ def gae(
 
     both = torch.zeros((2, len(rewards)), dtype=torch.float64, device=rewards.device)
     both[:, positions] = torch.stack([advantages, advantages + v])
-    return tuple(both.to(compute_dtype(rewards)).unbind())
+    advantages, returns = both.to(compute_dtype(rewards)).unbind()
+    return advantages, returns
 
 
 def _continues(owners: Tensor) -> Tensor:

@@ -41,10 +41,11 @@ def over_sequences(
     is_product = objective.importance_level == "sequence"
     # The importance of a single token also has to survive the change of its old log-probability.
     if is_product or (objective.importance_cap is not None and old is not None):
+        assert rollout is not None  # `check_inputs`
         base = current() if old is None else old
         drift = base.double() - rollout
         drift = sums(drift) if is_product else drift
-        base = base if old is None else terms.old_logprobs
+        base = base if terms.old_logprobs is None else terms.old_logprobs
         terms = terms._replace(rollout_logprobs=(base - drift).to(rollout.dtype))
     return terms
 

@@ -265,8 +265,10 @@ class Console:
     @contextmanager
     def _bar(self, progress: Advance) -> Iterator[None]:
         with self.open() as bars:
-            fields = {"text": progress.text, "is_run": False}
-            task = bars.add_task(progress.name, total=progress.total, **fields)
+            assert bars is not None  # on a terminal
+            task = bars.add_task(
+                progress.name, total=progress.total, text=progress.text, is_run=False
+            )
             progress._report = lambda now: bars.update(
                 task, completed=now.done, total=now.total, text=now.text
             )
@@ -276,7 +278,7 @@ class Console:
                 bars.remove_task(task)
 
     @contextmanager
-    def open(self) -> Iterator[Progress]:
+    def open(self) -> Iterator[Progress | None]:
         """Keep the progress bars on the terminal during the block, that of the whole run first; the
         outermost block starts and stops them.
         """

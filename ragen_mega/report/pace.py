@@ -47,7 +47,7 @@ class Pace:
 
     def left(self) -> float | None:
         """Return the seconds until the last evaluation is over, None before the first step."""
-        if not self._recent:
+        if self.num_done is None:
             return None
         step = statistics.mean(self._recent)
         episode, num_left = self._seconds_per_episode or 0.0, self.num_steps - self.num_done
@@ -55,7 +55,7 @@ class Pace:
         later = sum(count for at, count in self._evaluations.items() if at > self.num_done)
         ahead = due + num_left * step + later * episode
         # The part under way may overrun; what comes after it always remains.
-        under_way = due or min(num_left, 1) * step
+        under_way = due or (step if num_left else 0.0)
         return max(ahead - (self._clock() - self._anchor), ahead - under_way)
 
     def __str__(self) -> str:

@@ -112,7 +112,7 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     """
     default = StarPOConfig().to_dict()
     return {
-        name: default.get(name, {}) | dict(values) for name, values in (default | settings).items()
+        name: default.get(name, {}) | dict(values) for name, values in {**default, **settings}.items()
     }
 
 

@@ -82,7 +82,9 @@ def code_digest() -> str:
     """
     digest = hashlib.sha256()
     for package in ("ragen_mega", "ragen_kernels"):
-        root = Path(find_spec(package).origin).parent
+        spec = find_spec(package)  # an import would bring torch
+        assert spec is not None and spec.origin is not None
+        root = Path(spec.origin).parent
         for path in sorted(root.rglob("*")):
             place = path.relative_to(root)
             if path.suffix in (".py", ".flags", ".jsonl") and place.parts[0] not in BESIDE:
@@ -315,9 +317,13 @@ class Runner:
                 return
             try:
                 with job.log.open("a") as file:
-                    output = {"stdout": file, "stderr": subprocess.STDOUT}
-                    alone = {"start_new_session": True}  # Ctrl-C reaches it once, as SIGTERM
-                    process = subprocess.Popen(job.words(), env=environment, **output, **alone)
+                    process = subprocess.Popen(
+                        job.words(),
+                        env=environment,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches it once, as SIGTERM
+                    )
             except OSError as error:  # e.g. a full disk; the other runs may still be possible
                 return self._close(job.name, f"failed: it could not be started ({error})")
             self._running[job.name] = process

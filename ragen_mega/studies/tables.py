@@ -51,7 +51,7 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
     """
     some = [summary for runs in found.values() for summary in runs.values()]
     names = list(dict.fromkeys(name for summary in some for name in summary["sets"]))
-    sets = {}
+    sets: dict[str, dict[str, Any]] = {}
     for name in names:
         sizes = {
             f"{arm}-seed{seed}": len(run["sets"][name]["prompt_success"])
@@ -83,7 +83,8 @@ def compare(study: Study, found: dict[str, dict[int, dict]]) -> dict[str, Any]:
         }
     claims = []
     for claim in study.claims:
-        there = sets.get(claim.set, {"arms": {}})["arms"].keys() >= {claim.better, claim.worse}
+        evaluated = sets[claim.set]["arms"] if claim.set in sets else {}
+        there = evaluated.keys() >= {claim.better, claim.worse}
         less = difference(found, claim.set, claim.better, claim.worse) if there else None
         claims.append((claim, less))
     return {"sets": sets, "claims": claims}
