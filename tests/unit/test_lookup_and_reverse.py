@@ -14,10 +14,14 @@ import pytest
 from ragen_mega.config import parse
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import make
-from ragen_mega.environments.worlds.lookup.world import Link, Lookup
+from ragen_mega.environments.worlds.lookup.world import PEOPLE, Link, Lookup
 from ragen_mega.rollout.tasks import prompt_examples
 
-CHAINS = [{}, {"min_people": 1, "max_people": 4}, {"min_people": 3, "max_people": 3, "dead_ends": 2}]
+CHAINS = [
+    {},
+    {"min_people": 1, "max_people": 4},
+    {"min_people": 3, "max_people": 3, "dead_ends": 2},
+]
 
 
 def all_random_play(world: Lookup, turns: int) -> Fraction:
@@ -116,12 +120,12 @@ def test_an_example_shows_an_episode_from_the_first_turn_to_success() -> None:
     flags = ["--no-think", "--prompt-style", "compact", "--prompt-examples", "2"]
     config = parse(["--environments", "lookup", *flags])
     said = prompt_examples(config.environment, "lookup")
-    assert [message.role for message in said] == ["user", "assistant"] * 6
-    answers = [message.content for message in said[1::2]]
-    played = {name for link in make("lookup")._people for name in [link]}
-    assert not played & {answer.strip("</answer> ") for answer in answers}
-    for first, second, code in (answers[:3], answers[3:]):
-        assert first != second and code.removeprefix("<answer>")[:3].isdigit()
+    assert [message.role for message in said] == ["user", "assistant"] * 4
+    for question, name, told, code in zip(*[iter(message.content for message in said)] * 4):
+        person = name.removeprefix("<answer>").removesuffix("</answer>")
+        assert person in question and f"{person} says: the code is" in told
+        assert code.removeprefix("<answer>")[:3] in told
+        assert person not in PEOPLE, "an example would give away a name that is played"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -97,7 +97,10 @@ class Lookup:
 
     is_instant = True
     solver = Solver(references, optimal_actions)
-    example_options = ({"people": _EXAMPLE_PEOPLE},)  # nobody who is asked in an episode
+    # Nobody who is asked in an episode, and a chain that shows the form alone.
+    example_options = (
+        {"people": _EXAMPLE_PEOPLE, "min_people": 1, "max_people": 1, "dead_ends": 0},
+    )
 
     def __init__(
         self,
