@@ -20,7 +20,7 @@ from ragen_mega.rollout.tasks import prompt_examples
 CHAINS = [
     {},
     {"min_people": 1, "max_people": 4},
-    {"min_people": 3, "max_people": 3, "dead_ends": 2},
+    {"dead_ends": 2},
 ]
 
 
@@ -157,8 +157,8 @@ def test_reverse_pays_the_right_order_and_counts_all_orders_as_random(count: int
     ("name", "options", "rule"),
     [
         ("lookup", {"min_people": 0}, "min_people"),
-        ("lookup", {"min_people": 3}, "min_people"),
-        ("lookup", {"dead_ends": 3}, "dead_ends"),
+        ("lookup", {"min_people": 4}, "min_people"),
+        ("lookup", {"dead_ends": 4}, "dead_ends"),
         ("lookup", {"people": ("Ann", "ann", "Tom")}, "different names"),
         ("lookup", {"people": ("Ann",)}, "different names"),
         ("reverse", {"min_words": 1}, "min_words"),

@@ -15,9 +15,9 @@ from ragen_mega.environments.protocol import (
 )
 
 WORDS = tuple(
-    "cat dog sun map tree fish ball milk bird star moon rain snow wind fire leaf rock sand gold ship"
-    " boat road door desk lamp book cup fork rice corn bean meat soup cake salt ring coin shoe coat"
-    " hand foot head nose knee".split()
+    "cat dog sun map tree fish ball milk bird star moon rain snow wind fire leaf rock sand gold"
+    " ship boat road door desk lamp book cup fork rice corn bean meat soup cake salt ring coin shoe"
+    " coat hand foot head nose knee".split()
 )
 _EXAMPLE_WORDS = ("apple", "pen", "horse", "wall", "tea", "chair", "bread", "hat")
 Score = Literal["exact", "in_place"]
@@ -51,8 +51,8 @@ class Reverse:
         """
         if not 2 <= min_words <= max_words <= len(set(vocabulary)):
             raise ValueError(
-                "2 <= min_words <= max_words <= number of different words in vocabulary is needed,"
-                f" not min_words {min_words}, max_words {max_words} and {len(set(vocabulary))} words"
+                "min_words and max_words must be in order, from 2 to the"
+                f" {len(set(vocabulary))} words of the vocabulary, not {min_words} and {max_words}"
             )
         self._sizes, self._score, self._vocabulary = (min_words, max_words), score, vocabulary
         self.instruction = "Write the words that you are given in the opposite order."
