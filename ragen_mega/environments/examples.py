@@ -25,9 +25,10 @@ Conversation = tuple[Message, ...]
 def worked_example(
     episode: Episode, seeds: Iterable[int], held_out: frozenset[str]
 ) -> Conversation:
-    """Return the first turn of an episode without its task, and the answer of the scripted player,
-    who plays as well as the solver where there is one. The state is that of the next of the `seeds`
-    that is not `held_out`.
+    """Return turns of an episode without its task, with the answers of the scripted player, who
+    plays as well as the solver where there is one: the first turn where answers are names of
+    actions, for it shows their form, else all of the solver's. The state is that of the next of the
+    `seeds` that is not `held_out`.
 
     Raises ValueError if the world cannot read the answer, or its answers cannot be scripted.
     """
@@ -38,22 +39,26 @@ def worked_example(
             break
     else:
         raise ValueError("all of its states are evaluated on")
-    skill = 1.0 if getattr(environment, "solver", None) else 0.0
-    generator = np.random.default_rng(seed)
-    answer = scripted_response(episode, generator, skill=skill, in_sentences=True)
-    read = read_response(
-        environment, answer, think=think, max_actions=episode.budget.max_actions_per_turn
-    )
     if not is_drawn(episode):
         raise ValueError("its answers cannot be scripted without random_answer(draw)")
-    if not read.is_action_valid:
-        raise ValueError("its answers cannot be scripted")
-    turn = [
-        Message(message.role, message.content.removeprefix(episode.task))
-        for message in messages
-        if message.role != "system"
-    ]
-    return (*turn, Message("assistant", "<think>" * think + answer))
+    skill = 1.0 if getattr(environment, "solver", None) else 0.0
+    generator = np.random.default_rng(seed)
+    said: list[Message] = []
+    while not said or (skill and not episode.takes_names and not episode.done):
+        said += [
+            Message(message.role, message.content.removeprefix(episode.task))
+            for message in messages
+            if message.role != "system"
+        ]
+        answer = scripted_response(episode, generator, skill=skill, in_sentences=True)
+        read = read_response(
+            environment, answer, think=think, max_actions=episode.budget.max_actions_per_turn
+        )
+        if not read.is_action_valid:
+            raise ValueError("its answers cannot be scripted")
+        said.append(Message("assistant", "<think>" * think + answer))
+        messages = episode.respond(answer).messages
+    return tuple(said)
 
 
 def read_conversations(path: str | Path, environment: str | None = None) -> list[Conversation]:

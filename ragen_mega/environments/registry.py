@@ -35,6 +35,8 @@ ENVIRONMENTS = Registry(
         "sokoban_large": _SOKOBAN,
         "sokoban_new_vocabulary": _SOKOBAN,
         "frozen_lake": f"{_WORLDS}.frozen_lake.world:FrozenLake",
+        "lookup": f"{_WORLDS}.lookup.world:Lookup",
+        "reverse": f"{_WORLDS}.reverse.world:Reverse",
         "webshop": f"{_WORLDS}.webshop.world:WebShop",
     },
     families={

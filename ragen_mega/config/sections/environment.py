@@ -84,7 +84,8 @@ class EnvironmentConfig(Section):
     """
     prompt_examples: Natural = 0
     """Worked examples that every prompt shows as earlier turns, so that a pretrained model learns
-    the form of an answer: first turns of scripted play, on seeds of their own.
+    the form of an answer: scripted play on seeds of its own, the first turn of an episode
+    where answers are names of actions, else the whole episode.
     """
     prompt_examples_file: Annotated[
         str | None, OnlyWith("prompt_examples", "--prompt-examples 2")

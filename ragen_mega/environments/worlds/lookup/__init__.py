@@ -1,0 +1,1 @@
+"""People who know who knows a code: an agent asks one after another."""

@@ -1,0 +1,1 @@
+"""Words that are to be written in the opposite order."""
