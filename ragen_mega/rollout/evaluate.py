@@ -59,6 +59,10 @@ class EvaluationResult:
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
     errors_say: str | None = None
     """One line about these episodes, with the reason of the first; None if there are none."""
+    starts: int | None = None
+    """Distinct first prompts of a set that is trained on; None where they tell nothing."""
+    starts_met: int | None = None
+    """Number of them that training has met so far."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return field name -> value, as JSON takes it."""
@@ -70,6 +74,11 @@ class EvaluationResult:
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
             f"  random {known[0]}  optimum {known[1]}"
             + (f"; {self.errors_say}" if self.errors_say else "")
+            + (
+                f"; training has met {self.starts_met} of its {self.starts} starts"
+                if self.starts_met
+                else ""
+            )
         )
 
 

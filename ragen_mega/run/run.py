@@ -5,7 +5,7 @@ evaluation, checkpoints, the end.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -57,6 +57,7 @@ from ragen_mega.run.batches import Batches
 from ragen_mega.run.guards import (
     FAULTS,
     CollapseGuard,
+    HeldOutStarts,
     StartGuard,
     UpdateGuard,
     cut_note,
@@ -165,6 +166,7 @@ class Run:
         )
         self.collapse_guard = CollapseGuard(config.guard)
         self.start_guard = StartGuard(config.environment)
+        self.starts = HeldOutStarts()
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         self.trainers = {"actor": self.policy.trainer}
@@ -195,6 +197,7 @@ class Run:
                 *guard.check(log.step, groups),
                 *guard.check_markers(groups),
                 *guard.check_sampling(groups),
+                *self.starts.trained(groups),
                 *([errors] if errors else []),
                 *self.policy_errors.add(groups),
             ]
@@ -393,16 +396,21 @@ class Run:
                 sets,
                 samples_per_prompt=samples,
                 send_again=self.sync.send_again,
-                watch=lambda name, groups: self.log.trace_evaluation(
-                    step, name, groups, self.prompts[name]
-                ),
+                watch=partial(self._watch_evaluation, step),
             )
+        for name in config.environment.shares:
+            met = on_main(lambda name=name: self.starts.count(name))
+            results[name] = replace(results[name], starts_met=met and met[0], starts=met and met[1])
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if log is not None:
             numbers = {name: result.to_dict() for name, result in results.items()}
             log.add("eval", evaluation_metrics(numbers, [*config.environment.shares]))
         return results
+
+    def _watch_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        self.log.trace_evaluation(step, name, groups, self.prompts[name])
+        on_main(lambda: self.starts.evaluated(groups))
 
     def _mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
         """Return the average success over the trained environments."""
@@ -509,6 +517,7 @@ class Run:
             "nonfinite": self.guard.consecutive,
             "empty_steps": self.empty_steps,
             "score_average": self.score_average,
+            "starts": self.starts.state_dict(),
         }
         if samplers := self.rollouts.samplers:
             samplers.flush()
@@ -550,6 +559,7 @@ class Run:
         self.guard.consecutive = dict(state.get("nonfinite", {}))
         self.empty_steps = state.get("empty_steps", 0)
         self.score_average = state.get("score_average")
+        self.starts.load_state_dict(state.get("starts", {}))
         if "collapse_guard" in state:
             self.collapse_guard.load_state_dict(state["collapse_guard"])
         for trainer in self.trainers.values():

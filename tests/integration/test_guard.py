@@ -14,6 +14,7 @@ import torch
 
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
 from ragen_mega.config import parse
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.run import Run
@@ -107,6 +108,21 @@ def test_a_rollback_brings_weights_and_moments_back(straight: Path) -> None:
                 expected = lr * (1 - row["step"] / 8) * 0.5**count
                 assert row[f"{model}/lr"] == pytest.approx(expected), row["step"]
         assert row["filter/kept_groups"] <= max(1, 4 * 0.5**count)
+
+
+def test_held_out_starts_that_training_has_met_are_counted(straight: Path) -> None:
+    """Seeds 123 and 124 say 4 and 5; training draws from seven, at most four a step."""
+    tasks = TaskSampler(parse(FLAGS))
+    played = [{group[0].seed % 7 for group in tasks.sample(step)} for step in range(8)]
+    met = [len({4, 5} & set().union(*played[: step + 1])) for step in range(8)]
+    first = next(step for step, count in enumerate(met) if count)
+    events = [json.loads(line) for line in (straight / "events.jsonl").read_text().splitlines()]
+    (said,) = (event for event in events if "training has met" in event["text"])
+    assert said["step"] == first
+    assert f"training has met {met[first]} of the 2 starts that tests.integration" in said["text"]
+    (result,) = json.loads((straight / "summary.json").read_text())["sets"].values()
+    assert (result["starts_met"], result["starts"]) == (met[-1], 2)
+    assert metrics(straight)[-1]["eval/starts_met"] == met[-1] > 0
 
 
 def stopped(run: Run, step: int) -> None:
