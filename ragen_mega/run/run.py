@@ -335,6 +335,7 @@ class Run:
             else:
                 change = guard.go_back(step + 1)
                 self._restore_weights(saved)
+                self.rollouts.go_back(step + 1)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
         if reason is not None:
