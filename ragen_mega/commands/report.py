@@ -128,8 +128,8 @@ def markdown(
         for mean in means(rows)
     ]
     said += [
-        f"The training of {row['run']} has met {row['starts_met']} of the {row['starts']} starts that"
-        f" {row['set']} is evaluated on."
+        f"The training of {row['run']} has met {row['starts_met']} of the {row['starts']} starts"
+        f" that {row['set']} is evaluated on."
         for row in rows
         if row["starts_met"]
     ]

@@ -179,9 +179,7 @@ class Samplers:
             version: data for version, data in self._weights.items() if version in used
         }
         self._digests = {
-            version: text
-            for version, text in self._digests.items()
-            if version >= step - staleness
+            version: text for version, text in self._digests.items() if version >= step - staleness
         }
 
     def go_back(self, step: int) -> None:
