@@ -274,8 +274,8 @@ class HeldOutStarts:
                 new.append(name)
             self._met.setdefault(name, set()).update(found)
         return [
-            f"training has met {met} of the {num} starts that {name} is evaluated on: without boards"
-            " both are drawn by seed, so that success there is no success on unseen states"
+            f"training has met {met} of the {num} starts that {name} is evaluated on: without"
+            " boards both are drawn by seed, so that success there is no success on unseen states"
             " (eval/starts_met goes on counting); give the world boards to hold them out"
             for name in new
             for met, num in [self.count(name)]

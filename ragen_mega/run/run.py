@@ -399,9 +399,11 @@ class Run:
                 send_again=self.sync.send_again,
                 watch=partial(self._watch_evaluation, step),
             )
+        counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
         for name in config.environment.shares:
-            met = on_main(lambda name=name: self.starts.count(name))
-            results[name] = replace(results[name], starts_met=met and met[0], starts=met and met[1])
+            if counts[name] is not None:
+                met, num = counts[name]
+                results[name] = replace(results[name], starts_met=met, starts=num)
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if log is not None:
