@@ -51,7 +51,8 @@ class PolicyObjective:
         clip_ratio_low: r is clipped from below at 1 - clip_ratio_low.
         clip_ratio_high: r is clipped from above at 1 + clip_ratio_high.
         dual_clip: for A < 0 the surrogate is bounded by -A * dual_clip; None leaves it unbounded.
-        kl_kind: estimator of the KL divergence to the reference policy; None means no KL term.
+        kl_kind: estimator of the KL divergence to the reference policy; None means no KL term. Over
+            samples of the policy the gradient of k1 has the mean 0.
         kl_coef: factor of that KL term. With 0 the divergence is only reported.
         entropy_coef: factor of the entropy bonus.
         importance_cap: bound of the importance w = exp(old_logprob - rollout_logprob), the factor

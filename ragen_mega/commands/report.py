@@ -66,6 +66,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
             "minutes": summary["seconds"] / 60,
             "hardware": summary.get("hardware", "unknown hardware"),
             "alike": run["alike"],
+            "starts": result.get("starts"),
+            "starts_met": result.get("starts_met"),
         }
         for name, result in summary["sets"].items()
         # A set that a --resume added was not played before.
@@ -124,6 +126,12 @@ def markdown(
         f"Mean {mean['mean']:.1%}, standard deviation over {len(mean['runs'])} runs"
         f" {mean['standard_deviation']:.1%}: {mean['set']}, {', '.join(mean['runs'])}."
         for mean in means(rows)
+    ]
+    said += [
+        f"The training of {row['run']} has met {row['starts_met']} of the {row['starts']} starts"
+        f" that {row['set']} is evaluated on."
+        for row in rows
+        if row["starts_met"]
     ]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]

@@ -103,6 +103,14 @@ def _fits(environment: Any, board: Board) -> bool:
         raise ValueError(f"accepts_board failed: {error}") from error
 
 
+def accepts(environment: Any, board: Board) -> bool:
+    """Return whether an environment can start from a board, which may be of another kind."""
+    try:
+        return hasattr(environment, "accepts_board") and _fits(environment, board)
+    except ValueError:
+        return False
+
+
 def _numbered_lines(path: str | Path) -> list[tuple[int, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")

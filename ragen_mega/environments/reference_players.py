@@ -34,6 +34,8 @@ _RESETS = 5  # attempts for an environment that fails now and then
 MAX_SECONDS = 10.0
 """Time limit of measuring the random player; beyond it the rate is unknown."""
 
+Z_95 = 1.959963984540054
+"""Quantile of the normal distribution that bounds 95% of it on both sides."""
 Prompt = tuple[int, tuple[str, ...] | None]
 """A seed, and the rows of a board that replaces the drawn initial state, or None."""
 
@@ -130,8 +132,7 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
         raise ValueError(
             f"wilson_interval needs 0 <= successes <= n and n >= 1, not {successes} of {n}"
         )
-    z = 1.959963984540054
-    rate = successes / n
+    z, rate = Z_95, successes / n
     scale = 1.0 + z * z / n
     centre = (rate + z * z / (2 * n)) / scale
     half_width = z * math.sqrt(rate * (1.0 - rate) / n + z * z / (4 * n * n)) / scale

@@ -83,6 +83,7 @@ class MegatronPolicy:
             parallel,
             train,
             lr=train.lr,
+            first_step=train.critic_warmup,
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
             with_muon=with_muon,

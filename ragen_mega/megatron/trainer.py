@@ -65,10 +65,12 @@ class Trainer:
         train: TrainConfig,
         *,
         lr: float,
+        first_step: int = 0,
         decoupled_lr: float | None = None,
         adam_eps: float = 1e-8,
         with_muon: bool = False,
     ) -> None:
+        """`first_step`: that of the run in which its schedule begins."""
         mark_tensor_parallel(chunks)
         self.chunks = chunks
         """The models of this rank: one, or several under the interleaved schedule."""
@@ -101,11 +103,10 @@ class Trainer:
         # gradients are reduced during the backward pass of the last microbatch
         config.no_sync_func = self._no_sync
         config.finalize_model_grads_func = _sum_gradients
-        min_lr = lr if train.lr_decay == "constant" else 0.0
         options = OptimizerConfig(
             optimizer="adam",
             lr=lr,
-            min_lr=min_lr,
+            min_lr=0.0,
             decoupled_lr=decoupled_lr,
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
@@ -120,9 +121,8 @@ class Trainer:
         build = partial(get_megatron_optimizer, options, self.models, **further)
         with cpu.cuda_literals_as_cpu():
             self.optimizer = chain_muon(build, chunks, options) if with_muon else build()
-        self.schedule = _schedule_of(self.optimizer, train, lr, min_lr)
-        # (highest, lowest) of each group's schedule
-        self._lrs = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
+        self.schedule = _Schedule(self.optimizer, train, lr, first_step)
+        self._lrs = [group["max_lr"] for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         # On a processor torch's Adam then updates all parameters in one call, where it otherwise
         # takes a dozen for each, which small models feel.
@@ -137,8 +137,8 @@ class Trainer:
 
     def set_lr_factor(self, factor: float) -> None:
         """Let the learning rate be this share of what the schedule says, now and later."""
-        for group, (highest, lowest) in zip(self.optimizer.param_groups, self._lrs, strict=True):
-            group["max_lr"], group["min_lr"] = highest * factor, lowest * factor
+        for group, highest in zip(self.optimizer.param_groups, self._lrs, strict=True):
+            group["max_lr"] = highest * factor
         self.schedule.step(0)
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
@@ -406,25 +406,32 @@ class Trainer:
         return torch.stack(norms).double().square().sum().reshape(1)
 
 
-def _schedule_of(
-    optimizer: MegatronOptimizer, train: TrainConfig, lr: float, min_lr: float
-) -> OptimizerParamScheduler:
-    """Build the schedule, which also applies weight decay per group: without a scheduler
-    megatron-core decays norms and biases.
+class _Schedule(OptimizerParamScheduler):
+    """The schedule of `TrainConfig`: megatron-core's would warm up from a rate of 0. It also
+    applies weight decay per group: without a scheduler megatron-core decays norms and biases.
     """
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=lr,
-        min_lr=min_lr,
-        lr_warmup_steps=train.lr_warmup,
-        lr_decay_steps=max(train.num_steps, train.lr_warmup + 1),
-        lr_decay_style=train.lr_decay,
-        start_wd=train.weight_decay,
-        end_wd=train.weight_decay,
-        wd_incr_steps=train.num_steps,
-        wd_incr_style="constant",
-    )
+
+    def __init__(
+        self, optimizer: MegatronOptimizer, train: TrainConfig, lr: float, first_step: int
+    ) -> None:
+        self._share = partial(train.schedule, first=first_step)
+        super().__init__(
+            optimizer,
+            init_lr=0.0,
+            max_lr=lr,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=train.weight_decay,
+            end_wd=train.weight_decay,
+            wd_incr_steps=train.num_steps,
+            wd_incr_style="constant",
+        )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the learning rate of a group of parameters in the present step."""
+        return param_group["max_lr"] * self._share(self.num_steps)
 
 
 def _num_nodes(batch: TokenBatch, parts: Sequence[Share]) -> int:

@@ -155,6 +155,8 @@ GLOSSARY = {
     "eval/reward": "Mean total reward at this evaluation.",
     "eval/random": "Success of a uniformly random player on the same prompts.",
     "eval/optimum": "Success of the best possible player on the same prompts.",
+    "eval/starts_met": "Held-out first prompts that training had met by this evaluation, where it"
+    " is any: boards are held out, but without boards the seeds of both may draw equal states.",
     "eval/initial": "The same before the first step (eval/initial_success and so on).",
     "eval/initial_success": "Share of held-out prompts that were solved before the first step.",
     "eval/initial_reward": "Mean total reward before the first step.",

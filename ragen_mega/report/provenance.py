@@ -111,9 +111,8 @@ def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     defaults.
     """
     default = StarPOConfig().to_dict()
-    return {
-        name: default.get(name, {}) | dict(values) for name, values in {**default, **settings}.items()
-    }
+    known = {**default, **settings}
+    return {name: default.get(name, {}) | dict(values) for name, values in known.items()}
 
 
 def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:

@@ -29,8 +29,8 @@ from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.ranks.collectives import max_over_ranks
 from ragen_mega.report.metrics import Metrics
 
-EVALUATED = ("success", "reward", "random", "optimum")
-"""The values of an evaluated set that are logged as eval/..."""
+EVALUATED = ("success", "reward", "random", "optimum", "starts_met")
+"""The values of an evaluated set that are logged as eval/...; the last one from 1 on."""
 
 
 def filter_metrics(
@@ -72,7 +72,7 @@ def evaluation_metrics(
         f"{prefix}{what}" + ("" if [name] == [*trained] else f"_{name}"): value
         for name, result in results.items()
         for what in EVALUATED
-        if (value := result[what]) is not None
+        if (value := result.get(what)) is not None and (value or what != "starts_met")
     }
     if len(trained) > 1:
         found[f"{prefix}success"] = fmean(results[name]["success"] for name in trained)

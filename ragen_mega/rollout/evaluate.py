@@ -14,6 +14,7 @@ from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.reference_players import (
+    Z_95,
     Baselines,
     Prompt,
     baselines,
@@ -58,6 +59,10 @@ class EvaluationResult:
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
     errors_say: str | None = None
     """One line about these episodes, with the reason of the first; None if there are none."""
+    starts: int | None = None
+    """Distinct first prompts of a set that is trained on; None where they tell nothing."""
+    starts_met: int | None = None
+    """Number of them that training has met so far."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return field name -> value, as JSON takes it."""
@@ -69,6 +74,11 @@ class EvaluationResult:
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
             f"  random {known[0]}  optimum {known[1]}"
             + (f"; {self.errors_say}" if self.errors_say else "")
+            + (
+                f"; training has met {self.starts_met} of its {self.starts} starts"
+                if self.starts_met
+                else ""
+            )
         )
 
 
@@ -188,17 +198,21 @@ def success_interval(successes: Sequence[Sequence[bool]]) -> tuple[float, float,
     """Return the success rate and its 95% interval from equally many samples of each prompt, where
     prompts differ in difficulty.
 
-    A Wilson interval for the effective number of independent episodes: the variance of one episode
-    over that of the mean, estimated from the spread of the prompts' rates (Kish 1965, design
-    effect). It is at least the number of prompts and at most that of samples.
+    A Wilson interval for the effective number of independent episodes: the number of prompts times
+    the variance of one episode over that between the prompts' rates (Kish 1965, design effect), at
+    most the number of samples. Both variances include z^2 / 2 prompts that are always solved and as
+    many that never are, as Wilson's centre does: a few prompts that agree do not prove that all do.
+    One sample of each prompt, and outcomes that are all equal, count as often as there are prompts.
     """
     num_prompts, num_samples = len(successes), len(successes[0])
     rates = [sum(row) / num_samples for row in successes]
     rate = sum(rates) / num_prompts
-    # The variance between prompts.
-    spread = sum((other - rate) ** 2 for other in rates) / max(1, num_prompts - 1)
-    effective = rate * (1 - rate) * num_prompts / spread if spread else float(num_prompts)
-    effective = min(max(effective, num_prompts), num_prompts * num_samples)
+    padded = num_prompts + Z_95**2
+    centre = (sum(rates) + Z_95**2 / 2) / padded
+    spread = sum((other - centre) ** 2 for other in rates)
+    spread += Z_95**2 / 2 * (centre**2 + (1 - centre) ** 2)
+    effective = num_prompts * padded * centre * (1 - centre) / spread
+    effective = min(max(effective, num_prompts), num_prompts * num_samples)  # but for rounding
     return rate, *wilson_interval(rate * effective, effective)
 
 

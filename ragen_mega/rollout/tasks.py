@@ -14,7 +14,13 @@ from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.environments import calls
-from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
+from ragen_mega.environments.boards import (
+    Board,
+    accepts,
+    has_packaged_boards,
+    held_out_seeds,
+    load_boards,
+)
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, briefly
@@ -32,6 +38,8 @@ ones.
 _EXAMPLE_SEEDS = range(900_000, 1_000_000)
 """Seeds of the examples in prompts: above those of scripted play, below those of training."""
 _REPEATED_STARTS = 5
+_MOST_DRAWS = 1000
+"""Seeds that are tried for an initial state that is not held out."""
 
 
 def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
@@ -182,9 +190,10 @@ class TaskSampler:
         shares = config.environment.shares
         rotation = [name for name, share in shares.items() for _ in range(share)]
         self._names = [rotation[i % len(rotation)] for i in range(config.rollout.num_groups)]
-        boards = config.evaluation.boards
-        self._held_out = {
-            name: held_out_states(config.environment, name, boards) for name in shares
+        world, boards = config.environment, config.evaluation.boards
+        self._held_out = {  # by the step from which a stage of the curriculum is played
+            first: {name: held_out_states(world, name, boards, first) for name in shares}
+            for first in sorted({0, *world.curriculum_steps})
         }
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
@@ -196,11 +205,12 @@ class TaskSampler:
         makers = {
             name: episode_maker(self.config.environment, name, step) for name in set(self._names)
         }
+        held_out = self._held_out[max(stage for stage in self._held_out if stage <= step)]
         return [
             tasks_for_group(
                 first + index,
                 name,
-                self._fresh_seed(makers[name], self._held_out[name], generator),
+                self._fresh_seed(name, makers[name], held_out[name], generator),
                 makers[name],
                 group_size=group_size,
                 outcome_seed=self.config.train.seed,
@@ -210,17 +220,23 @@ class TaskSampler:
 
     @staticmethod
     def _fresh_seed(
+        name: str,
         make_episode: Callable[[], Episode],
         held_out: frozenset[str],
         generator: np.random.Generator,
     ) -> int:
-        """Return a training seed whose initial state is not an evaluation board."""
-        seed = int(generator.integers(*TRAINING_SEEDS))
-        if held_out:
-            episode = make_episode()
-            while calls.reset(episode.environment, seed) in held_out:
-                seed = int(generator.integers(*TRAINING_SEEDS))
-        return seed
+        """Return a training seed whose initial state is not an evaluation board. Raises ValueError
+        if environment `name` seems to draw no others.
+        """
+        episode = make_episode() if held_out else None
+        for _ in range(_MOST_DRAWS):
+            seed = int(generator.integers(*TRAINING_SEEDS))
+            if episode is None or calls.reset(episode.environment, seed) not in held_out:
+                return seed
+        raise ValueError(
+            f"{_MOST_DRAWS} training seeds of {name} drew only boards that it is evaluated on;"
+            " evaluate on other ones (--boards), or let reset draw from more"
+        )
 
 
 def draws_by_outcome(
@@ -244,22 +260,47 @@ def draws_by_outcome(
 
 
 def held_out_states(
-    config: EnvironmentConfig, name: str, boards: str | None = None
+    config: EnvironmentConfig, name: str, boards: str | None = None, step: int | None = None
 ) -> frozenset[str]:
-    """Return the first observations of the evaluation boards of `name`: the packaged ones, and
-    those of the file `boards` if it is evaluated on them. The set is empty if there are no boards.
+    """Return the first observations that evaluation boards have in environment `name`, with the
+    curriculum of a training `step`, if given: a state may look otherwise there.
+
+    They are the boards of all sets that are evaluated, as far as this environment can start from
+    them: the packaged ones, and those of the file `boards`. The set is empty if there are none.
     """
-    options = config.evaluation_options(name)
-    build = partial(make, name, **options)
-    with briefly(name, build, config.environment_timeout) as (_, environment):
-        files = [None] if has_packaged_boards(environment) else []
-    if boards is not None and name in config.evaluated:
-        files.append(boards)
-    held_out = [board for file in files for board in load_boards(file, name, **options)]
+    held_out = _held_out_boards(config, boards)
     if not held_out:
         return frozenset()
-    environment = make(name, **config.options(name))
-    return frozenset(calls.reset(environment, board.seed, board=board.rows) for board in held_out)
+    options = config.options(name) if step is None else config.training_options(name, step)
+    build = partial(make, name, **options)
+    with briefly(name, build, config.environment_timeout) as (worker, environment):
+        reset = partial(calls.reset, environment)
+        try:
+            return frozenset(
+                worker.wait(partial(reset, board.seed, board=board.rows))
+                for board in held_out
+                if accepts(environment, board)
+            )
+        except EnvironmentFailed as error:
+            raise ValueError(f"environment {name} cannot start from a board: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Board, ...]:
+    """Return the packaged boards of every set that is evaluated, and those of the file `boards`
+    that fit one which is trained.
+    """
+    held_out: dict[Board, None] = {}
+    for name in config.evaluated:
+        options = config.evaluation_options(name)
+        build = partial(make, name, **options)
+        with briefly(name, build, config.environment_timeout) as (_, environment):
+            files = [None] if has_packaged_boards(environment) else []
+        if boards is not None and name in config.shares:
+            files.append(boards)
+        for file in files:
+            held_out |= dict.fromkeys(load_boards(file, name, **options))
+    return tuple(held_out)
 
 
 def evaluation_tasks(

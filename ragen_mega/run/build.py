@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
@@ -545,18 +546,31 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
     )
 
 
-def schedule_jump(before: TrainConfig, now: TrainConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return a line if the learning rates of the next step are not those that the run would have
-    had.
+def schedule_jump(before: TrainConfig, config: StarPOConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return a line if the schedules, which span the whole run, give the next step other learning
+    rates than it would have had.
     """
-    shares = before.schedule(checkpoint.step), now.schedule(checkpoint.step)
-    if math.isclose(*shares):
+    now, step, said, remedy = config.train, checkpoint.step, [], ""
+    rollbacks = checkpoint.state.get("collapse_guard", {}).get("rollbacks", 0)
+    factor = config.guard.guard_lr**rollbacks
+    last, due, new = before.shares(max(0, step - 1)), before.shares(step), now.shares(step)
+    names = {"lr": "learning rate", "decoupled_lr": "decoupled one", "critic_lr": "critic's"}
+    for flag in names if config.advantage.uses_critic else ("lr", "decoupled_lr"):
+        was, rate = getattr(before, flag), getattr(now, flag)
+        if math.isclose(due[flag], new[flag], abs_tol=1e-9) or None in (was, rate):
+            continue
+        said.append(
+            f"the {names[flag]} of step {step} would have been {was * factor * due[flag]:.3g} and"
+            f" is {rate * factor * new[flag]:.3g}"
+            + (f", after {was * factor * last[flag]:.3g} in step {step - 1}" if step else "")
+        )
+        if new[flag]:
+            remedy += f" {flag_of(flag)} {was * last[flag] / new[flag]:.3g}"
+    if not said:
         return []
-    was, is_now = (f"{share * now.lr:.3g}" for share in shares)
     return [
-        f"the learning rate of step {checkpoint.step} would have been {was} and is {is_now}: the"
-        f" schedule --lr-decay {now.lr_decay} is over {now.num_steps} steps now; lower --lr, or"
-        " give --lr-decay constant, if it must not jump"
+        f"{'; '.join(said)}: the schedule --lr-decay {now.lr_decay} --lr-warmup {now.lr_warmup} is"
+        f" over {now.num_steps} steps now" + (f"; if it must not jump, give{remedy}" * bool(remedy))
     ]
 
 
@@ -597,7 +611,7 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
         said = ["no checkpoint yet: training starts anew"]
         if checkpoint is not None:
             said = check_config(checkpoint, config.to_dict(), model_digests(config))
-            said += schedule_jump(known_config(checkpoint.config).train, config.train, checkpoint)
+            said += schedule_jump(known_config(checkpoint.config).train, config, checkpoint)
         for line in said:
             say(f"resume: {line}")
         return checkpoint

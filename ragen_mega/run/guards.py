@@ -4,6 +4,7 @@ kept no group, success that collapses, groups of different tasks.
 The first two are reported and counted, and too many in a row end the run; a collapse can be undone.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -246,6 +247,74 @@ class StartGuard:
                 " follow one another)"
             )
         return said
+
+
+class HeldOutStarts:
+    """Counts the held-out starts of each environment that training has met: first prompts that are
+    equal. Worlds without boards draw both by seed, perhaps from few states.
+    """
+
+    def __init__(self) -> None:
+        self._held_out: dict[str, set[str]] = {}  # digests of first prompts, by environment
+        self._met: dict[str, set[str]] = {}
+
+    def evaluated(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Record the starts of an evaluation. First prompts that are all alike tell nothing."""
+        for name, prompts in _first_prompts(groups).items():
+            self._held_out[name] = prompts if len(prompts) > 1 or len(groups) == 1 else set()
+
+    def trained(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Record the starts of a rollout; returns a warning for each environment in which one is
+        held out for the first time.
+        """
+        new = []
+        for name, prompts in _first_prompts(groups).items():
+            found = prompts & self._held_out.get(name, set())
+            if found and not self._met.get(name):
+                new.append(name)
+            self._met.setdefault(name, set()).update(found)
+        return [
+            f"training has met {met} of the {num} starts that {name} is evaluated on: without"
+            " boards both are drawn by seed, so that success there is no success on unseen states"
+            " (eval/starts_met goes on counting); give the world boards to hold them out"
+            for name in new
+            for met, num in [self.count(name)]
+        ]
+
+    def count(self, name: str) -> tuple[int, int] | None:
+        """Return how many of how many starts of an environment training has met; None if they tell
+        nothing.
+        """
+        held_out = self._held_out.get(name)
+        return (len(self._met.get(name, set()) & held_out), len(held_out)) if held_out else None
+
+    def state_dict(self) -> dict[str, dict[str, list[str]]]:
+        """Return what a resumed run counts on from, as JSON takes it."""
+        return {
+            part: {name: sorted(prompts) for name, prompts in found.items()}
+            for part, found in (("held_out", self._held_out), ("met", self._met))
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        """Continue from `state_dict()`; from an empty one, as older runs have, with nothing."""
+        self._held_out, self._met = (
+            {name: set(prompts) for name, prompts in state.get(part, {}).items()}
+            for part in ("held_out", "met")
+        )
+
+
+def _first_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, set[str]]:
+    """Return environment name -> digests of the tokens before the first answers. Needs all tokens,
+    as the first rank has them.
+    """
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for member in group.trajectories:
+            if member.num_sampled_tokens:
+                prompt = repr(list(member.tokens[: member.turns[0].start])).encode()
+                digest = hashlib.sha256(prompt).hexdigest()[:16]
+                found.setdefault(member.environment, set()).add(digest)
+    return found
 
 
 def nothing_to_learn(

@@ -73,6 +73,13 @@ class Rollouts:
                 digest = fingerprint(self._policy.local_weights())
                 self.samplers.order(step, digest, self._policy.export_weights())
 
+    def go_back(self, step: int) -> None:
+        """Have `request(step)` order the rollouts from `step` on anew: the weights that others have
+        sampled or would sample them under have collapsed, and the policy has left them.
+        """
+        if self.samplers:
+            self.samplers.go_back(step)
+
     def recall(self, step: int) -> list[TrajectoryGroup] | None:
         """Read the groups that an earlier process has sampled for this step under the same weights,
         tasks and settings; None if there are none.

@@ -4,7 +4,7 @@ evaluation, checkpoints, the end.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from types import TracebackType
@@ -53,6 +53,7 @@ from ragen_mega.run.checkpoints import Attribute, RunCheckpoints
 from ragen_mega.run.guards import (
     FAULTS,
     CollapseGuard,
+    HeldOutStarts,
     StartGuard,
     UpdateGuard,
     cut_note,
@@ -152,6 +153,7 @@ class Run:
         )
         self.collapse_guard = CollapseGuard(config.guard)
         self.start_guard = StartGuard(config.environment)
+        self.starts = HeldOutStarts()
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         models = {"actor": self.policy} | ({"critic": self.critic} if self.critic else {})
@@ -166,6 +168,7 @@ class Run:
                 "weight_version": Attribute(self, "step_version"),
                 "empty_steps": Attribute(self, "empty_steps"),
                 "score_average": Attribute(self, "score_average"),
+                "starts": self.starts,
             },
             {"references": {name: asdict(each) for name, each in self.references.items()}},
             models=self.models,
@@ -199,6 +202,7 @@ class Run:
                 *guard.check(log.step, groups),
                 *guard.check_markers(groups),
                 *guard.check_sampling(groups),
+                *self.starts.trained(groups),
                 *([errors] if errors else []),
                 *self.policy_errors.add(groups),
             ]
@@ -323,6 +327,7 @@ class Run:
             else:
                 change = guard.go_back(step + 1)
                 self.checkpoints.restore_weights(saved)
+                self.rollouts.go_back(step + 1)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
         if reason is not None:
@@ -372,16 +377,23 @@ class Run:
                 sets,
                 samples_per_prompt=samples,
                 send_again=self.sync.send_again,
-                watch=lambda name, groups: self.log.trace_evaluation(
-                    step, name, groups, self.prompts[name]
-                ),
+                watch=partial(self._watch_evaluation, step),
             )
+        counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
+        for name in config.environment.shares:
+            if counts[name] is not None:
+                met, num = counts[name]
+                results[name] = replace(results[name], starts_met=met, starts=num)
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")
         if log is not None:
             numbers = {name: result.to_dict() for name, result in results.items()}
             log.add("eval", evaluation_metrics(numbers, [*config.environment.shares]))
         return results
+
+    def _watch_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        self.log.trace_evaluation(step, name, groups, self.prompts[name])
+        on_main(lambda: self.starts.evaluated(groups))
 
     def _mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
         """Return the average success over the trained environments."""

@@ -3,7 +3,8 @@
 Rollout t is sampled under the weights after max(0, t - max_staleness) steps, whatever takes how
 long: a run is repeated to the bit without a record of timing. The trainers order a rollout as soon
 as these weights exist, before they log, evaluate or write anything, so samplers are paced by the
-weights, and no trajectory is ever dropped.
+weights, and no trajectory is ever dropped, with one exception: a run that goes back to earlier
+weights (`--guard react`) orders anew what those that it leaves have sampled or would sample.
 Weights of which ordered rollouts have not come back stay in host memory, and are in checkpoints.
 """
 
@@ -11,7 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,10 @@ class Order:
     """The steps that its weights have been trained for."""
     weights: bytes | None
     """Weights as safetensors; None stands for the weights of the last order."""
+    rollbacks: int = 0
+    """Number of times that the trainers had gone back to earlier weights in this process. Orders
+    with a smaller number are void.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Delivery:
     """Trajectories of the rollout; only the first rank of the trainers has them, others None."""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rollbacks: int = 0
+    """Number of its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,8 @@ class Samplers:
         self._digests: dict[int, str] = {}  # digests of recent weights
         self._weights: dict[int, bytes] = {}  # by version in `_ordered`; empty but on first rank
         self._present = 0  # the version of the last `order`
+        self._oldest = 0  # the first version since the run went back
+        self._rollbacks = 0  # of this process
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
         self._failure: Exception | None = None  # first rank: what ended their work
@@ -156,7 +165,7 @@ class Samplers:
         last = min(step + staleness, self._config.train.num_steps - 1)
         self._present, self._digests[step] = step, digest
         for rollout in range(self._next, last + 1):
-            due = max(0, rollout - staleness)
+            due = max(self._oldest, rollout - staleness)
             if due not in self._digests or not self._order(rollout, due, step, weights):
                 self._order(rollout, step, step, weights)
                 self._say(
@@ -169,10 +178,18 @@ class Samplers:
             version: data for version, data in self._weights.items() if version in used
         }
         self._digests = {
-            version: text
-            for version, text in self._digests.items()
-            if version >= max(0, step - staleness)
+            version: text for version, text in self._digests.items() if version >= step - staleness
         }
+
+    def go_back(self, step: int) -> None:
+        """Have the next `order`, that of `step`, order every rollout from there on anew: the run
+        has left the weights of the earlier orders.
+        """
+        self._next = self._oldest = step
+        self._rollbacks += 1
+        self._ordered.clear()
+        self._arrived.clear()
+        self._digests.clear()
 
     def _order(
         self, rollout: int, version: int, step: int, weights: Iterable[tuple[str, Tensor]]
@@ -194,7 +211,7 @@ class Samplers:
         self._ordered[rollout] = version, origin
         data = self._weights[version] if version != self._sent else None
         self._sent = version
-        self._send(Order(rollout, version, data))
+        self._send(Order(rollout, version, data, self._rollbacks))
         return True
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
@@ -245,14 +262,17 @@ class Samplers:
         }
         return {WEIGHTS.format(version): self._weights[version] for version in missing}
 
-    def state_dict(self) -> dict[str, str]:
-        """Return the record of the weights for a checkpoint: version -> digest of its weights."""
-        return {str(version): digest for version, digest in self._digests.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the record of the weights for a checkpoint: version -> digest of its weights; and
+        `oldest`, the first version since the run went back.
+        """
+        digests = {str(version): digest for version, digest in self._digests.items()}
+        return {"oldest": self._oldest, **digests}
 
-    def load_state_dict(self, step: int, directory: Path, state: Mapping[str, str]) -> None:
+    def load_state_dict(self, step: int, directory: Path, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint after `step` steps, in `directory`."""
-        self._next = step
-        self._digests = {int(version): digest for version, digest in state.items()}
+        self._next, self._oldest = step, state.get("oldest", 0)
+        self._digests = {int(version): state[version] for version in state if version != "oldest"}
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
         self._weights = {
@@ -313,6 +333,8 @@ class Samplers:
         if isinstance(message, Exception):
             self._failure = message
             return True
+        if message.rollbacks < self._rollbacks:
+            return True
         self._arrived[message.rollout] = message
         if self._written:
             self._written.result()
@@ -351,6 +373,9 @@ class Sampler:
         self._weights: dict[str, Tensor] = {}
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
+        self._inbox: list[Begin | Order | End] = []  # first rank: messages that are read
+        self._rollbacks = 0  # number of the last order
+        self._playing = ExitStack()  # ends what `_together` plays
         self._last_beat = self._start = time.monotonic()
         self._waited = self._worked = 0.0  # seconds since the last delivery
 
@@ -373,10 +398,17 @@ class Sampler:
             send_again=self._sync.send_again,
         )
         try:
-            with self._engine.awake(), self._sampling.together() as self._together:
+            with self._engine.awake(), self._playing:
+                self._begin_anew()
                 yield
         finally:
             self._engine.shutdown()
+
+    def _begin_anew(self) -> None:
+        """Drop the trajectories that are unfinished."""
+        self._playing.close()
+        self._open.clear()
+        self._together = self._playing.enter_context(self._sampling.together())
 
     def orders(self) -> Iterator[Order]:
         """Yield the rollouts to sample, until the trainers have ended."""
@@ -392,8 +424,11 @@ class Sampler:
 
     def load_weights(self, order: Order) -> None:
         """Give the engine the weights that an order is due under. Trajectories of the rollout
-        before that are unfinished go on with them.
+        before that are unfinished go on with them, unless the trainers have gone back since.
         """
+        if order.rollbacks > self._rollbacks:
+            self._rollbacks = order.rollbacks
+            self._begin_anew()
         if order.weights is None:  # the engine has them
             return
         self._weights = load(order.weights)
@@ -436,7 +471,8 @@ class Sampler:
         }
         self._start, self._worked, self._waited = now, 0.0, 0.0
         if self._link:
-            self._link.send(Delivery(rollout, _compact(groups), metrics, tuple(self._notes)))
+            said = tuple(self._notes)
+            self._link.send(Delivery(rollout, _compact(groups), metrics, said, self._rollbacks))
         self._notes.clear()
 
     def __enter__(self) -> Self:
@@ -466,10 +502,24 @@ class Sampler:
 
     def _receive(self) -> Begin | Order | End:
         """Return the next message. Raises LinkLost if the trainers are gone."""
-        while (data := on_main(lambda: self._link.receive(_POLL_SECONDS))) is None:
+        while (message := on_main(self._next_message)) is None:
             if self.stop.agreed():
                 self._request_stop()
-        return pickle.loads(data)
+        return message
+
+    def _next_message(self) -> Begin | Order | End | None:
+        """Read what has come, on the first rank, and return the first message of it that is not
+        void; None if there is none for now. Raises LinkLost if none can come any more.
+        """
+        try:
+            while data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS):
+                self._inbox.append(pickle.loads(data))
+        except LinkLost:
+            if not self._inbox:
+                raise
+        latest = max((m.rollbacks for m in self._inbox if isinstance(m, Order)), default=0)
+        self._inbox = [m for m in self._inbox if getattr(m, "rollbacks", latest) == latest]
+        return self._inbox.pop(0) if self._inbox else None
 
     def _send_heartbeat(self) -> None:
         """Send a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if

@@ -354,7 +354,7 @@ class CheckpointWriter:
         facts = {
             "format": FORMAT,
             **facts,
-            "score_is": "mean success over the environments in the evaluation at this step",
+            "score_is": _SCORE + _CHOSEN * self.keep_best,
             "config": self.config,
             "models": dict(self.models),
         }
@@ -397,6 +397,13 @@ class CheckpointWriter:
         for path in published:
             if path not in kept and path.name not in pinned:
                 _discard(path)
+
+
+_SCORE = "mean success over the environments in the evaluation at this step"
+_CHOSEN = (
+    "; with --keep-best the highest one has chosen its checkpoint, on the boards that it is the"
+    " success on, so that it flatters: evaluate that checkpoint on other boards"
+)
 
 
 def _name(step: int) -> str:

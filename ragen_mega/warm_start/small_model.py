@@ -369,6 +369,7 @@ def _schedule(config: StarPOConfig, num_steps: int, lr: float) -> TrainConfig:
         critic_lr=config.warm_start.warm_start_critic_lr,
         lr_decay="constant" if config.warm_start.warm_start_until_flat else "cosine",
         lr_warmup=_before_fall(num_steps, config.warm_start.warm_start_until_flat) // 20,
+        critic_warmup=0,
         num_steps=max(1, num_steps),  # none are allowed, and then none are taken
         weight_decay=0.0,
         adam_beta2=0.99,

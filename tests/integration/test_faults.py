@@ -315,7 +315,8 @@ def test_the_first_and_the_last_evaluation_are_in_the_log(output: Path) -> None:
     ):
         for what in ("success", "reward", "random", "optimum"):
             assert row[f"{key}{what}"] == result[what]
-    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [4, 0, 0, 4]
+    assert rows[-1]["eval/starts_met"] == summary["sets"]["bandit"]["starts_met"] > 0  # of two
+    assert [len([key for key in row if key.startswith("eval/")]) for row in rows] == [4, 0, 0, 5]
     events = EventAccumulator(str(output / "straight" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("eval/initial_success")] == [0]
     assert [event.step for event in events.Scalars("eval/success")] == [3]

@@ -14,9 +14,12 @@ import torch
 
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
 from ragen_mega.config import parse
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.run import Run
+from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.train import play_part
 from ragen_mega.warm_start.small_model import write_small_model
 from tests.support.forked_ranks import fork_ranks, join_ranks
 from tests.support.runs import finish, metrics, send_sigterm_after, state, stop
@@ -109,6 +112,21 @@ def test_a_rollback_brings_weights_and_moments_back(straight: Path) -> None:
         assert row["filter/kept_groups"] <= max(1, 4 * 0.5**count)
 
 
+def test_held_out_starts_that_training_has_met_are_counted(straight: Path) -> None:
+    """Seeds 123 and 124 say 4 and 5; training draws from seven, at most four a step."""
+    tasks = TaskSampler(parse(FLAGS))
+    played = [{group[0].seed % 7 for group in tasks.sample(step)} for step in range(8)]
+    met = [len({4, 5} & set().union(*played[: step + 1])) for step in range(8)]
+    first = next(step for step, count in enumerate(met) if count)
+    events = [json.loads(line) for line in (straight / "events.jsonl").read_text().splitlines()]
+    (said,) = (event for event in events if "training has met" in event["text"])
+    assert said["step"] == first
+    assert f"training has met {met[first]} of the 2 starts that tests.integration" in said["text"]
+    (result,) = json.loads((straight / "summary.json").read_text())["sets"].values()
+    assert (result["starts_met"], result["starts"]) == (met[-1], 2)
+    assert metrics(straight)[-1]["eval/starts_met"] == met[-1] > 0
+
+
 def stopped(run: Run, step: int) -> None:
     """Train until SIGTERM comes while `step` is logged."""
     send_sigterm_after(run.logger, "log", lambda at, values: at == step)
@@ -188,6 +206,43 @@ def test_success_at_another_task_is_no_collapse() -> None:
     guard.task_changed()
     assert not any(observed(guard, 0.25, first=2)) and guard.good_step == 20
     assert any(observed(guard, 0.0, first=3))
+
+
+def test_what_collapsed_weights_sample_is_not_played_after_a_rollback(
+    start: Path, tmp_path: Path
+) -> None:
+    """Ranks that sample are three steps ahead when the run goes back: they begin anew, which a run
+    that goes on from the checkpoint after the rollback repeats.
+    """
+    flags = "--placement separate --rollout-ranks 1 --max-staleness 3 --importance-cap 2".split()
+    flags += "--num-steps 12 --keep-last 0 --keep-rollouts 0".split()
+
+    def work(*more: str) -> None:
+        run = build(parse([*FLAGS, "--load", str(start), "--output", str(tmp_path), *more]))
+        if isinstance(run, Run):
+            run.collapse_guard.detector.thresholds = ANY_FALL
+        with run:
+            play_part(run)
+
+    join_ranks(fork_ranks(lambda: work("--name", "run", *flags), 2))
+    run, store = tmp_path / "run", RolloutStore(tmp_path / "run" / "rollouts")
+    went = sorted(rollbacks(run))
+    assert went and went[0] < 10
+    for step in range(12):
+        (version,) = {
+            member.weight_version
+            for group in store.read(step).groups
+            for member in group.trajectories
+        }
+        since = max((back + 1 for back in went if back < step), default=0)
+        assert version == max(since, step - 3)
+    again = shutil.copytree(run, tmp_path / "again")
+    (again / "summary.json").unlink()
+    for path in [*(again / "checkpoints").iterdir(), *(again / "rollouts").iterdir()]:
+        if int(path.stem.removeprefix("step_")) > went[0] + ("checkpoints" in path.parts):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    join_ranks(fork_ranks(lambda: work("--name", "again", *flags, "--resume"), 2))
+    assert metrics(again) == metrics(run)
 
 
 LAYOUTS = {

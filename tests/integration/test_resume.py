@@ -239,7 +239,11 @@ def test_a_model_is_known_by_its_content_wherever_it_lies(
     assert run.config.model.load == str(model)
     rate = run.trainers["actor"].optimizer.param_groups[0]["lr"]
     assert rate == pytest.approx(1e-3 / 3)
-    assert f"of step 6 would have been 0 and is {rate:.3g}" in capsys.readouterr().out
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "would have been" in line)
+    assert f"learning rate of step 6 would have been 0 and is {rate:.3g}, after 0.000167" in said
+    assert "decoupled one of step 6 would have been 0 and is 0.001, after 0.0005 in step 5" in said
+    remedy = said.split("must not jump, give ")[1].split()
+    assert remedy == "--lr 0.0005 --decoupled-lr 0.0015 --critic-lr 0.0005".split()
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)

@@ -141,7 +141,7 @@ def exact_loss(model, trajectories, batch, config: LossConfig) -> torch.Tensor:
             weight = weight.masked_fill(outside, 0.0)
         loss = loss * weight.clamp(max=config.importance_cap)
     gap = ref - logprobs
-    kl = {"none": 0 * gap, "k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}
+    kl = {"none": 0 * gap, "k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}
     loss = loss + config.kl_coef * kl[config.kl_kind] - config.entropy_coef * entropy
     parts = loss.split(sizes)
     if config.loss_aggregation == "token-mean":
@@ -156,7 +156,6 @@ LOSSES = [
     {"clip_ratio_low": 0.5},
     {"clip_ratio_high": 0.05},
     {"dual_clip": 1.3},
-    {"kl_kind": "k1", "kl_coef": 0.2},
     {"kl_kind": "k2", "kl_coef": 0.2},
     {"kl_kind": "k3", "kl_coef": 0.2},
     {"kl_kind": "k3", "kl_coef": 0.4},
@@ -262,18 +261,22 @@ OPTIMIZERS = [
     {"adam_eps": 1e-1},
     {"clip_grad": 0.02},
     {"lr_warmup": 2},
+    {"lr_warmup": 3},
     {"lr_decay": "linear"},
-    {"lr_decay": "cosine", "lr_warmup": 1},
+    {"lr_decay": "cosine", "lr_warmup": 2},
     {"decoupled_lr": 4e-2},
-    {"decoupled_lr": 1e-4, "lr_decay": "linear", "lr_warmup": 1},
+    {"decoupled_lr": 1e-4, "lr_decay": "linear", "lr_warmup": 2},
 ]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear from 0 over the warm-up, then constant or down to 0 at the end of the run."""
-    if step < config.lr_warmup:
-        return config.lr * step / config.lr_warmup
-    done = (step - config.lr_warmup) / (config.num_steps - config.lr_warmup)
+    """Linear over the warm-up, whose last step has the whole rate; then constant or down to 0 at
+    the end of the run.
+    """
+    rises = max(config.lr_warmup - 1, 0)
+    if step < rises:
+        return config.lr * (step + 1) / config.lr_warmup
+    done = (step - rises) / (config.num_steps - rises)
     share = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return config.lr * share[config.lr_decay]
 
@@ -507,10 +510,14 @@ def test_evaluations_are_the_same_games_and_the_best_is_saved(
 
 
 def test_critic_warmup_leaves_the_actor_alone(start: Path, tmp_path: Path) -> None:
-    run = Watched(start, tmp_path, "--critic-warmup", "1", "--critic-lr", "2e-3")
+    """And each model's learning rate warms up from its own first update."""
+    flags = "--critic-warmup 1 --critic-lr 2e-3 --lr-warmup 2".split()
+    run = Watched(start, tmp_path, *flags)
     assert [len(run.of(model, 0)) for model in ("critic", "actor")] == [2, 0]
     assert [len(run.of(model, 1)) for model in ("critic", "actor")] == [2, 2]
     assert "actor/loss" not in run.rows[0] and "actor/loss" in run.rows[1]
+    assert [row["critic/lr"] for row in run.rows] == pytest.approx([1e-3, 2e-3])
+    assert run.rows[1]["actor/lr"] == pytest.approx(5e-4)
     assert run.run.critic.trainer.lr == 2e-3 and run.run.policy.trainer.lr == 1e-3
 
 

@@ -311,6 +311,9 @@ def test_keep_last_and_keep_best(tmp_path: Path) -> None:
     assert names(tmp_path / "two") == ["step_00000004", "step_00000005"]
     save_steps(tmp_path / "best", 1, 2, 3, 4, 5, 6, scores=scores, keep_last=2, keep_best=True)
     assert names(tmp_path / "best") == ["step_00000003", "step_00000005", "step_00000006"]
+    for folder, is_chosen in (("best", True), ("two", False)):
+        manifest = next((tmp_path / folder).glob("step_*/manifest.json")).read_text()
+        assert ("so that it flatters: evaluate that checkpoint on other" in manifest) == is_chosen
     save_steps(tmp_path / "none", 1, 2, 3, keep_last=1, keep_best=True)  # no evaluation, no best
     assert names(tmp_path / "none") == ["step_00000003"]
 

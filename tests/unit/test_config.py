@@ -83,6 +83,11 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             r"--keep-rollouts must be a whole number or None, not 'all' \(.*0: all",
         ),
         ("--num-steps 1e3", "--num-steps must be a whole number, not '1e3'"),
+        (
+            "--kl-kind k1 --kl-coef 0.2",
+            "kl_kind k1 must not be a loss term: .* kl_coef 0.2 .* --kl-kind k2, .* --kl-in-reward"
+            " k1 --kl-reward-coef 0.2",
+        ),
         ("--kl-kind k4", r"--kl-kind must be none, k1, k2 or k3, not 'k4'"),
         ("--whiten-advantages yes", "must be True, False or None, not 'yes'"),
         ("--bf16=yes", "--bf16 takes no value, not 'yes'"),

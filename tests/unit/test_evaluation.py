@@ -1,6 +1,7 @@
 """Success rates and their intervals, against simulation and enumeration."""
 
 import json
+import math
 import re
 from itertools import combinations
 from pathlib import Path
@@ -48,7 +49,94 @@ def test_interval_of_equal_outcomes_counts_prompts(won: bool) -> None:
 
 
 def test_interval_of_one_prompt() -> None:
-    assert success_interval([[True, False]]) == (0.5, *wilson_interval(0.5, 1))
+    """Two samples that differ say little more than one: a prompt is no evidence about others."""
+    rate, low, high = success_interval([[True, False]])
+    assert rate == 0.5 and (low, high) == pytest.approx(wilson_interval(0.5, 1), abs=0.03)
+
+
+def width(successes: list[list[bool]]) -> float:
+    _, low, high = success_interval(successes)
+    return high - low
+
+
+def test_width_has_no_jump() -> None:
+    """Not with the number of prompts of equal rates, whatever the rounding of their mean, nor with
+    one more success.
+    """
+    widths = [width([[True, False, False]] * n) for n in range(2, 65)]
+    ratios = np.divide(widths[1:], widths[:-1])
+    assert (ratios < 1).all() and (ratios > 0.8).all()
+    won = [[[8 * n + k < m for k in range(8)] for n in range(16)] for m in range(129)]
+    one_by_one = [width(successes) for successes in won]
+    spread = [[[k * 16 + n < m for k in range(8)] for n in range(16)] for m in range(129)]
+    evenly = [width(successes) for successes in spread]
+    for found in (one_by_one, evenly):
+        ratios = np.divide(found[1:], found[:-1])
+        assert ratios.min() > 0.8 and ratios.max() < 1.25
+    assert np.mean(evenly) < np.mean(one_by_one)
+
+
+def beta_binomial(chance: float, correlation: float, samples: int) -> list[float]:
+    """The probabilities of 0, 1, ... successes of one prompt; correlation is within a prompt."""
+    if correlation == 1:
+        return [1 - chance, *[0.0] * (samples - 1), chance]
+    if correlation == 0:
+        return [
+            math.comb(samples, won) * chance**won * (1 - chance) ** (samples - won)
+            for won in range(samples + 1)
+        ]
+    a, b = (share * (1 - correlation) / correlation for share in (chance, 1 - chance))
+
+    def log_beta(a: float, b: float) -> float:
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+    return [
+        math.comb(samples, won) * math.exp(log_beta(a + won, b + samples - won) - log_beta(a, b))
+        for won in range(samples + 1)
+    ]
+
+
+@pytest.mark.parametrize(("prompts", "samples"), [(40, 1), (30, 2), (10, 3), (8, 4)])
+def test_coverage_by_enumeration_of_all_outcomes(prompts: int, samples: int) -> None:
+    """How many prompts had 0, 1, ... successes, each with its probability. Wilson's interval of
+    single samples is the yardstick: no correlation within prompts may cost more than it does.
+    """
+    outcomes = [
+        np.diff([-1, *bars, prompts + samples]) - 1
+        for bars in combinations(range(prompts + samples), samples)
+    ]
+    counts = np.array(outcomes)  # [outcomes, samples + 1]
+    rows = [[k < won for k in range(samples)] for won in range(samples + 1)]
+    intervals = np.array(
+        [
+            success_interval([row for row, count in zip(rows, found) for _ in range(count)])[1:]
+            for found in outcomes
+        ]
+    )
+    ways = [
+        math.lgamma(prompts + 1) - sum(math.lgamma(count + 1) for count in found)
+        for found in outcomes
+    ]
+    chances = np.linspace(0.02, 0.98, 49)
+
+    def coverage(correlation: float) -> list[float]:
+        covered = []
+        for chance in chances:
+            each = np.array(beta_binomial(chance, correlation, samples))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                logs = np.where(counts > 0, counts * np.log(each), 0.0).sum(1)
+            probabilities = np.exp(np.add(ways, logs))
+            assert probabilities.sum() == pytest.approx(1)
+            low, high = intervals.T
+            is_in = (low <= chance + 1e-12) & (chance <= high + 1e-12)
+            covered.append(float(probabilities[is_in].sum()))
+        return covered
+
+    yardstick = coverage(1.0)  # samples of a prompt agree: Wilson's interval of the prompts
+    assert 0.945 < np.mean(yardstick) < 0.965
+    for correlation in (0.0, 0.1, 0.3, 0.7) if samples > 1 else ():
+        found = coverage(correlation)
+        assert np.mean(found) >= 0.955 and min(found) >= min(yardstick)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:

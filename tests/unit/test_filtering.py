@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen_mega.algorithm import filters
+from ragen_mega.algorithm.advantages import group_relative
 from ragen_mega.algorithm.filters import filter_groups, group_uncertainty, soft_reweighting
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.report.step_metrics import filter_metrics
@@ -152,6 +153,32 @@ def test_within_group_keeps_the_trajectories_that_vary_most(returns, data):
     assert kept == sorted(set(kept)) and len(kept) == size
     best = max(map(statistics.pvariance, itertools.combinations(returns, size)))
     assert statistics.pvariance([returns[i] for i in kept]) == pytest.approx(best, abs=1e-12)
+
+
+@pytest.mark.parametrize("won", range(1, 6))
+def test_the_baseline_of_the_kept_members_keeps_the_direction_of_the_update(won: int):
+    """Over all orders of a group with two returns, whose members' gradients are anything."""
+    returns = torch.tensor([1.0] * won + [0.0] * (6 - won), dtype=torch.float64)
+    gradients = torch.randn(6, 3, generator=torch.Generator().manual_seed(won), dtype=torch.float64)
+
+    def relative(scores: torch.Tensor) -> torch.Tensor:
+        one_group = torch.zeros(len(scores), dtype=torch.int64)
+        return group_relative(scores, one_group, normalize_std=False)
+
+    everything = relative(returns) @ gradients
+    of_kept = torch.zeros(3, dtype=torch.float64)
+    of_whole = torch.zeros(3, dtype=torch.float64)  # the alternative
+    for order in itertools.permutations(range(6)):
+        (kept,) = filters.within_group([returns[list(order)].tolist()], value=0.5, keep_zero=False)
+        indices = [order[index] for index in kept]
+        of_kept += relative(returns[indices]) @ gradients[indices]
+        of_whole += relative(returns)[indices] @ gradients[indices]
+
+    def cosine(one: torch.Tensor) -> float:
+        return float(torch.nn.functional.cosine_similarity(one, everything, dim=0))
+
+    assert cosine(of_kept) == pytest.approx(1.0)
+    assert cosine(of_whole) < 0.999 or won == 2  # two of six, as one of the three that are kept
 
 
 def test_within_group_leaves_parts_of_groups_and_drops_constant_ones():

@@ -1,11 +1,14 @@
-"""Group-relative advantages, whitening and KL estimates against the standard library."""
+"""Group-relative advantages and whitening against the standard library, KL estimates and their
+gradients against sums over a vocabulary.
+"""
 
 import math
 import statistics
 
 import pytest
 import torch
-from ragen_kernels.reference import kl_estimate
+from ragen_kernels.objective import PolicyObjective, TokenTerms
+from ragen_kernels.reference import kl_estimate, token_losses
 
 from ragen_mega.algorithm import advantages as starpo
 
@@ -134,6 +137,40 @@ def test_kl_estimators_are_unbiased():
         assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(
             exact, abs=1e-12
         )
+
+
+def gradient_of(divergence, logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(divergence(logits.log_softmax(0)), logits)[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expected_gradients_of_the_kl_estimators(seed: int) -> None:
+    """Over all tokens of a small vocabulary, in float64. In the loss k1 has none, k2 has that of
+    the reverse KL, k3 that of the forward one; as a reward k1 has that of the reverse KL, and k2
+    and k3 have others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    q = other.log_softmax(0)
+    reverse = gradient_of(lambda p: (p.exp() * (p - q)).sum(), logits)
+    forward = gradient_of(lambda p: (q.exp() * (q - p)).sum(), logits)
+    logprobs = logits.log_softmax(0)
+    p = logprobs.exp()  # of each token: how often it is sampled
+    constants = {"old_logprobs": logprobs, "advantages": 0 * p, "weights": p, "ref_logprobs": q}
+    terms = TokenTerms(**constants, rollout_logprobs=None)
+
+    def with_respect_to_logits(d_logprobs: torch.Tensor) -> torch.Tensor:
+        return d_logprobs - p * d_logprobs.sum()
+
+    for kind, expected in (("k1", 0 * p), ("k2", reverse), ("k3", forward)):
+        objective = PolicyObjective(kl_kind=kind, kl_coef=1.0)
+        _, d_logprobs, _ = token_losses(logprobs, 0 * p, terms, objective)
+        found = with_respect_to_logits(d_logprobs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        paid = with_respect_to_logits(p * kl_estimate(logprobs, q, kind))  # sum of R grad log p
+        assert (kind == "k1") == torch.allclose(paid, reverse, rtol=0, atol=1e-14)
+    assert min(reverse.abs().max(), (forward - reverse).abs().max()) > 0.01
 
 
 def test_errors():

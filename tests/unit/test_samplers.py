@@ -199,6 +199,35 @@ def test_what_was_carried_over_is_never_waited_for(tmp_path: Path) -> None:
     assert [rollout for rollout, _, _ in other.order(1)] == [1, 2, 3]
 
 
+def test_after_a_rollback_nothing_of_the_weights_before_it_is_taken(tmp_path: Path) -> None:
+    """It is ordered anew, also by a process that goes on from the checkpoint after it."""
+    job = Job(config(3))
+    assert [rollout for rollout, _, _ in job.order(0)] == [0, 1, 2, 3]
+    job.deliver(0)
+    job.take(0)
+    assert job.order(1) == [(4, 1, 1)]
+    job.deliver(1)
+    job.deliver(2)
+    job.take(1)  # and the run goes back
+    job.samplers.flush()
+    job.deliver(3)  # on its way
+    job.samplers.go_back(2)
+    anew = [(2, 2, 2), (3, 2, None), (4, 2, None), (5, 2, None)]
+    assert job.order(2) == anew
+    assert job.restarted(2, tmp_path).order(2) == anew and not list(tmp_path.iterdir())
+    job.theirs.send(Delivery(4, compact(group(4).trajectories)))  # the samplers were in it
+    for step in (2, 3):
+        job.theirs.send(Delivery(step, compact(group(step + 90).trajectories), rollbacks=1))
+    taken = [job.take(2)]
+    assert job.order(3) == []
+    taken.append(job.take(3))
+    assert [groups[0].trajectories[0].tokens for groups in taken] == [[1, 92], [1, 93]]
+    job.samplers.flush()
+    assert [groups[0].group_id for _, groups in (job.disk[2], job.disk[3])] == [92, 93]
+    assert set(job.disk) == {0, 1, 2, 3}
+    assert not job.said
+
+
 @pytest.mark.parametrize(
     "failure", [EngineError("broken"), FloatingPointError("nan"), Interrupted(), OSError("full")]
 )
@@ -306,6 +335,41 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
     mine = torch.cat([q[8:], k[4:], v[4:]])  # heads of four rows, two of them and one pair
     assert torch.equal(engine.weights["model.layers.0.self_attn.qkv_proj.weight"], mine)
     assert torch.equal(engine.weights["model.norm.weight"], whole["model.norm.weight"])
+
+
+def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Path) -> None:
+    collectives.start()
+    hf = Qwen2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    content = packed(Qwen2ForCausalLM(hf).state_dict().items())
+    engine, (link, theirs) = Recorder(), links()
+    sampler = Sampler(
+        config(2, "--rollout-engine", "sglang"), Part(True, link), lambda *about: (engine, None, hf)
+    )
+    theirs.send(Begin(str(tmp_path), "the-run"))
+    theirs.send(Order(0, 0, content))
+    seen = []
+    with sampler, sampler.awake():
+        for order in sampler.orders():
+            sampler.load_weights(order)
+            seen.append((order.rollout, order.version, engine.weight_version, dict(sampler._open)))
+            if order.rollout:
+                continue
+            sampler._open[0] = range(4)  # carried over
+            for message in (
+                Order(1, 0, None),
+                Order(2, 0, None),
+                Order(1, 1, content, rollbacks=1),
+                Order(2, 1, None, rollbacks=1),
+                End(0),
+            ):
+                theirs.send(message)
+            theirs.close()
+            while not link.is_closed:
+                pass
+    assert seen == [(0, 0, 0, {}), (1, 1, 1, {}), (2, 1, 1, {})]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -246,6 +246,43 @@ def test_optimal_actions_solve_sokoban():
     assert optimal_actions(environment, actions_left=3) == ["Right"] * 3
 
 
+def test_values_behind_the_budget_would_not_help_on_the_lake():
+    """Ten actions one at a time on the packaged boards: play that is optimal for the budget, and
+    play whose last value is that of a game that goes on (what bootstrapping at the end of the
+    budget would teach at best), which chooses among equal actions as the first one does.
+    """
+    won = np.zeros(2)
+    boards = load_boards(None, "frozen_lake")
+    for board in boards:
+        world = make("frozen_lake")
+        world.reset(board.seed, board=board.rows)
+        lake, slip = world.lake, (1 - world.success_rate) / 2
+        cells = list(itertools.product(range(lake.size), repeat=2))
+        places = {cell: place for place, cell in enumerate(cells)}
+        is_end = np.array([cell == lake.goal or cell in lake.holes for cell in cells])
+        goal = np.array([float(cell == lake.goal) for cell in cells])
+        moves = np.zeros((4, len(cells), len(cells)))
+        for action, cell in itertools.product(range(4), cells):
+            for turn, chance in ((0, world.success_rate), (1, slip), (-1, slip)):
+                way = world.actions[(action + turn) % 4]
+                moves[action, places[cell], places[lake.neighbour(cell, way)]] += chance
+
+        def after(values, moves=moves, is_end=is_end, goal=goal):  # [4, cells]
+            return np.where(is_end, goal, moves @ values)
+
+        forever = goal
+        for _ in range(500):
+            forever = after(forever).max(0)
+        for which, last in enumerate((goal, forever)):
+            values, truth = last, goal
+            for _ in range(10):
+                hoped, reached = after(values), after(truth)
+                is_best = hoped >= hoped.max(0) - 1e-9
+                values, truth = hoped.max(0), np.where(is_best, reached, -1.0).max(0)
+            won[which] += truth[places[lake.start]] / len(boards)
+    assert won == pytest.approx([0.4832, 0.4775], abs=5e-4)
+
+
 def test_optimal_actions_reach_the_value_of_the_lake():
     environment = make("frozen_lake", success_rate=0.8)
     rows = ["SFFH", "FHFF", "FFFH", "HFFG"]

@@ -44,7 +44,9 @@ class AdvantageConfig(Section):
     whiten_advantages: bool | None = None
     """Normalise advantages over the batch (default: with a critic)."""
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
-    """KL to the reference policy subtracted from the reward of each token."""
+    """KL to the reference policy subtracted from the reward of each token. Of these, k1 has the
+    gradient of KL(policy || reference); k2 and k3 weigh tokens differently.
+    """
     kl_reward_coef: float = 0.0
     """Coefficient of the KL in the rewards."""
 

@@ -14,7 +14,10 @@ class CheckpointConfig(Section):
     keep_last: Natural = 2
     """Newest checkpoints that are kept (0: all)."""
     keep_best: bool = False
-    """Write a checkpoint whenever an evaluation is the best so far, and keep that one too."""
+    """Write a checkpoint whenever an evaluation is the best so far, and keep that one too. Its
+    success is the highest of several on the boards that chose it, so it flatters; judge it on
+    others. The run's own result is the last evaluation.
+    """
     keep_rollouts: Natural | None = None
     """Newest rollouts that stay on the disk (0: all; default: those since the oldest checkpoint
     that is kept, the one that the guard may go back to left aside; with placement separate never

@@ -31,7 +31,10 @@ class LossConfig(Section):
     dual_clip: Annotated[float, Bounds("above 1", 1, is_open=True)] | None = None
     """Bound of the loss where the advantage is negative (arXiv:1912.09729), e.g. 3."""
     kl_kind: Literal["none", "k1", "k2", "k3"] = "none"
-    """KL to the reference policy as a loss term."""
+    """KL to the reference policy as a loss term: k2 has the gradient of KL(policy || reference), k3
+    the gradient of KL(reference || policy). k1 has none and is refused; it is right in rewards
+    (--kl-in-reward).
+    """
     kl_coef: NonNegative = 0.0
     """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.001
@@ -76,6 +79,13 @@ class LossConfig(Section):
     """Clip range of the critic's values around the old ones."""
 
     def check(self) -> None:
+        if self.kl_kind == "k1":
+            raise ValueError(
+                "kl_kind k1 must not be a loss term: over samples of the policy the gradient of log"
+                f" policy - log reference has the mean 0, so kl_coef {self.kl_coef} would add noise"
+                " alone; set --kl-kind k2, which has the gradient of this KL, or subtract k1 from"
+                f" rewards by --kl-in-reward k1 --kl-reward-coef {self.kl_coef or 0.01}"
+            )
         if (self.kl_kind == "none") != (self.kl_coef == 0.0):
             raise ValueError(
                 f"kl_kind ({self.kl_kind}) and kl_coef ({self.kl_coef}) need each other; set both"

@@ -58,7 +58,9 @@ class TrainConfig(Section):
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run."""
     lr_warmup: Natural = 0
-    """Steps of linear warm-up of both learning rates."""
+    """Steps of linear warm-up of both learning rates: step n of W is trained at n / W of them. The
+    policy's begins with its first update, after --critic-warmup.
+    """
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay, as in AdamW."""
     adam_beta1: BelowOne = 0.9
@@ -90,14 +92,21 @@ class TrainConfig(Section):
         """Return the positions of a microbatch where the memory does not decide."""
         return self.max_tokens_per_microbatch or MOST_TOKENS
 
-    def schedule(self, step: int) -> float:
-        """Return the share of both learning rates with which a step is trained."""
-        if step < self.lr_warmup:
-            return step / self.lr_warmup
-        decaying = max(self.num_steps - self.lr_warmup, 1)
-        done = min((step - self.lr_warmup) / decaying, 1.0)
+    def schedule(self, step: int, first: int = 0) -> float:
+        """Return the share of its learning rate with which a step trains a model whose first one is
+        `first`.
+        """
+        highest = first + max(0, self.lr_warmup - 1)
+        if step < highest:
+            return max(step - first + 1, 1) / max(self.lr_warmup, 1)
+        done = min((step - highest) / max(self.num_steps - highest, 1), 1.0)
         cosine = (1 + math.cos(math.pi * done)) / 2
         return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[self.lr_decay]
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Return the flag of each learning rate -> the share of it with which a step is trained."""
+        actor = self.schedule(step, self.critic_warmup)
+        return {"lr": actor, "decoupled_lr": actor, "critic_lr": self.schedule(step)}
 
     def trains_actor(self, step: int) -> bool:
         """Return whether a step updates the policy too."""
