@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
-from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply
+from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply, call_id
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.environments.protocol import text_seed
@@ -309,9 +309,11 @@ class Visit:
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the record of every answer, in the order of the calls."""
+        """Return the record of every answer with its id, in the order of the calls."""
         return [
-            record(call, number) for call in self.tree.calls for number in range(len(call.answers))
+            {"id": call_id(call.index, number)} | record(call, number)
+            for call in self.tree.calls
+            for number in range(len(call.answers))
         ]
 
 
