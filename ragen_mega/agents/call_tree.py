@@ -140,9 +140,11 @@ class CallTree:
         tools: Sequence[dict[str, Any]] | None,
         *,
         role: str = "",
+        is_asked: bool = True,
     ) -> Call:
         """Return the call of a request; the same for requests with the same history, tools and
-        role. Raises RequestError if it cannot be answered.
+        role. Raises RequestError if it cannot be answered. `is_asked`: False if tokens are counted
+        alone: the prompt may exceed the context, and a new call has no part in the episode.
         """
         if not messages:
             raise RequestError("messages must hold at least one message")
@@ -170,6 +172,8 @@ class CallTree:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
         call = Call(len(self.calls), role, parent, new, tools, added)
+        if not is_asked:
+            return call
         if (size := len(call.tokens)) >= self._max_context:
             raise self._too_long(f"{size} tokens")
         self.calls.append(call)

@@ -74,6 +74,8 @@ class Arrival(NamedTuple):
     """Digest that a repetition of the request shares."""
     is_retry: bool
     """The client says that it has sent the request before."""
+    num_retries: int
+    """Number of times that the client says it has."""
     connection: Connection
     reply: Future[Reply]
 

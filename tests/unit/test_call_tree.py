@@ -469,6 +469,22 @@ def test_rewards_and_records_of_calls(qwen3: ChatRenderer) -> None:
             tree.trajectory(Trajectory(0), reward=0.0, call_rewards={unknown: 1.0})
 
 
+def test_a_prompt_that_is_only_counted_has_no_part_in_the_episode(qwen3: ChatRenderer) -> None:
+    tree = CallTree(qwen3, max_context_length=40)
+    long = [ChatMessage("user", "the box " * 40)]
+    counted = tree.begin(long, None, is_asked=False)
+    whole = qwen3.tokenizer.apply_chat_template(
+        [{"role": "user", "content": long[0].content}], tokenize=False, add_generation_prompt=True
+    )
+    opened = qwen3.tokenizer.decode(qwen3.start([USER])).rpartition("assistant\n")[2]
+    assert counted.tokens == encoded(qwen3.tokenizer, whole + opened)
+    assert len(counted.tokens) > 40 and tree.calls == []
+    refused(tree, long, None)
+    tree.begin([USER], None, is_asked=False)
+    asked = tree.begin([USER], None)
+    assert tree.begin([USER], None, is_asked=False) is asked and tree.calls == [asked]
+
+
 def test_other_ranks_know_that_a_trajectory_is_a_tree(qwen3: ChatRenderer) -> None:
     tree = CallTree(qwen3, max_context_length=CONTEXT)
     tree.answer(tree.begin([USER], None), completion_of(qwen3, "yes"))
