@@ -140,9 +140,11 @@ class CallTree:
         tools: Sequence[dict[str, Any]] | None,
         *,
         role: str = "",
+        is_asked: bool = True,
     ) -> Call:
         """Return the call of a request; the same for requests with the same history, tools and
-        role. Raises RequestError if it cannot be answered.
+        role. Raises RequestError if it cannot be answered. `is_asked`: False if tokens are counted
+        alone: the prompt may exceed the context, and a new call has no part in the episode.
         """
         if not messages:
             raise RequestError("messages must hold at least one message")
@@ -170,6 +172,8 @@ class CallTree:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
         call = Call(len(self.calls), role, parent, new, tools, added)
+        if not is_asked:
+            return call
         if (size := len(call.tokens)) >= self._max_context:
             raise self._too_long(f"{size} tokens")
         self.calls.append(call)
@@ -195,20 +199,19 @@ class CallTree:
         trajectory: Trajectory,
         *,
         reward: float,
-        call_rewards: Mapping[int, float] = {},
+        call_rewards: Mapping[tuple[int, int], float] = {},
     ) -> Trajectory:
         """Write the tree into a trajectory without tokens, depth first, and return it.
 
         A call continues the segment of its parent's answer if it is the first that continues it;
         every other call begins a segment, with its whole prompt as context. Siblings are in the
-        order of their tokens, which does not depend on their arrival. Every answer of a call earns
-        the call's reward. The last turn earns `reward` and what answers outside the mask earned.
+        order of their tokens, which does not depend on their arrival. `call_rewards`: index of a
+        call and number of its answer -> reward of this answer. The last turn earns `reward` and
+        what answers outside the mask earned.
         """
-        if others := call_rewards.keys() - range(len(self.calls)):
-            raise ValueError(
-                f"rewards of calls name {', '.join(sorted(map(str, others)))}, and the episode has"
-                f" the calls 0 to {len(self.calls) - 1}"
-            )
+        nodes = [(call, n) for call in self.calls for n in range(len(call.answers))]
+        if others := call_rewards.keys() - {(call.index, number) for call, number in nodes}:
+            raise ValueError(f"call_rewards names {sorted(others)}, which no answer of the tree is")
         trajectory.is_tree = True
         successors = self._successors()
         stack = [(node, False) for node in reversed(successors[None])]
@@ -221,7 +224,7 @@ class CallTree:
             trajectory.append_observation(call.added, afresh=call.parent is None)
             if answer.is_trained:
                 turn = trajectory.append_action(answer.completion)
-                turn.reward = call_rewards.get(call.index, 0.0)
+                turn.reward = call_rewards.get((call.index, number), 0.0)
                 turn.info |= {CALL: record(call, number)} | answer.info
             else:
                 trajectory.append_context(answer.completion)
@@ -231,17 +234,12 @@ class CallTree:
             trajectory.append_observation(self._renderer.start([Message("user", "")]))
             trajectory.append_action(Completion([], [], "abort"))
         last = trajectory.turns[-1]
-        untrained = [
-            (call, number)
-            for call in self.calls
-            for number, answer in enumerate(call.answers)
-            if not answer.is_trained
-        ]
+        untrained = [(call, n) for call, n in nodes if not call.answers[n].is_trained]
         if untrained:
             last.info[UNTRAINED] = [
                 record(*node) | node[0].answers[node[1]].info for node in untrained
             ]
-        last.reward += reward + sum(call_rewards.get(call.index, 0.0) for call, _ in untrained)
+        last.reward += reward + sum(call_rewards.get((call.index, n), 0.0) for call, n in untrained)
         return trajectory
 
     def _successors(self) -> defaultdict[tuple[int, int] | None, list[tuple[Call, int]]]:

@@ -74,6 +74,8 @@ class Arrival(NamedTuple):
     """Digest that a repetition of the request shares."""
     is_retry: bool
     """The client says that it has sent the request before."""
+    num_retries: int
+    """Number of times that the client says it has."""
     connection: Connection
     reply: Future[Reply]
 
@@ -252,14 +254,10 @@ def typed_event(event: Mapping[str, Any]) -> str:
 
 
 def call_id(index: int, number: int) -> str:
-    """Return the `id` of a reply: call `index` of the episode, from its answer `number` on."""
+    """Return the `id` of answer `number` to call `index` of the episode; a reply has the `id` of
+    its first answer.
+    """
     return f"call-{index}-{number}"
-
-
-def index_of(name: object) -> int:
-    """Return the index of a call for its index or the `id` of its reply. Raises ValueError."""
-    text = str(name)
-    return int(text.split("-")[1] if text.startswith("call-") else text)
 
 
 SAMPLING: Mapping[str, Reader] = {

@@ -9,14 +9,16 @@ import asyncio
 import inspect
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from textwrap import shorten
 from typing import Any
 
 import httpx2
 
-from ragen_mega.agents.protocol import index_of
+from ragen_mega.agents.protocol import call_id
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, read_rows
 from ragen_mega.environments.protocol import check_seed, text_seed
@@ -26,6 +28,10 @@ AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
 _MOST_BYTES = 1 << 20
 _FIELDS = ("reward", "success", "calls")
+_Place = tuple[int, int, int | None]
+"""Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
+the answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,9 @@ class AgentEpisode:
 
     task: Mapping[str, Any]
     calls: Sequence[Mapping[str, Any]]
-    """Calls in the order of their requests. Each has its index, answer, role, parent, the messages
-    that are new since the parent's answer, tools, reply and tool_calls.
+    """Answers in the order of their calls. Each has its `id`, which its reply had, the index of its
+    call, its number among the answers to this call (`answer`), role, parent (index and number of
+    the answer that the call continues), the messages that are new since then, tools and reply.
     """
     result: Any
     """Value that the agent returned."""
@@ -49,8 +56,10 @@ class Outcome:
 
     reward: float
     success: bool
-    call_rewards: Mapping[int, float] = field(default_factory=dict)
-    """Index of a call -> its own reward, beside that of the episode."""
+    call_rewards: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Index of a call and number of its answer -> the answer's own reward, beside the reward of the
+    episode.
+    """
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -195,33 +204,63 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
             "the agent asked for no completion; let it use the client, or base_url and api_key,"
             " that it is given"
         )
+    named = _named(episode.calls)
     if reward is None:
-        outcome = _outcome(episode.result, "the agent")
-    else:
-        value = REWARDS.get(reward)(episode)
-        if value is None and episode.error is not None:
-            raise RuntimeError(episode.error)
-        outcome = _outcome(value, f"--agent-reward {reward}")
-    known = {call["index"] for call in episode.calls}
-    if unknown := outcome.call_rewards.keys() - known:
-        raise ValueError(f"calls names {sorted(unknown)}, and the episode has {sorted(known)}")
-    return outcome
+        return _outcome(episode.result, "the agent", named)
+    value = REWARDS.get(reward)(episode)
+    if value is None and episode.error is not None:
+        raise RuntimeError(episode.error)
+    return _outcome(value, f"--agent-reward {reward}", named)
 
 
-def _outcome(value: Any, who: str) -> Outcome:
+def _named(calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[_Place]]:
+    """Return every name of a reply -> its answer; the index of a call -> all answers to it."""
+    named: defaultdict[str, list[_Place]] = defaultdict(list)
+    for call in calls:
+        node, name = (call["index"], call["answer"]), call["id"]
+        named[str(call["index"])].append((*node, None))
+        named[name].append((*node, None))
+        for number in range(len(call["reply"]["tool_calls"])):
+            named[f"{name}-{number}"].append((*node, number))
+    return named
+
+
+def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Place]]) -> Outcome:
     given = dict(value) if isinstance(value, Mapping) else {"reward": value}
     reward = _number(given.get("reward"), who)
-    calls = given.get("calls") or {}
-    try:
-        call_rewards = {index_of(name): _number(own, who) for name, own in dict(calls).items()}
-    except (TypeError, ValueError, IndexError):
-        raise ValueError(
-            f"calls of {who} must map the index of a call or the id of its reply to a reward, not"
-            f" {calls!r:.80}"
-        ) from None
+    call_rewards = _call_rewards(given.get("calls") or {}, who, named)
     info = {name: own for name, own in given.items() if name not in _FIELDS}
     success = given.get("success", reward > 0)
     return Outcome(reward, bool(success), call_rewards, json.loads(json.dumps(info, default=str)))
+
+
+def _call_rewards(
+    calls: Any, who: str, named: Mapping[str, Sequence[_Place]]
+) -> Mapping[tuple[int, int], float]:
+    """Return the reward of each answer that `calls` names. Raises ValueError for a name of no
+    answer or of several, and for two names of one answer.
+    """
+    try:
+        given = {name: _number(own, who) for name, own in dict(calls).items()}
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"calls of {who} must map the id of a reply, or the index of a call with one answer, to"
+            f" a reward, not {calls!r:.80}"
+        ) from None
+    names: dict[_Place, object] = {}
+    rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for name, own in given.items():
+        places = named.get(str(name), ())
+        if len(places) != 1:
+            ids = [call_id(*place[:2]) for place in places] or [n for n in named if "-" in n]
+            raise ValueError(
+                f"calls names {name!r:.40}, and must name one answer by the id of its reply:"
+                f" {shorten(', '.join(ids), 80)}"
+            )
+        if (known := names.setdefault(places[0], name)) is not name:
+            raise ValueError(f"calls names one answer twice, {known!r} and {name!r}; name it once")
+        rewards[places[0][:2]] += own
+    return rewards
 
 
 def _number(value: Any, who: str) -> float:

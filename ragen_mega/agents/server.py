@@ -40,6 +40,10 @@ _REMEMBERED_KEYS = 1 << 14
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open."""
 _BACKLOG = 2048
+_PAUSE = 0.5
+"""Seconds until a request of an episode that is over is answered, so that an agent that asks on
+takes little of the process.
+"""
 
 
 def episode_over() -> Refused:
@@ -147,12 +151,13 @@ class Door:
         visit, body = self._visit(request), await _body(request)
         asked = interface.read(read_body(body))
         headers = request.headers
-        named = headers.get("idempotency-key", "")
+        named, retries = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count")
         connection = Connection()
         arrival = Arrival(
             asked,
-            identity=named or sha256(interface.path.encode() + body).hexdigest(),
-            is_retry=bool(named) or headers.get("x-stainless-retry-count", "0") != "0",
+            identity=sha256(f"{interface.path}\n{named}\n".encode() + body).hexdigest(),
+            is_retry=bool(named) or retries not in (None, "0"),
+            num_retries=int(retries[:9]) if retries and retries.isdecimal() else 0,
             connection=connection,
             reply=Future(),
         )
@@ -191,6 +196,8 @@ def _answered(
             refused = Refused(str(error), status=400, code=error.code, param=error.param)
             return JSONResponse(interface.error(refused), refused.status)
         except Refused as error:
+            if error.code == "episode_over":
+                await asyncio.sleep(_PAUSE)
             return JSONResponse(interface.error(error), error.status)
         except ClientDisconnect:
             return Response(status_code=400)

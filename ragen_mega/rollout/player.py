@@ -283,7 +283,7 @@ class Player:
         limits = Limits(
             max_context=settings.max_context_length,
             max_tokens=budget.max_response_length,
-            max_calls=budget.max_turns,
+            max_answers=budget.max_turns,
             temperature=settings.temperature,
             top_p=1.0,
             stop_token_ids=self._renderer.stop_token_ids,
@@ -304,17 +304,19 @@ class Player:
             finally:
                 self._resting.discard(attempt.session)
                 ending.cancel()
-        failure: EnvironmentFailed | None = ending.exception()
+        endless = EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
+        failure: EnvironmentFailed | None = endless if ending.cancelled() else ending.exception()
         seat.is_broken = failure is not None
-        info, outcome = {}, Outcome(0.0, success=False)
-        if failure is not None and not failure.is_late and visit.limit_reached:
-            info = {TRUNCATED_BY: visit.limit_reached, "agent_error": str(failure)}
+        outcome, records = Outcome(0.0, success=False), visit.records()
+        info = {TRUNCATED_BY: visit.limit_reached} if visit.limit_reached else {}
+        if failure is not None and info and records:
+            info["agent_error"] = str(failure)
         else:
             try:
                 outcome = await seat.judge(
                     AgentEpisode(
                         program.task,
-                        visit.records(),
+                        records,
                         None if failure else ending.result(),
                         None if failure is None else str(failure),
                     ),
@@ -322,7 +324,7 @@ class Player:
                     agent.agent_reward,
                 )
             except EnvironmentFailed as error:
-                info = failed_turn(error).info
+                info = failed_turn(error).info | info
         trajectory = visit.tree.trajectory(
             trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
         )
