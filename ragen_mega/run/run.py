@@ -169,6 +169,7 @@ class Run:
                 "empty_steps": Attribute(self, "empty_steps"),
                 "score_average": Attribute(self, "score_average"),
                 "starts": self.starts,
+                "curriculum": self.tasks,
             },
             {"references": {name: asdict(each) for name, each in self.references.items()}},
             models=self.models,
@@ -215,6 +216,7 @@ class Run:
         log.add("rollout", on_main(lambda: summarize(groups)))
         if config.rollout.max_sampling_rounds > 1:
             log.add("rollout", sampling_rounds=len(groups) / config.rollout.num_groups)
+        log.add("rollout", self.tasks.observe(groups))
         log.add("rollout", mean_references(self.references, config.environment.shares))
         log.add("custom", on_main(lambda: custom_metrics(groups, config.logging.metric_names)))
 

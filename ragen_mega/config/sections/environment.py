@@ -14,6 +14,7 @@ from ragen_mega.config.sections.section import (
     NonNegative,
     OnlyWith,
     Section,
+    Share,
 )
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
@@ -58,6 +59,11 @@ class EnvironmentConfig(Section):
     """JSON object: step -> options per environment that training adds to environment_options from
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
+    """
+    curriculum_success: Share | None = None
+    """Curriculum by success: tasks of a difficulty are drawn once this share of the episodes of the
+    difficulty below is solved; half of the tasks are of the hardest one that is open. For
+    environments whose states have an attribute `difficulty`, a whole number. E.g. 0.8.
     """
     max_turns: Count | None = None
     """Turns per trajectory, K (default: the environment's, else 5)."""
