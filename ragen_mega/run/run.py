@@ -48,6 +48,7 @@ from ragen_mega.rollout.evaluate import (
     evaluate_each,
     mean_references,
 )
+from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.holding import shape_on_main
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
@@ -164,7 +165,9 @@ class Run:
             directory / FAULTS, max_consecutive=config.train.max_nonfinite_updates, report=say
         )
         self.collapse_guard = CollapseGuard(config.guard)
-        self.start_guard = StartGuard(config.environment)
+        self.start_guard = StartGuard(
+            config.environment, partial(begins_again, config, self.renderer)
+        )
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
         self.trainers = {"actor": self.policy.trainer}
