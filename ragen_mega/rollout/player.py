@@ -89,7 +89,8 @@ class PlaySettings:
     agent: AgentConfig = field(default_factory=AgentConfig)
     is_ordered: bool = False
     """The embedded engine hands over the answers of slow environments, and the requests of agents,
-    only when nothing is left to decode, so that the trajectories that are unfinished after some steps do not depend on speed.
+    only when nothing is left to decode, so that the trajectories that are unfinished after some
+    steps do not depend on speed.
     """
     answers: Sampler | None = None
     """Source of the answers to agents in place of the engine."""
