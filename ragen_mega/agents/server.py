@@ -49,7 +49,9 @@ takes little of the process.
 def episode_over() -> Refused:
     """Return the answer to a request of an episode that has ended."""
     return Refused(
-        "this episode is over and its key is closed; ask only before the agent returns",
+        "this episode is over and its key is closed; ask only before the agent returns, and by a"
+        " client that the present episode has made: one that the process keeps has the key of its"
+        " first episode (--environment-processes lets it)",
         status=403,
         code="episode_over",
         kind="permission_error",
@@ -98,9 +100,11 @@ class Door:
         run.start()
 
     @contextmanager
-    def open(self, visit: Visit) -> Iterator[str]:
-        """Give the key under which the requests of an agent reach `visit`, during the block."""
-        key = f"episode-{secrets.token_urlsafe(18)}"
+    def open(self, visit: Visit, key: str | None = None) -> Iterator[str]:
+        """Give the key under which the requests of an agent reach `visit`, during the block: a new
+        one, or the `key` of a process of the agent.
+        """
+        key = key or f"episode-{secrets.token_urlsafe(18)}"
         self._visits[key] = visit
         try:
             yield key

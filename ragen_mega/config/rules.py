@@ -280,7 +280,6 @@ def _check_agents(config: Sections) -> None:
         return
     for name, value in (
         ("context_window", config.rollout.context_window),
-        ("environment_processes", config.environment.environment_processes),
         ("prompt_examples", config.environment.prompt_examples),
     ):
         if value:

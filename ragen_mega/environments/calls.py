@@ -4,16 +4,15 @@ checks the returned value.
 Environments are user code: an error says which rule they broke.
 """
 
-import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from numbers import Real
 from typing import Any
 
+from ragen_mega.environments import event_loop
 from ragen_mega.environments.protocol import Environment, Message, Observation, StepResult
 
 MAX_OBSERVATION = 1_000_000
@@ -22,9 +21,6 @@ MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
 """Roles of messages that an environment may give."""
-_LOOP = "environments"
-"""Name of the thread of the event loop."""
-_starting = threading.Lock()
 
 
 def reset(
@@ -165,29 +161,5 @@ def _text(method: str, observation: Any) -> str:
 
 
 def settled(value: Any) -> Any:
-    """Return the value itself, or its result if awaited, on the event loop of all `async`
-    environments. Raises RuntimeError in an `async` method of one of them.
-    """
-    if not inspect.isawaitable(value):
-        return value
-
-    async def settle() -> Any:
-        try:
-            return await value
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all environments
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    with _starting:  # `cache` alone would let two threads start a loop each
-        loop = _loop()
-    if threading.current_thread().name == _LOOP:  # it would wait for itself
-        value.close()
-        raise RuntimeError("a method that waits must not be called in one that is async")
-    return asyncio.run_coroutine_threadsafe(settle(), loop).result()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Start a loop in its own thread, so that connections persist across calls from any thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
-    return loop
+    """Return the value itself, or its result if awaited, as `event_loop.begin` does."""
+    return event_loop.begin(value).result() if inspect.isawaitable(value) else value

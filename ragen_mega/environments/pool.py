@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,13 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.event_loop import LIBRARIES
 
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
 
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
-_LIBRARIES = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 
 T = TypeVar("T")
 
@@ -79,7 +78,7 @@ def where(error: BaseException) -> str:
     entered = 1 + max((at for at, (code, _) in enumerate(lines) if _is_ours(code)), default=-1)
     if not (inside := lines[entered:]):
         return ""
-    own = [line for line in inside if not line[0].co_filename.startswith(_LIBRARIES)] or inside
+    own = [line for line in inside if not line[0].co_filename.startswith(LIBRARIES)] or inside
     code, number = own[-1]
     return f" (in {own[0][0].co_name}, {code.co_filename}:{number})"
 
@@ -135,6 +134,10 @@ class Worker:
             answer.add_done_callback(lambda _: timer.cancel())
         return answer
 
+    def give_up(self, answer: asyncio.Future[Any], why: str) -> None:
+        """Let an answer fail because it takes too long; `why` is a clause about the cause."""
+        _settle(answer, None, self._too_late(why))
+
     def wait(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread and wait for its result, for callers that have no event
         loop.
@@ -173,8 +176,8 @@ class Worker:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _too_late(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"took longer than {self.seconds:g} s", is_late=True)
+    def _too_late(self, why: str = "") -> EnvironmentFailed:
+        return EnvironmentFailed(f"took longer than {self.seconds:g} s{why}", is_late=True)
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:

@@ -7,6 +7,7 @@ built starts a new host.
 
 import itertools
 import multiprocessing
+import os
 import pickle
 import threading
 from collections.abc import Mapping
@@ -33,12 +34,18 @@ class HostedEnvironment:
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], num_processes: int, timeout: float = 0.0
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        num_processes: int = 1,
+        timeout: float = 0.0,
+        *,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`timeout`: seconds per call (0: no limit), after which the host is killed. Raises
-        ValueError as `make` does.
+        """`timeout`: seconds per call (0: no limit), after which the host is killed; `variables`:
+        those of the environment of a host of its own. Raises ValueError as `make` does.
         """
-        self._host = _host(num_processes)
+        self._host = _host(num_processes) if variables is None else _Host(variables)
         self._timeout = timeout
         self._key: int | None = None
         self._key = self._ask("make", name, dict(options))
@@ -58,6 +65,15 @@ class HostedEnvironment:
         value = self._ask("get", name)
         return partial(self._ask, "call", name) if value == _METHOD else value
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the host runs."""
+        return self._host.is_alive
+
+    def end_host(self) -> None:
+        """End the host, and fail a call that it answers at present."""
+        self._host.end()
+
     def _ask(self, *request: Any) -> Any:
         return self._host.ask(self._timeout, self._key, *request)
 
@@ -65,17 +81,21 @@ class HostedEnvironment:
 class _Host:
     """The near end of a host process."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")  # threads and devices do not survive a fork
         self._pipe, far_end = context.Pipe()
         self._lock = threading.Lock()
-        self._process = context.Process(target=_serve, args=(far_end,), daemon=True)
+        self._process = context.Process(target=_serve, args=(far_end, variables or {}), daemon=True)
         self._process.start()
         far_end.close()
 
     @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+    def end(self) -> None:
+        """Kill the host."""
+        self._process.kill()
 
     def ask(self, timeout: float, *request: Any) -> Any:
         """Return the host's answer. Raises the environment's error if `_portable` keeps its type,
@@ -115,8 +135,9 @@ def _host(num_processes: int) -> _Host:
         return _hosts[place]
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
     """Answer requests, in the host, until the other end is gone."""
+    os.environ.update(variables)
     environments: dict[int, Any] = {}
     while True:
         try:

@@ -73,7 +73,9 @@ def episode_maker(
     rules = episode_config(config)
     if options is None:
         options = config.options(name) if step is None else config.training_options(name, step)
-    if config.environment_processes:
+    if is_agent(name):
+        options = dict(options) | {"processes": config.environment_processes}
+    if config.environment_processes and not is_agent(name):
         hosting = (config.environment_processes, config.environment_timeout)
         build = partial(HostedEnvironment, name, options, *hosting)
     else:

@@ -135,9 +135,16 @@ class Visit:
     """
 
     def __init__(
-        self, renderer: ChatRenderer, sampler: Sampler, limits: Limits, seed: Sequence[object]
+        self,
+        renderer: ChatRenderer,
+        sampler: Sampler,
+        limits: Limits,
+        seed: Sequence[object],
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """`seed`: values that distinguish the episode from all others of the run."""
+        """`seed`: values that distinguish the episode from all others of the run; `on_answer` is
+        called after each answer.
+        """
         self.loop = asyncio.get_running_loop()
         self.tree = CallTree(renderer, max_context_length=limits.max_context)
         self.num_sampled = 0
@@ -148,6 +155,7 @@ class Visit:
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
         self._seed = tuple(seed)
+        self._on_answer = on_answer
         self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
         self._arrivals: deque[Arrival] = deque()
         self._has_arrival = asyncio.Event()
@@ -182,8 +190,8 @@ class Visit:
         meanwhile: Callable[[Awaitable[None]], Awaitable[None]],
     ) -> None:
         """Answer requests until the program of the agent has ended or asks endlessly. `meanwhile`
-        waits for the agent where no call of it is answered. Raises what a call raises, other than
-        a refusal.
+        waits for the agent where no call of it is answered, and may keep an order. Raises what a
+        call raises, other than a refusal.
         """
         try:
             while not program.done() and not self.is_endless:
@@ -270,6 +278,7 @@ class Visit:
                 **({ASKED: asked} if asked else {}),
                 **info,
             }
+        self._on_answer()
         # Replies are kept for repetitions of their requests, and need no conversations.
         request = replace(request, messages=())
         reply = Reply(request, call, range(first, len(call.answers)), num_prompt=len(tokens))

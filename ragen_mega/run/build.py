@@ -51,6 +51,7 @@ from ragen_mega.run.check import (
     import_agents,
     recipe_note,
     sizes_without_effect,
+    split_notes,
 )
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
@@ -142,7 +143,8 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
-    for note in (recipe_note(config), sizes_without_effect(config)):
+    splits = on_main(lambda: split_notes(config.environment))
+    for note in (recipe_note(config), sizes_without_effect(config), *splits):
         if note:
             console.say(note)
     base = base_directory(config)

@@ -93,7 +93,7 @@ def import_agents(config: EnvironmentConfig) -> None:
     for name in filter(is_agent, config.evaluated):
         from ragen_mega.agents.runner import import_agent  # it needs the extra `agents`
 
-        import_agent(name.partition(":")[2])
+        import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
 
 
 def check_environments(config: EnvironmentConfig) -> None:
@@ -166,6 +166,17 @@ def sizes_without_effect(config: StarPOConfig) -> str | None:
         return None
     flags = ", ".join(map(flag_of, given))
     return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
+
+
+def split_notes(config: EnvironmentConfig) -> list[str]:
+    """Return notes on tasks of files that are repeated, or trained on and evaluated."""
+    notes = []
+    for name in config.shares:
+        build = partial(make, name, **config.options(name))
+        with briefly(name, build, config.environment_timeout) as (_, built):
+            if note := getattr(built, "split_note", None):
+                notes.append(f"{name}: {note}")
+    return notes
 
 
 def _check_warm_start(config: StarPOConfig) -> None:

@@ -44,6 +44,7 @@ from ragen_mega.rollout.evaluate import (
     evaluate_each,
     mean_references,
 )
+from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
@@ -152,7 +153,9 @@ class Run:
             directory / FAULTS, max_consecutive=config.train.max_nonfinite_updates, report=say
         )
         self.collapse_guard = CollapseGuard(config.guard)
-        self.start_guard = StartGuard(config.environment)
+        self.start_guard = StartGuard(
+            config.environment, partial(begins_again, config, self.renderer)
+        )
         self.starts = HeldOutStarts()
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)

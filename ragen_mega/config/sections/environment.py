@@ -112,7 +112,8 @@ class EnvironmentConfig(Section):
 
     environment_processes: Natural = 0
     """Processes of each rank in which environments live that hold the interpreter while they
-    compute (0: none, they live in threads).
+    compute (0: none, they live in threads). An agent runs in as many, one episode at a time in
+    each, with OPENAI_BASE_URL, OPENAI_API_KEY and Anthropic's alike in its environment.
     """
 
     def check(self) -> None:

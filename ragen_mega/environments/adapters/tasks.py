@@ -13,7 +13,7 @@ from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
@@ -39,6 +39,7 @@ _NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+
 _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
 
+T = TypeVar("T")
 Split = Literal["train", "validation"]
 Score = Callable[[str, Any, Mapping[str, Any]], float]
 _File = tuple[str, int, int]
@@ -103,6 +104,7 @@ class FileTasks:
         else:
             parts = [_tasks(_file(path), columns), _tasks(_file(validation), columns)]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
+        self._parts = parts
         self._score = _checked_score(score, _file(path), columns)
         self.instruction = instruction
         self._after = answer_after
@@ -130,6 +132,11 @@ class FileTasks:
     @property
     def num_tasks(self) -> int:
         return len(self._tasks)
+
+    @property
+    def split_note(self) -> str | None:
+        """See `overlap_note`."""
+        return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
@@ -192,6 +199,27 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
     return _rows(_file(path))
+
+
+def read_parts(
+    path: str, validation: str | None, share: float
+) -> list[Sequence[Mapping[str, Any]]]:
+    """Return the rows to train on, and those to evaluate: `read_rows` of the file `validation`, or
+    this share of the different rows of `path`. Raises ValueError as `read_rows` and `held_out` do.
+    """
+    if validation is not None:
+        return [read_rows(path), read_rows(validation)]
+    return _row_parts(_file(path), share)
+
+
+@lru_cache(maxsize=16)
+def _row_parts(file: _File, share: float) -> list[Sequence[Mapping[str, Any]]]:
+    return divided(file[0], _rows(file), row_text, share)
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """Return the text by which rows are equal."""
+    return json.dumps(row, sort_keys=True, default=str)
 
 
 def _file(path: str) -> _File:
@@ -264,15 +292,45 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
 
 @lru_cache(maxsize=16)
 def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ...]]:
-    """Return the tasks to train on, and those to evaluate: this share of the prompts, drawn by
-    their text, so that the order of rows decides nothing and no prompt is in both.
+    """Return the tasks to train on, and those to evaluate: this share of the prompts."""
+    return divided(file[0], _tasks(file, columns), _prompt_text, share)
+
+
+def divided(
+    name: str, rows: Sequence[T], text: Callable[[T], str], share: float
+) -> list[Sequence[T]]:
+    """Return the rows of `name` to train on, and those to evaluate: this share of the different
+    texts, drawn by themselves, so that the order of rows decides nothing and no text is in both.
+    Raises ValueError as `held_out` does.
     """
-    tasks = _tasks(file, columns)
-    held = held_out(file[0], (text_of(task.prompt) for task in tasks), share)
+    held = held_out(name, map(text, rows), share)
     return [
-        tuple(task for task in tasks if (text_of(task.prompt) in held) == is_held_out)
+        tuple(row for row in rows if (text(row) in held) == is_held_out)
         for is_held_out in (False, True)
     ]
+
+
+def overlap_note(trained: Sequence[str], evaluated: Sequence[str]) -> str | None:
+    """Return a note on tasks, given by their texts, that are trained on and evaluated or that are
+    repeated; None if there are none.
+    """
+    known = set(trained)
+    if num_both := sum(text in known for text in evaluated):
+        return (
+            f"{num_both} of {len(evaluated)} tasks of the evaluation are trained on as well, so"
+            " that its success is no held-out one; take them out of one of the two files"
+        )
+    num_rows = len(trained) + len(evaluated)
+    if not (num_equal := num_rows - len({*trained, *evaluated})):
+        return None
+    return (
+        f"{num_equal} of {num_rows} tasks repeat others; equal tasks are all trained on or all"
+        " evaluated"
+    )
+
+
+def _prompt_text(task: _Task) -> str:
+    return text_of(task.prompt)
 
 
 def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
