@@ -193,6 +193,12 @@ def _check_routing(config: Sections) -> None:
 def _check_placement(config: Sections) -> None:
     """Check that samples of earlier weights can be trained on."""
     rollout, loss, staleness = config.rollout, config.loss, config.rollout.max_staleness
+    if config.parallel.placement == "separate" and config.environment.curriculum_success:
+        raise ValueError(
+            f"curriculum_success {config.environment.curriculum_success} chooses tasks by the"
+            " success of the step before, which placement separate samples ahead of; drop one of"
+            " them"
+        )
     if rollout.carry_over > 0 and staleness < 2:
         raise ValueError(
             f"carry_over {rollout.carry_over} leaves trajectories for the next weights, for"

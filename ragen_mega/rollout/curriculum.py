@@ -34,7 +34,9 @@ class Levels:
         """Return the levels of which one task is drawn; `draw` is uniform in [0, 1)."""
         hardest = self.hardest_open
         return frozenset(
-            level for level in self.levels if level == hardest or (level < hardest and draw > _FOCUS)
+            level
+            for level in self.levels
+            if level == hardest or (level < hardest and draw > _FOCUS)
         )
 
     def observe(self, results: Mapping[int, Sequence[bool]]) -> None:
