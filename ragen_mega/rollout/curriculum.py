@@ -33,11 +33,8 @@ class Levels:
     def wanted(self, draw: float) -> frozenset[int]:
         """Return the levels of which one task is drawn; `draw` is uniform in [0, 1)."""
         hardest = self.hardest_open
-        return frozenset(
-            level
-            for level in self.levels
-            if level == hardest or (level < hardest and draw > _FOCUS)
-        )
+        lowest = hardest if draw < _FOCUS else self.levels[0]
+        return frozenset(level for level in self.levels if lowest <= level <= hardest)
 
     def observe(self, results: Mapping[int, Sequence[bool]]) -> None:
         """Record the successes of a step's episodes of each level."""

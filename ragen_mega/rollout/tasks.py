@@ -296,10 +296,10 @@ class TaskSampler:
             level = int(episode.environment.difficulty)
             if level in wanted:
                 return seed, level
-        among = f" of difficulty {', '.join(map(str, sorted(wanted)))}" if wanted else ""
+        others = f", or no state of difficulty {max(wanted)}" if wanted else ""
         raise ValueError(
-            f"{_MOST_DRAWS} training seeds of {name} drew no state{among} but boards that it is"
-            " evaluated on; evaluate on other ones (--boards), or let reset draw from more"
+            f"{_MOST_DRAWS} training seeds of {name} drew only boards that it is evaluated"
+            f" on{others}; evaluate on other ones (--boards), or let reset draw from more"
         )
 
 

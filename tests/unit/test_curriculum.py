@@ -69,9 +69,8 @@ def test_half_of_the_tasks_are_of_the_hardest_open_level_and_none_is_above() -> 
         tasks = sampler.sample(step)
         assert set(levels_of(tasks)) == {2}
         sampler.observe(played(tasks, set()))
-    sampler.observe(played(tasks, {2}))
-    sampler.observe(played(tasks, {2}))
-    sampler.observe(played(tasks, {2}))
+    for _ in range(4):
+        sampler.observe(played(tasks, {2}))
     assert sampler.levels["reverse"].hardest_open == 3
     for step in range(3, 23):
         tasks = sampler.sample(step)
@@ -96,7 +95,9 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
 def test_without_difficulties_it_is_refused() -> None:
     flags = [flag if flag != "reverse" else "frozen_lake" for flag in FLAGS if flag != WORDS]
     flags.remove("--environment-options")
-    with pytest.raises(ValueError, match=r"curriculum_success .* frozen_lake .* difficulty"):
+    with pytest.raises(
+        ValueError, match="curriculum_success .* difficulty .* frozen_lake has none"
+    ):
         TaskSampler(parse(flags))
     with pytest.raises(ValueError, match="curriculum_success .* separate"):
         parse([*FLAGS, "--placement", "separate", "--rollout-ranks", "1"])
