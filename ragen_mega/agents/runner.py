@@ -6,20 +6,22 @@ tasks, seeds, groups and evaluations are those of any environment.
 """
 
 import asyncio
+import copy
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx2
 
 from ragen_mega.agents.protocol import index_of
 from ragen_mega.data.registry import Registry
+from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.adapters.packages import required
-from ragen_mega.environments.adapters.tasks import Split, read_rows
+from ragen_mega.environments.adapters.tasks import Split, shared_rows
 from ragen_mega.environments.protocol import check_seed, text_seed
 
 AGENTS = Registry("agent", "--agent", {})
@@ -69,9 +71,11 @@ class AgentProgram:
         split: Split = "train",
         validation: str | None = None,
         validation_share: float = 0.1,
+        directory: str = "",
     ) -> None:
         """`tasks`: a file of JSON lines, or parquet; `validation`: another one for evaluations,
-        without which `validation_share` of the rows are kept for them.
+        without which `validation_share` of the rows are kept for them. `directory`: folder that
+        relative paths begin in; a run sets its working directory.
 
         Raises ValueError for an agent that cannot be imported or called, and for a file without
         rows.
@@ -80,7 +84,8 @@ class AgentProgram:
         self._function, self._takes_client = import_agent(agent)
         self._rows: Sequence[Mapping[str, Any]] = ()
         if tasks is not None:
-            parts = [read_rows(tasks), read_rows(validation or tasks)]
+            files = [os.path.join(directory, file) for file in (tasks, validation or tasks)]
+            parts = [*map(shared_rows, files)]
             if validation is None:
                 parts = _parts(parts[0], validation_share)
             self._rows = parts[self.splits.index(split)]
@@ -101,21 +106,22 @@ class AgentProgram:
         """Play the episode with completions from a door, and return what the agent returns. Raises
         what the agent raises; a coroutine is cancelled after `seconds`.
         """
+        task = copy.deepcopy(self.task)  # which the agent may write into, and a reward reads
         if self._function is None:
-            return _ask(self.name, self.task, base_url, api_key, seconds)
+            return _ask(self.name, task, base_url, api_key, seconds)
         if inspect.iscoroutinefunction(self._function):
-            return asyncio.run(asyncio.wait_for(self._play(base_url, api_key), seconds))
+            return asyncio.run(asyncio.wait_for(self._play(task, base_url, api_key), seconds))
         if not self._takes_client:
-            return self._function(self.task, base_url, api_key)
+            return self._function(task, base_url, api_key)
         with _client("OpenAI", "DefaultHttpxClient", base_url, api_key) as client:
-            return self._function(self.task, client)
+            return self._function(task, client)
 
-    async def _play(self, base_url: str, api_key: str) -> Any:
+    async def _play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         if not self._takes_client:
-            return await self._function(self.task, base_url, api_key)
+            return await self._function(task, base_url, api_key)
         client = _client("AsyncOpenAI", "DefaultAsyncHttpxClient", base_url, api_key)
         async with client:
-            return await self._function(self.task, client)
+            return await self._function(task, client)
 
 
 def import_agent(agent: str) -> tuple[Callable[..., Any] | None, bool]:
@@ -198,7 +204,7 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     if reward is None:
         outcome = _outcome(episode.result, "the agent")
     else:
-        value = REWARDS.get(reward)(episode)
+        value = REWARDS.get(reward)(replace(episode, calls=copy.deepcopy(episode.calls)))
         if value is None and episode.error is not None:
             raise RuntimeError(episode.error)
         outcome = _outcome(value, f"--agent-reward {reward}")
@@ -221,13 +227,24 @@ def _outcome(value: Any, who: str) -> Outcome:
         ) from None
     info = {name: own for name, own in given.items() if name not in _FIELDS}
     success = given.get("success", reward > 0)
-    return Outcome(reward, bool(success), call_rewards, json.loads(json.dumps(info, default=str)))
+    if math.isnan(as_number(success) or 0):  # which Python counts as true
+        raise ValueError(f"success of {who} must be true or false, not nan")
+    return Outcome(
+        reward, bool(success), call_rewards, json.loads(json.dumps(info, default=_known))
+    )
+
+
+def _known(value: Any) -> float | str:
+    """Return a value that JSON does not know as a number, else as a text."""
+    number = as_number(value)
+    return str(value) if number is None else number
 
 
 def _number(value: Any, who: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
         raise ValueError(
             f"{who} must return the reward, a finite number, or a dict with it as reward, not"
             f" {value!r:.80}"
         )
-    return float(value)
+    return number
