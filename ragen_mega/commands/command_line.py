@@ -31,9 +31,16 @@ def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
     return name, {"help": about} | options
 
 
+def absolute(text: str) -> Path:
+    """Return the absolute path: worlds and models that are played may change the working
+    directory.
+    """
+    return Path(os.path.abspath(text))
+
+
 def target(text: str) -> Path:
     """Return a file that can be there; what takes minutes must not end with none."""
-    if (path := Path(text)).is_dir() or not path.parent.is_dir():
+    if (path := absolute(text)).is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
     return path
 

@@ -36,6 +36,7 @@ RULES = (
     flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
     flag("--environment-timeout", "seconds of a call; default: the run's, else 60", type=float),
+    flag("--environment-processes", "in which worlds live; default: the run's, else 0", type=int),
 )
 """Flags that replace the environment settings of a run."""
 FLAGS = (

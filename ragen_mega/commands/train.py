@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ragen_mega.config.cli import DEFAULT_RECIPE
+from ragen_mega.environments.processes import end_hosts
 from ragen_mega.ranks.launcher import PROGRAM, is_rank, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> None:
     if finished := check_flags(argv, int(asked), int(asked)):
         print(finished)
         return
+    end_hosts()
     os.execv(sys.executable, ranks_command(int(asked), PROGRAM, "train", *argv))
 
 

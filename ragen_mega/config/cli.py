@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ragen_mega.config.flags import (
@@ -270,6 +270,14 @@ def read_flags(path: Path) -> list[str]:
         raise ValueError(f"{path} must hold flags as UTF-8 text ({error}); mend the file") from None
 
 
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Keep the working directory, which a user's module may change while it is imported."""
+    with contextlib.chdir("."):
+        yield
+
+
+@staying()
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     """Parse flat flags; a later flag wins. `recipe` is the default that --recipe replaces.
 

@@ -6,14 +6,21 @@ Environments are user code: an error says which rule they broke.
 
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from numbers import Real
 from typing import Any
 
+from ragen_mega.data.scalars import as_number
 from ragen_mega.environments import event_loop
-from ragen_mega.environments.protocol import Environment, Message, Observation, StepResult
+from ragen_mega.environments.protocol import (
+    STEP_INFO,
+    Environment,
+    Message,
+    Observation,
+    StepResult,
+)
 
 MAX_OBSERVATION = 1_000_000
 """Most characters of an observation; no context is this long."""
@@ -47,9 +54,10 @@ def reset(
 
 
 def step(environment: Environment, action: Any) -> StepResult:
-    """Do one action; messages come back as a tuple of `Message`. Raises TypeError for an answer of
-    the wrong kind, FloatingPointError for a reward that is not finite or above `MAX_REWARD` in
-    size, and ValueError for an observation that is too long or not valid Unicode.
+    """Do one action; messages come back as a tuple of `Message`, numbers of NumPy and torch as
+    those of Python. Raises TypeError for an answer of the wrong kind, FloatingPointError for a
+    reward that is not finite or above `MAX_REWARD` in size and for a truth value that is NaN, and
+    ValueError for an observation that is too long or not valid Unicode.
     """
     result = settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
@@ -60,11 +68,12 @@ def step(environment: Environment, action: Any) -> StepResult:
             f" not {result!r:.60}"
         )
     observation = _observation("step", result.observation)
-    if not isinstance(result.reward, Real):
+    reward = as_number(result.reward)
+    if reward is None:
         raise TypeError(f"the environment's reward must be a number, not {result.reward!r:.60}")
-    if not abs(result.reward) <= MAX_REWARD:  # nan included
+    if not abs(reward) <= MAX_REWARD:  # nan included
         raise FloatingPointError(
-            f"the environment's reward must be a finite number, not {result.reward}, and at most"
+            f"the environment's reward must be a finite number, not {reward:g}, and at most"
             f" {MAX_REWARD:g} in size; mend its formula, for example a division by 0"
         )
     if not isinstance(result.info, dict):
@@ -72,9 +81,21 @@ def step(environment: Environment, action: Any) -> StepResult:
     return replace(
         result,
         observation=observation,
-        terminated=bool(result.terminated),
-        truncated=bool(result.truncated),
+        reward=reward,
+        terminated=_truth("terminated", result.terminated),
+        truncated=_truth("truncated", result.truncated),
+        info=result.info
+        | {name: _truth(name, result.info[name]) for name in STEP_INFO if name in result.info},
     )
+
+
+def _truth(name: str, value: Any) -> bool:
+    """Return a truth value of a step. Raises FloatingPointError for NaN, which Python counts as
+    true.
+    """
+    if math.isnan(as_number(value) or 0):
+        raise FloatingPointError(f"{name} of a step must be true or false, not nan; mend it")
+    return bool(value)
 
 
 def parse(environment: Any, text: str) -> list[Any]:

@@ -117,7 +117,7 @@ def make(name: str, **options: Any) -> Environment:
         raise ValueError(f"{name} must name a class or a function, not {constructor!r:.60}")
     if isinstance(constructor, type):
         _check_methods(name, constructor)  # before it is called: it may be anything
-    options = _IMPLIED.get(name, {}) | options
+    options = _copied(_IMPLIED.get(name, {}) | options)
     attributes = _check_options(name, constructor, options)
     member = ENVIRONMENTS.member(name)
     members = () if member is None else (member,)
@@ -139,6 +139,13 @@ def make(name: str, **options: Any) -> Environment:
         raise ValueError(f"environment {name} cannot be built: {error}") from error
     _check_members(name, environment)
     return environment
+
+
+def _copied(value: Any) -> Any:
+    """Return a value in containers of its own, so that no two environments share one."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
 
 
 def _check_methods(name: str, environment: Any) -> None:

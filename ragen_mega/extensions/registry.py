@@ -52,6 +52,7 @@ class Registry:
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
+        self._packaged = frozenset(builtin)
         self._families = families or {}
         self._known_elsewhere = known_elsewhere or {}
         self._forms = forms or {}
@@ -77,6 +78,10 @@ class Registry:
         """Return the text after the prefix of a family; None for any other name."""
         family, colon, member = name.partition(":")
         return member if colon and family in self._families else None
+
+    def is_packaged(self, name: str) -> bool:
+        """Return whether the thing with this name comes with the package."""
+        return name in self._packaged
 
     def names(self) -> list[str]:
         """Return every name that is known, import paths aside."""

@@ -85,11 +85,12 @@ def build(config: StarPOConfig) -> Run | Sampler:
     """Return everything a run needs, warm start included; on a rank that only samples what that
     needs. Raises ValueError before any training if something cannot work.
     """
+    config, directory = config.located(), os.getcwd()  # which worlds may leave
     join_job(config)
     world_size = collectives.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     import_agents(config.environment)
-    config = locate(config)
+    config = with_models(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
     part = divide(config)
@@ -111,7 +112,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     references = known_references(config, checkpoint) or {
         name: find_references(config, name, prompts[name]) for name in names
     }
-    logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
+    logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
 
@@ -216,46 +217,28 @@ def build_sampling(
     return build_engine(config, hf), renderer, hf
 
 
-def locate(config: StarPOConfig) -> StarPOConfig:
-    """Return the configuration with absolute paths, so that it can be resumed from another
-    directory: those of hub models' downloads, which name the commit, in place of hub names, and
-    those of dequantised models in place of GGUF files. Collective.
+def with_models(config: StarPOConfig) -> StarPOConfig:
+    """Return the configuration with the directories of hub models' downloads, which name the
+    commit, in place of hub names, and of dequantised models in place of GGUF files. Collective.
     """
 
     def model(name: str | None) -> str | None:
         if name is None or Path(name).is_dir() and not find_gguf(Path(name)):
-            return name if name is None else os.path.abspath(name)
+            return name
         commit = on_main(lambda: local_directory(name).name)  # once: it may change meanwhile
         if os.environ.get("LOCAL_RANK", "0") == "0":
             local_directory(name, commit)
         collectives.barrier()
         return str(local_directory(name, commit, fetch=False))
 
-    python = config.rollout.sglang_python
-    if python is not None and os.sep in python:  # otherwise it is found in PATH
-        python = os.path.abspath(python)
-    boards, start = config.evaluation.boards, config.warm_start.warm_start_from
-    examples, imitated = config.environment.prompt_examples_file, config.warm_start.sft_file
-    return replace(
-        config,
-        model=replace(
-            config.model, load=model(config.model.load), critic_load=model(config.model.critic_load)
-        ),
-        environment=replace(
-            config.environment, prompt_examples_file=examples and os.path.abspath(examples)
-        ),
-        evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
-        warm_start=replace(
-            config.warm_start,
-            warm_start_from=start and os.path.abspath(start),
-            sft_file=imitated and os.path.abspath(imitated),
-        ),
-        rollout=replace(config.rollout, sglang_python=python),
-    )
+    load, critic_load = map(model, (config.model.load, config.model.critic_load))
+    return replace(config, model=replace(config.model, load=load, critic_load=critic_load))
 
 
-def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
-    """Return the run's directory and its log, which rank 0 writes. Collective."""
+def open_log(config: StarPOConfig, directory: str, *, first_step: int) -> RunLogger:
+    """Return the run's directory and its log, which rank 0 writes. `directory`: folder in which the
+    run was started. Collective.
+    """
     opened: list[RunLogger] = []
     world_size = collectives.world_size()
 
@@ -269,6 +252,7 @@ def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
         )
         start = describe_start(
             config,
+            directory,
             first_step=first_step,
             world_size=world_size,
             ranks_per_node=ranks_per_node(world_size),

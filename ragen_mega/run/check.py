@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
-from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
+from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE, staying
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
@@ -22,7 +21,7 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.processes import builder
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.ranks.launcher import forget_foreign_ranks
@@ -42,11 +41,12 @@ _SIZES = tuple(
 )
 
 
+@staying()
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """Raise ValueError, in one line, if the run cannot work on this many ranks, and Finished if it
     is done. Checks that need torch, a GPU or the network come later.
     """
-    config, _ = with_name(config)
+    config, _ = with_name(config.located())
     check_environments(config.environment)
     _check_example(config)
     trainers = config.parallel.num_trainers(num_ranks)
@@ -104,7 +104,7 @@ def check_environments(config: EnvironmentConfig) -> None:
     for step in (None, *config.curriculum_steps):
         for name in config.evaluated:
             options = config.options(name) if step is None else config.training_options(name, step)
-            with briefly(name, partial(make, name, **options), config.environment_timeout):
+            with briefly(name, builder(config, name, options), config.environment_timeout):
                 pass
 
 
@@ -172,7 +172,7 @@ def split_notes(config: EnvironmentConfig) -> list[str]:
     """Return notes on tasks of files that are repeated, or trained on and evaluated."""
     notes = []
     for name in config.shares:
-        build = partial(make, name, **config.options(name))
+        build = builder(config, name, config.options(name))
         with briefly(name, build, config.environment_timeout) as (_, built):
             if note := getattr(built, "split_note", None):
                 notes.append(f"{name}: {note}")

@@ -4,6 +4,7 @@ Hub model, played by the embedded engine.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def evaluate_sets(
             f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
+    load = os.path.abspath(load) if os.path.exists(load) else load  # worlds may change directories
+    boards = boards and os.path.abspath(boards)
     collectives.start()
     console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
@@ -135,7 +138,8 @@ def _settings(
     if environment in given:  # options of other sets do not apply
         rules["environment_options"] = json.dumps({environment: given[environment]})
     if recorded is None:
-        return Sections(environment=EnvironmentConfig(environments=environment, **rules))
+        own = EnvironmentConfig(environments=environment, **rules)
+        return Sections(environment=own.located())
     own = json.loads(recorded["environment"]["environment_options"]).get(environment)
     # Only the rules: worlds, rewards and estimators that the run names are not imported.
     played = recorded["environment"] | {
@@ -145,7 +149,7 @@ def _settings(
         "curriculum": "{}",
     }
     return Sections(
-        environment=EnvironmentConfig(**played | rules),
+        environment=EnvironmentConfig(**played | rules).located(),
         agent=AgentConfig(**recorded.get("agent", {})),
         rollout=RolloutConfig(**recorded["rollout"]),
     )

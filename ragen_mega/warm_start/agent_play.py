@@ -2,6 +2,7 @@
 answers.
 """
 
+import copy
 import json
 import random
 from collections import defaultdict
@@ -174,7 +175,8 @@ def _ideal(path: str) -> Example:
 
     def answer(call: Call, draw: random.Random) -> str:
         try:
-            said = guarded(lambda: function(_conversation(call), list(call.tools)))
+            tools = copy.deepcopy(list(call.tools))
+            said = guarded(lambda: function(_conversation(call), tools))
         except EnvironmentFailed as error:
             raise ValueError(f"--agent-example {path} failed: {error}") from error
         return written(_message(path, said))

@@ -40,6 +40,31 @@ PLAIN = f"{sys.executable} -S {plain_mcp_server.__file__}"
 TEMPLATE = Path(__file__).parents[1] / "support" / "templates" / "qwen3.jinja"
 
 
+ENDLESS = """
+import json
+import sys
+
+page = 0
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("method") == "initialize":
+        version = request["params"]["protocolVersion"]
+        about = {"name": "endless", "version": "1"}
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+    elif request.get("method") == "tools/list":
+        page += 1
+        tool = {"name": f"tool_{page}", "inputSchema": {"type": "object"}}
+        result = {"tools": [tool], "nextCursor": CURSOR}
+    elif "id" in request:
+        error = {"code": -32601, "message": "no such method"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
+        continue
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+"""
+
+
 @contextmanager
 def serving(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """URL and process of our server over HTTP."""
@@ -207,6 +232,35 @@ def test_servers_that_cannot_be_used_are_one_line_at_the_start(
         with pytest.raises(ValueError, match=said) as failed:
             McpTools(*servers, **options)
         assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(("cursor", "num_pages"), [("'more'", 2), ("str(page)", 101)])
+def test_a_list_of_tools_without_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cursor: str, num_pages: int
+) -> None:
+    """A server that names the same next page for ever, and one that always names a new one."""
+    program = tmp_path / "endless.py"
+    program.write_text(ENDLESS.replace("CURSOR", cursor))
+    with pytest.raises(ValueError, match=f"has no end: after {num_pages} pages") as caught:
+        McpTools(f"{sys.executable} -S {program}")
+    assert "\n" not in str(caught.value)
+
+
+def test_programs_start_in_the_directory_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_server.py").write_text(Path(mcp_server.__file__).read_text())
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": 1}\n' * 2)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--tasks", "rows.jsonl", "--mcp", f"{sys.executable} my_server.py"]
+    config = parse(flags).environment.located()
+    monkeypatch.chdir("/")
+    options = config.options("tasks:rows.jsonl") | {"validation": "rows.jsonl"}
+    world = make("tasks:rows.jsonl", **options)
+    calls.reset(world, 0)
+    call = {"name": "add", "arguments": {"a": 20, "b": 3}}
+    assert calls.step(world, call).observation[0].content == "23"
+    world.close()
 
 
 def test_a_server_of_the_protocols_authors() -> None:

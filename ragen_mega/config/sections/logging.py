@@ -1,9 +1,10 @@
 """Flags of a run's directory and of its logs."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from ragen_mega.algorithm.tables import METRICS
-from ragen_mega.config.sections.section import Natural, Section
+from ragen_mega.config.sections.section import Natural, PathOf, Section
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class LoggingConfig(Section):
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
     """
-    output: str = "runs"
+    output: Annotated[str, PathOf()] = "runs"
     """Directory of all runs."""
     recipe: str = "none"
     """The recipe that the flags began with, for the record."""

@@ -5,10 +5,11 @@ ValueError that names the rule, the values and the remedy.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,16 @@ class OnlyWith:
     """Flags with which the field has an effect."""
     values: tuple[Any, ...] = ()
     """Values of the setting with which it has one; none are named: all but the default."""
+
+
+@dataclass(frozen=True)
+class PathOf:
+    """A file or folder. A run knows it by its absolute path, because environments may change the
+    working directory, and a run may be resumed from another one.
+    """
+
+    when: Callable[[str], bool] = bool
+    """Whether a value is a path, where it may be the name of something else."""
 
 
 Count = Annotated[int, Bounds("at least 1", 1)]
@@ -65,6 +76,15 @@ class Section:
 
     def check(self) -> None:
         """Raise ValueError if fields do not go together."""
+
+    def located(self) -> Self:
+        """Return the section with absolute paths."""
+        paths = {
+            name: os.path.abspath(value)
+            for name, item in _declared(type(self), PathOf).items()
+            if (value := getattr(self, name)) and item.when(value)
+        }
+        return replace(self, **paths)
 
 
 def check_effects(*sections: Section) -> None:
