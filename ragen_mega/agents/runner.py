@@ -123,14 +123,14 @@ def import_agent(agent: str) -> tuple[Callable[..., Any] | None, bool]:
     OpenAI's. Imports all that a first call would import, in many threads at once. Raises ValueError
     for an agent that cannot be imported or called.
     """
-    for server in ("starlette", "uvicorn"):
+    for server in ("starlette.applications:Starlette", "uvicorn:Server"):
         required(server, "agents", purpose="agents")
     if "://" in agent:
         return None, False
     function = AGENTS.get(agent)
     takes_client = _takes_client(agent, function)
     if takes_client:
-        completions = "openai.resources.chat.completions"
+        completions = "openai.resources.chat.completions:AsyncCompletions"
         required(completions, "agents", purpose="agents that take a client")
     return function, takes_client
 
@@ -153,7 +153,7 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
     """Return a client of OpenAI's for the door alone: no proxy, certificates or time limit of its
     own, for a call waits as long as its episode may.
     """
-    openai = required("openai", "agents")
+    openai = required("openai:AsyncOpenAI", "agents")
     http = getattr(openai, transport)(verify=False, trust_env=False, timeout=None)
     return getattr(openai, kind)(base_url=base_url, api_key=api_key, timeout=None, http_client=http)
 

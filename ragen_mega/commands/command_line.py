@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ragen_mega.data.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
+from ragen_mega.data.paths import expanded
 
 Flag = tuple[str, dict[str, Any]]
 
@@ -31,9 +32,22 @@ def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
     return name, {"help": about} | options
 
 
+def name_or_path(text: str) -> str:
+    """Return the value of a flag that may be a path, with the home directory in place of `~`."""
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def any_path(text: str) -> Path:
+    """Return the value of a flag of type Path."""
+    return Path(name_or_path(text))
+
+
 def target(text: str) -> Path:
     """Return a file that can be there; what takes minutes must not end with none."""
-    if (path := Path(text)).is_dir() or not path.parent.is_dir():
+    if (path := any_path(text)).is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
     return path
 
@@ -67,7 +81,8 @@ def parse(
         allow_abbrev=False,
     )
     for name, options in flags:
-        parser.add_argument(name, **options)
+        kind = options.get("type")
+        parser.add_argument(name, **options | ({"type": any_path} if kind is Path else {}))
     argv = sys.argv[1:] if argv is None else argv
     arguments, others = parser.parse_known_args(argv)
     if others and not takes_others:

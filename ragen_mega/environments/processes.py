@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
 from ragen_mega.environments.protocol import STEP_INFO, Observation, StepResult
@@ -117,6 +118,7 @@ def _host(num_processes: int) -> _Host:
 
 def _serve(pipe: Connection) -> None:
     """Answer requests, in the host, until the other end is gone."""
+    guard_outputs(is_needed=False)  # an environment may print
     environments: dict[int, Any] = {}
     while True:
         try:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from shlex import quote
 
 from ragen_mega.config.recorded import beside
 from ragen_mega.models.families import find_family
@@ -127,7 +128,8 @@ def _read_config(flag: str, path: Path) -> dict:
         if (path / "state.json").exists():
             what = (
                 f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
-                f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
+                f" ragen-mega convert --from {quote(str(path))} --to DIRECTORY --format"
+                " huggingface"
             )
         elif any(path.glob("step_*/state.json")):
             what = f"holds the checkpoints of a run; give {path.parent / 'huggingface'}"

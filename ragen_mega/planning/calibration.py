@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data import distributed
-from ragen_mega.data.launcher import PROGRAM, run_ranks
+from ragen_mega.data.launcher import PROGRAM, num_processors, run_ranks
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE, Constants, Hardware, Machine
@@ -259,7 +259,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     """Measure this machine; returns it and the readings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, itemsize = (torch.bfloat16, 2) if device == "cuda" else (torch.float32, 4)
-    cores = 0 if device == "cuda" else len(os.sched_getaffinity(0))
+    cores = 0 if device == "cuda" else num_processors()
     if cores:  # a rank is a core
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.data import distributed
+from ragen_mega.data.paths import expanded
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
@@ -87,6 +88,7 @@ def evaluate_sets(
             f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
+    load, boards = expanded(str(load)), boards and expanded(boards)
     distributed.start()
     console = Console(is_writer=distributed.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
@@ -94,7 +96,7 @@ def evaluate_sets(
     recorded = read_recorded(Path(load)) if is_run else None
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
     if not is_run:
-        directory = local_directory(str(load))
+        directory = local_directory(load)
     reader = open_model(directory)
     sets = {}
     for name, config in settings.items():

@@ -485,7 +485,7 @@ class Run:
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
         self.console.say(f"run directory: {self.logger.directory}")
-        self.console.say(f"to read it: {command_line(f'view {self.logger.directory}')}")
+        self.console.say(f"to read it: {command_line('view', self.logger.directory)}")
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:

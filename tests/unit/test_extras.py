@@ -8,7 +8,8 @@ from packaging.requirements import Requirement
 
 from ragen_mega.data.extras import EXTRAS
 
-BLOCKED = [module for modules in EXTRAS.values() for module in modules]
+MODULES = {extra: [use.split(":")[0].split(".")[0] for use in uses] for extra, uses in EXTRAS.items()}
+BLOCKED = [module for modules in MODULES.values() for module in modules]
 WITHOUT = f"""
 import sys
 for module in {BLOCKED}:
@@ -26,7 +27,7 @@ def without_extras(code: str) -> str:
 def test_every_extra_installs_its_modules_and_the_default_installation_none():
     names = {"Stemmer": "PyStemmer"}
     declared = [Requirement(text) for text in requires("ragen-mega")]
-    for extra, modules in EXTRAS.items():
+    for extra, modules in MODULES.items():
         for module in modules:
             name = names.get(module, module)
             markers = [one.marker for one in declared if one.name.lower() == name.lower()]

@@ -13,6 +13,7 @@ from ragen_mega.config.sections.section import (
     Natural,
     NonNegative,
     OnlyWith,
+    PathName,
     Section,
 )
 from ragen_mega.environments.protocol import Budget
@@ -87,7 +88,7 @@ class EnvironmentConfig(Section):
     the form of an answer: first turns of scripted play, on seeds of their own.
     """
     prompt_examples_file: Annotated[
-        str | None, OnlyWith("prompt_examples", "--prompt-examples 2")
+        PathName | None, OnlyWith("prompt_examples", "--prompt-examples 2")
     ] = None
     """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
     ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ragen_mega.config.sections.section import Bounds, Count, OnlyWith, Section
+from ragen_mega.config.sections.section import Bounds, Count, OnlyWith, PathName, Section
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
     """Model that is trained, loaded or built."""
 
-    load: str | None = None
+    load: PathName | None = None
     """Model to start from: a directory in Hugging Face's format, a .gguf file, or a name on the
     hub. Without it a small Qwen2 is built and warm-started.
     """
-    critic_load: str | None = None
+    critic_load: PathName | None = None
     """Model that the critic starts from, named as by --load (default: what the policy starts
     from).
     """

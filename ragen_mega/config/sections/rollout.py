@@ -4,7 +4,15 @@ import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ragen_mega.config.sections.section import BelowOne, Count, Natural, OnlyWith, Positive, Section
+from ragen_mega.config.sections.section import (
+    BelowOne,
+    Count,
+    Natural,
+    OnlyWith,
+    PathName,
+    Positive,
+    Section,
+)
 
 _SERVER = OnlyWith("rollout_engine", "--rollout-engine sglang")
 _SEPARATE = OnlyWith("placement", "--placement separate --rollout-ranks 1")
@@ -42,7 +50,7 @@ class RolloutConfig(Section):
     """Engine that samples: `embedded` decodes in this process with a key-value cache per
     trajectory; `sglang` is a server of this rank or of several, kept between rollouts.
     """
-    sglang_python: Annotated[str | None, _SERVER] = None
+    sglang_python: Annotated[PathName | None, _SERVER] = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
     """

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
+from ragen_mega.data.paths import expanded
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -36,10 +38,16 @@ class OnlyWith:
     """Values of the setting with which it has one; none are named: all but the default."""
 
 
+@dataclass(frozen=True)
+class PathOf:
+    """Mark of a setting that is a path, whose `~` becomes the home directory."""
+
+
 Count = Annotated[int, Bounds("at least 1", 1)]
 Natural = Annotated[int, Bounds("at least 0", 0)]
 Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
 NonNegative = Annotated[float, Bounds("at least 0", 0)]
+PathName = Annotated[str, PathOf()]
 Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
 BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]
 Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
@@ -49,9 +57,12 @@ class Section:
     """A section of the configuration, checked when it is built."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that is not finite or out of bounds, for a field that does
-        nothing, and for a broken rule.
+        """Expand paths. Raise ValueError for a path without a home directory, for a number that is
+        not finite or out of bounds, for a field that does nothing, and for a broken rule.
         """
+        for name in _declared(type(self), PathOf):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, expanded(path))
         bounds = _declared(type(self), Bounds)
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):

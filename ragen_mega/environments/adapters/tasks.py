@@ -15,6 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
+from ragen_mega.data.paths import expanded
 from ragen_mega.data.registry import Registry
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
@@ -196,6 +197,7 @@ def read_rows(path: str) -> tuple[dict[str, Any], ...]:
 
 def _file(path: str) -> _File:
     try:
+        path = expanded(path)
         found = Path(path).stat()
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
@@ -239,7 +241,7 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(path: str) -> list[dict[str, Any]]:
-    parquet = required("pyarrow.parquet", "parquet", purpose="files in parquet")
+    parquet = required("pyarrow.parquet:read_table", "parquet", purpose="files in parquet")
     try:
         return parquet.read_table(path).to_pylist()
     except ValueError as error:
