@@ -106,8 +106,9 @@ def command(
                 status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
             except (ValueError, OSError, FloatingPointError) as error:
                 from ragen_mega.report.console import fail
+                from ragen_mega.storage.integrity import describe_error
 
-                fail(str(error))
+                fail(describe_error(error) if isinstance(error, OSError) else str(error))
             if status:
                 raise SystemExit(status)
 

@@ -1,6 +1,9 @@
-"""Paths as users write them: in flags, files of flags, studies and environment variables."""
+"""Paths as users write them, in flags, files and environment variables, and as errors name them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def expanded(path: str) -> str:
@@ -15,3 +18,23 @@ def expanded(path: str) -> str:
             f" directory; write the whole path, or ./{path} for a folder of that name"
         )
     return whole
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name a path in errors of the operating system within the block: Python leaves it out where
+    reading or writing fails, and not opening.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def dangling(path: str) -> str | None:
+    """Return what is wrong with a path that is a link to nothing; None for any other."""
+    if not os.path.islink(path) or os.path.exists(path):
+        return None
+    return f"{path} is a link to {os.readlink(path)}, which does not exist"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
@@ -408,7 +408,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         returns_routes=config.train.routing_replay == "engine",
-        random_seed=config.train.seed + rank,
+        random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
@@ -428,7 +428,8 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
-        check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
+        load_tokenizer(str(local_directory(config.model.load)))
+        check_context(config, hf)
     return fit_memory(config, ModelShape.of(hf))
 
 
@@ -444,20 +445,8 @@ def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
     return config
 
 
-def check_loaded(
-    config: StarPOConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise ValueError where the loaded model has no row for a token, or no position for the
-    context.
-    """
-    last = max(tokenizer.get_vocab().values())
-    if last >= hf.vocab_size:
-        token = tokenizer.convert_ids_to_tokens(last)
-        raise ValueError(
-            f"the tokenizer of {config.model.load} has the id {last} ({token}), and the embedding"
-            f" {hf.vocab_size} rows (vocab_size in config.json); copy the tokenizer that belongs to"
-            " the model"
-        )
+def check_context(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError where the loaded model has no position for the context."""
     if config.rollout.max_context_length > hf.max_position_embeddings:
         raise ValueError(
             f"max_context_length ({config.rollout.max_context_length}) must be at most"

@@ -27,6 +27,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.report.console import fail
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import (
     BASE,
     WARM_START,
@@ -237,6 +238,8 @@ def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> st
         check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
     except Finished as done:
         return str(done)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        fail(describe_error(error))
+    except ValueError as error:
         fail(str(error))
     return None

@@ -170,7 +170,10 @@ REFUSED: dict[str, tuple] = {
         ),
         "rope_parameters",
     ),  # fmt: skip
-    "rope without a base": (edit_config(rope_parameters=None, rope_theta=None), "rope_parameters"),
+    "rope without a base": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": None}),
+        "rope_parameters",
+    ),
     "type that is none": (edit_config(dtype="bf16"), "cannot read a model configuration from"),
     "no causal mask": (edit_config(is_causal=False), "is_causal in config.json must be true"),
     "layers of their own": (

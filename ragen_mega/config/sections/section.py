@@ -11,6 +11,7 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
 from ragen_mega.data.paths import expanded
+from ragen_mega.environments.protocol import MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,12 @@ class Bounds:
     high: float = math.inf
     is_open: bool = False
     """Whether `low` itself is excluded."""
+    is_whole: bool = False
+    """Whether only whole numbers lie in it."""
 
     def __contains__(self, value: float) -> bool:
+        if self.is_whole and type(value) is not int:
+            return False
         return (self.low < value if self.is_open else self.low <= value) and value <= self.high
 
 
@@ -47,6 +52,7 @@ Count = Annotated[int, Bounds("at least 1", 1)]
 Natural = Annotated[int, Bounds("at least 0", 0)]
 Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
 NonNegative = Annotated[float, Bounds("at least 0", 0)]
+Seed = Annotated[int, Bounds("a whole number from 0 to 2**63 - 1", 0, MAX_SEED, is_whole=True)]
 PathName = Annotated[str, PathOf()]
 Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
 BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]

@@ -11,6 +11,7 @@ from ragen_mega.config.sections.section import (
     Positive,
     Probability,
     Section,
+    Seed,
 )
 
 _TUNED = OnlyWith("sft_steps", "--sft-steps 200")
@@ -58,7 +59,7 @@ class WarmStartConfig(Section):
     """
     warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
-    warm_start_seed: Natural | None = None
+    warm_start_seed: Seed | None = None
     """Seed of the small model's first weights and of the minibatches that it is taught with
     (default: that of --seed), so that runs of several seeds can begin alike.
     """
