@@ -48,7 +48,10 @@ from ragen_mega.studies.runs import (
 
 @command(
     __doc__,
-    ("study", {"nargs": "?", "type": name_or_path, "help": "name that --list shows, or a .toml file"}),
+    (
+        "study",
+        {"nargs": "?", "type": name_or_path, "help": "name that --list shows, or a .toml file"},
+    ),
     flag("--list", "name the studies", False),
     flag(
         "--preset",

@@ -62,7 +62,9 @@ def _family_config(directory: str, values: Mapping[str, Any]) -> PretrainedConfi
     those of one model of the family.
     """
     shape = ModelShape.from_config(values)
-    stated = {name: value for name, value in values.items() if name not in _ABSENT or value is not None}
+    stated = {
+        name: value for name, value in values.items() if name not in _ABSENT or value is not None
+    }
     kind = stated.pop("model_type")
     hf = AutoConfig.for_model(kind, **stated, name_or_path=directory)
     hf.num_key_value_heads = shape.num_kv_heads
@@ -91,9 +93,7 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    """Return its tokenizer. Raises ValueError if there is none, if it has no chat template, or if
-    the model of the directory has no row for one of its tokens.
-    """
+    """Return its tokenizer. Raises ValueError if there is none or it has no chat template."""
     # transformers makes up an empty one from config.json alone.
     if Path(directory).is_dir() and not any(Path(directory, name).exists() for name in _TOKENIZER):
         raise ValueError(
@@ -108,15 +108,6 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"the tokenizer in {directory} has no chat template; load an Instruct checkpoint"
         )
-    last = max(tokenizer.get_vocab().values())
-    if Path(directory, "config.json").exists():
-        rows = load_config(directory).vocab_size
-        if last >= rows:
-            raise ValueError(
-                f"the tokenizer of {directory} has the id {last}"
-                f" ({tokenizer.convert_ids_to_tokens(last)}), and the embedding {rows} rows"
-                " (vocab_size in config.json); copy the tokenizer that belongs to the model"
-            )
     return tokenizer
 
 

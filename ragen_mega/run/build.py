@@ -29,7 +29,7 @@ from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
-from ragen_mega.models.huggingface import load_config, load_tokenizer
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -428,7 +428,7 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
-        load_tokenizer(str(local_directory(config.model.load)))
+        load_renderer(str(local_directory(config.model.load)), think=config.environment.think)
         check_context(config, hf)
     return fit_memory(config, ModelShape.of(hf))
 

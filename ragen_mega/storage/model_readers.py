@@ -43,7 +43,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\."
 )
-"""What DistributedDataParallel, torch.compile, FSDP and PEFT put into names."""
+"""Parts of names that DistributedDataParallel, torch.compile, FSDP and PEFT put in."""
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers in old checkpoints that follow from config.json."""
 

@@ -85,7 +85,7 @@ def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
     for path in (directory, *directory.parents):
         if problem := dangling(str(path)):
             raise ValueError(
-                f"run directory {directory}: {problem}; make that folder, or choose another --output"
+                f"run directory {directory}: {problem}; make that folder or choose another --output"
             )
         if path.exists() and not path.is_dir():
             raise ValueError(
