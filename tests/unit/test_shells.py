@@ -1,5 +1,5 @@
 """What a shell, a scheduler or a container hands over: homes in paths, copies of the process,
-threads and processors, outputs without a reader, links to nothing, a working directory that is gone.
+threads, processors, outputs without a reader, links to nothing, a lost working directory.
 """
 
 import argparse
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.commands.command_line import flag, parse as parse_flags, target
+from ragen_mega.commands.command_line import flag, target
+from ragen_mega.commands.command_line import parse as parse_flags
 from ragen_mega.config import EvaluationConfig, StarPOConfig, parse
 from ragen_mega.config.cli import split_resumed
 from ragen_mega.data import launcher
@@ -270,7 +271,7 @@ def test_errors_of_reading_and_writing_name_the_file(
 def test_printed_commands_can_be_pasted(tmp_path: Path) -> None:
     name = tmp_path / "it's a run; rm x"
     words = subprocess.run(
-        ["bash", "-c", f"ragen-mega() {{ printf '%s\\n' \"$@\"; }}; source() {{ :; }}\n"
+        ["bash", "-c", "ragen-mega() { printf '%s\\n' \"$@\"; }; source() { :; }\n"
          + command_line("view", name)], capture_output=True, text=True, check=True
     ).stdout.splitlines()  # fmt: skip
     assert words == ["view", str(name)]
