@@ -55,8 +55,11 @@ def is_rank() -> bool:
 def forget_foreign_ranks() -> None:
     """Remove from the environment what a platform says of ranks, unless torchrun said it.
 
-    Raises ValueError where that promises other ranks, for which this process would wait in vain.
+    Raises ValueError where that promises other ranks, for which this process would wait in vain,
+    and for a copy of a job of one node.
     """
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        refuse_copies()
     if is_rank():
         return
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
@@ -66,7 +69,6 @@ def forget_foreign_ranks() -> None:
             " this process; unset both, or start ranks by torchrun, ragen-mega launch or"
             " examples/pretrain_starpo.sh"
         )
-    refuse_copies()
     for name in _OF_A_RANK:
         os.environ.pop(name, None)
 
@@ -102,7 +104,7 @@ def check_process() -> None:
     """
     try:
         os.getcwd()
-    except FileNotFoundError:
+    except OSError:
         raise ValueError(
             "the working directory does not exist any more (deleted, moved or unmounted); cd to"
             " another directory"

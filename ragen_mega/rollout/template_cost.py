@@ -2,7 +2,7 @@
 but neither its time nor its memory. It is tried first in a process that has bounds.
 """
 
-import os
+import multiprocessing
 import resource
 import signal
 import warnings
@@ -24,12 +24,13 @@ def check_cost(template: str, renderings: Iterable[Callable[[], object]]) -> Non
     """
     if template in _cheap:
         return
-    with warnings.catch_warnings():  # of threads, which the child does without
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()  # a new interpreter would import for seconds
-    if child == 0:
-        _render(renderings)
-    end = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # A new interpreter would import for seconds; other threads are of no use to the child.
+    child = multiprocessing.get_context("fork").Process(target=_render, args=(renderings,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child.start()
+    child.join()
+    end = child.exitcode
     if end == -signal.SIGXCPU:
         what = f"more than {_SECONDS} s"
     elif end == _OUT_OF_MEMORY:
@@ -46,22 +47,15 @@ def check_cost(template: str, renderings: Iterable[Callable[[], object]]) -> Non
 
 
 def _render(renderings: Iterable[Callable[[], object]]) -> None:
-    """Do the work of the child, and end it."""
-    code = 1
+    """Render within the bounds, in the child."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: _SECONDS}
+    for kind, value in (limits | {resource.RLIMIT_AS: used + _BYTES}).items():
+        _, most = resource.getrlimit(kind)
+        resource.setrlimit(kind, (value if most < 0 else min(value, most), most))
     try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        for kind, value in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, _SECONDS),
-            (resource.RLIMIT_AS, used + _BYTES),
-        ):
-            _, most = resource.getrlimit(kind)
-            resource.setrlimit(kind, (value if most < 0 else min(value, most), most))
         for render in renderings:
             with suppress(ValueError):
                 render()
-        code = 0
     except MemoryError:
-        code = _OUT_OF_MEMORY
-    finally:
-        os._exit(code)
+        raise SystemExit(_OUT_OF_MEMORY) from None

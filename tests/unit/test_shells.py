@@ -87,6 +87,8 @@ COPIES = {
     "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3"},
     "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2"},
     "PMIx": {"PMIX_RANK": "1"},
+    "a torchrun in each task": SLURM
+    | {"SLURM_STEP_NUM_TASKS": "2", "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"},
     "jsrun": {"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"},
 }
 ALONE = {
@@ -97,14 +99,17 @@ ALONE = {
     "srun of one": SLURM | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     "mpirun of one": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
     "no number": {"PMI_SIZE": "", "PMI_RANK": "many"},
-    "a rank of torchrun": COPIES["srun"] | {"TORCHELASTIC_RUN_ID": "none", "RANK": "1"},
+    "a rank of torchrun": COPIES["srun"]
+    | {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "GROUP_WORLD_SIZE": "2"},
 }
 
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [*os.environ]:
-        if name.startswith(("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "WORLD_SIZE")):
+        if name.startswith(
+            ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "GROUP_")
+        ):
             monkeypatch.delenv(name)
     return monkeypatch
 
