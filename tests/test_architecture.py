@@ -54,6 +54,9 @@ BROAD_EXCEPT = {
     "ragen_mega/extensions/registry.py::Registry._import": (
         "a module of the user may raise anything; the error says which name and what"
     ),
+    "ragen_mega/rollout/renderer.py::ChatRenderer._parts": (
+        "a chat template is a program of the model's maker, and its expressions raise anything"
+    ),
     "ragen_mega/models/huggingface.py::load_tokenizer": (
         "tokenizers reports a file that it cannot read, of a newer version too, as a bare Exception"
     ),

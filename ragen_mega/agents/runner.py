@@ -239,14 +239,14 @@ def import_agent(
     if in_processes:
         for name in _VARIABLES:
             os.environ.setdefault(name, _NOWHERE if name.endswith("URL") else "none")
-    for server in ("starlette", "uvicorn"):
+    for server in ("starlette.applications:Starlette", "uvicorn:Server"):
         required(server, "agents", purpose="agents")
     if "://" in agent:
         return None, False
     function = AGENTS.get(agent)
     takes_client = _takes_client(agent, function)
     if takes_client:
-        completions = "openai.resources.chat.completions"
+        completions = "openai.resources.chat.completions:AsyncCompletions"
         required(completions, "agents", purpose="agents that take a client")
     return function, takes_client
 
@@ -269,7 +269,7 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
     """Return a client of OpenAI's for the door alone: no proxy, certificates or time limit of its
     own, for a call waits as long as its episode may.
     """
-    openai = required("openai", "agents")
+    openai = required("openai:AsyncOpenAI", "agents")
     http = getattr(openai, transport)(verify=False, trust_env=False, timeout=None)
     return getattr(openai, kind)(base_url=base_url, api_key=api_key, timeout=None, http_client=http)
 

@@ -26,7 +26,7 @@ FLAGS = (
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    required("openenv.core", "openenv")
+    required("openenv.core:GenericEnvClient", "openenv")
     import uvicorn
     from fastapi import WebSocketDisconnect
 

@@ -21,6 +21,7 @@ from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
+from ragen_mega.data.paths import expanded
 from ragen_mega.environments.registry import declares
 from ragen_mega.extensions.registry import did_you_mean
 
@@ -190,7 +191,7 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     found, rest = _take(argv, "--recipe")
     name = found.get("recipe")
     if name is not None or default != DEFAULT_RECIPE:
-        return default if name is None else name, rest
+        return default if name is None else expanded(name), rest
     if _value("--load", rest):
         return "none", rest
     about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
@@ -207,7 +208,7 @@ def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     found, rest = _take(argv, "--resume")
     run = found.get("resume")
-    return (Path(run), rest) if run else (None, [*argv])
+    return (Path(expanded(run)), rest) if run else (None, [*argv])
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from ragen_mega.config.sections.agent import is_agent
+from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
 from ragen_mega.environments.protocol import STEP_INFO, Environment, Observation, StepResult
@@ -183,6 +184,7 @@ def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
     """Answer requests, in the host, until the other end is gone."""
     os.environ.update(variables)
     _lead_family(pipe)
+    guard_outputs(is_needed=False)  # an environment may print
     environments: dict[int, Any] = {}
     while True:
         try:

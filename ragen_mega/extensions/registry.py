@@ -169,7 +169,7 @@ class Registry:
             thing = pkgutil.resolve_name(path)
         except Exception as error:
             remedy = "check the name, and that the module is installed or in the working directory"
-            if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
+            if isinstance(error, ImportError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
             known, colon, _ = name.partition(":")
             if colon and known in self.names():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -24,11 +25,11 @@ def shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(os.getcwd()) else str(path)
 
 
-def command_line(words: str) -> str:
-    """`ragen-mega WORDS` for a shell, after the activation of this environment where the shell does
-    not find the program.
+def command_line(*words: object) -> str:
+    """Return `ragen-mega WORDS`, quoted for a shell, after the activation of this environment where
+    the shell does not find the program.
     """
     activate = Path(sys.executable).with_name("activate")
     is_found = shutil.which("ragen-mega") is not None or not activate.exists()
-    before = "" if is_found else f"source {shown(activate)}; "
-    return f"{before}ragen-mega {words}"
+    before = "" if is_found else f"source {shlex.quote(shown(activate))}; "
+    return before + shlex.join(["ragen-mega", *map(str, words)])

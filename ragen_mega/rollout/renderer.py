@@ -10,7 +10,9 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,7 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ragen_mega.environments.episode import quote
 from ragen_mega.environments.protocol import CUT, TAG, Message
-from ragen_mega.models.huggingface import load_tokenizer, stop_tokens
+from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.models.huggingface import load_config, load_tokenizer, stop_tokens
+from ragen_mega.rollout.template_cost import check_cost
 
 _THINK = "<think>"
 _BRACKETED = re.compile(r"<[^<>\s]+>")
@@ -29,6 +33,13 @@ _DAY = "26 Jul 2024"
 on tomorrow. They take this one where they have no clock.
 """
 _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
+_COSTS: tuple[tuple[Any, ...], ...] = (
+    (_PROBES[:1],),
+    ((Message("system", "rule"), *_PROBES[:1]),),
+    ((_PROBES[0], Message("assistant", ""), _PROBES[1]),),
+    (_PROBES[:1], [function_tool("look", "look around", {"type": "object", "properties": {}})]),
+)
+"""Messages, and tools, by which a template's cost is told."""
 
 
 class _Remembered:
@@ -77,6 +88,7 @@ class ChatRenderer:
         self._hidden = frozenset(tokenizer.convert_tokens_to_ids(sorted(special & controls)))
         longest_first = sorted({*controls, _ANSWER}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
+        check_cost(str(tokenizer.chat_template), [partial(self._parts, *probe) for probe in _COSTS])
         history, _ = self._parts(_answered(_PROBES[1]))
         # With which the template itself begins an answer, and which a history lacks.
         self._opened = self._text(_PROBES[:1]).partition(history)[2]
@@ -223,10 +235,13 @@ class ChatRenderer:
                 enable_thinking=self._think,
                 date_string=_DAY,
             )
-        except TemplateError as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             roles = ", ".join(message.role for message in messages)
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
-                f"the chat template does not take messages with the roles {roles}: {error}"
+                f"the chat template does not take messages with the roles {roles}: {kind}{error}"
             ) from error
         parts: list[str] = text.split(_ANSWER)
         if len(parts) != 1 + sum(map(_is_answer, messages)):
@@ -252,10 +267,18 @@ class ChatRenderer:
 
 
 def load_renderer(directory: str, *, think: bool) -> ChatRenderer:
-    """Return the renderer of a model's directory. Raises ValueError as `ChatRenderer` does, and for
-    a file that cannot be read.
+    """Return the renderer of a model's directory. Raises ValueError as `ChatRenderer` does, for a
+    file that cannot be read, and for a token for which the model has no row.
     """
-    return ChatRenderer(load_tokenizer(directory), think=think, stops=stop_tokens(directory))
+    tokenizer, config = load_tokenizer(directory), Path(directory, "config.json")
+    last = max(tokenizer.get_vocab().values())
+    if config.exists() and last >= (rows := load_config(directory).vocab_size):
+        raise ValueError(
+            f"the tokenizer of {directory} has the id {last}"
+            f" ({tokenizer.convert_ids_to_tokens(last)}), and the embedding {rows} rows"
+            " (vocab_size in config.json); copy the tokenizer that belongs to the model"
+        )
+    return ChatRenderer(tokenizer, think=think, stops=stop_tokens(directory))
 
 
 def _is_answer(message: Message) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
@@ -28,7 +28,7 @@ from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
-from ragen_mega.models.huggingface import load_config, load_tokenizer
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -395,7 +395,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         returns_routes=config.train.routing_replay == "engine",
-        random_seed=config.train.seed + rank,
+        random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
@@ -415,7 +415,8 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
-        check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
+        load_renderer(str(local_directory(config.model.load)), think=config.environment.think)
+        check_context(config, hf)
     return fit_memory(config, ModelShape.of(hf))
 
 
@@ -431,20 +432,8 @@ def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
     return config
 
 
-def check_loaded(
-    config: StarPOConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise ValueError where the loaded model has no row for a token, or no position for the
-    context.
-    """
-    last = max(tokenizer.get_vocab().values())
-    if last >= hf.vocab_size:
-        token = tokenizer.convert_ids_to_tokens(last)
-        raise ValueError(
-            f"the tokenizer of {config.model.load} has the id {last} ({token}), and the embedding"
-            f" {hf.vocab_size} rows (vocab_size in config.json); copy the tokenizer that belongs to"
-            " the model"
-        )
+def check_context(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError where the loaded model has no position for the context."""
     if config.rollout.max_context_length > hf.max_position_embeddings:
         raise ValueError(
             f"max_context_length ({config.rollout.max_context_length}) must be at most"

@@ -2,7 +2,6 @@
 again, and `build` does so for callers from Python.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,10 +21,12 @@ from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.processes import builder
+from ragen_mega.extensions.extras import is_found, lack
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.report.console import fail
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import (
     BASE,
     WARM_START,
@@ -67,16 +68,16 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     asked = (
         config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"
     )
-    if asked and importlib.util.find_spec("transformer_engine") is None:
+    if asked and not is_found("transformer_engine"):
         raise ValueError(
             f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
             " needs Transformer Engine, which is not installed; drop them, or pip install"
             " --no-build-isolation -e '.[h100]' on a machine with GPUs"
         )
-    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+    if config.logging.wandb_project is not None and (reason := lack("wandb:init")):
         raise ValueError(
-            f"wandb_project {config.logging.wandb_project} needs the package wandb, which is not"
-            " installed; run pip install wandb or drop --wandb-project"
+            f"wandb_project {config.logging.wandb_project} needs the package wandb, which {reason};"
+            " run pip install wandb or drop --wandb-project"
         )
     check_directory(
         config.run_directory,
@@ -219,7 +220,11 @@ def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_sglang(python: str | None) -> None:
     remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh makes"
-    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    # A folder without code has no origin.
+    program = (
+        "import importlib.util, sys;"
+        "sys.exit(getattr(importlib.util.find_spec('sglang'), 'origin', None) is None)"
+    )
     try:
         done = subprocess.run([python or sys.executable, "-c", program], capture_output=True)
     except OSError as error:
@@ -244,6 +249,8 @@ def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> st
         check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
     except Finished as done:
         return str(done)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        fail(describe_error(error))
+    except ValueError as error:
         fail(str(error))
     return None

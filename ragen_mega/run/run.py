@@ -480,7 +480,7 @@ class Run:
         self.console.evaluations("evaluation", results)
         directory = shown(self.logger.directory)
         self.console.say(f"run directory: {directory}")
-        self.console.say(f"to read it: {command_line(f'view {directory}')}")
+        self.console.say(f"to read it: {command_line('view', directory)}")
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:

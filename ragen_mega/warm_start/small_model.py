@@ -119,6 +119,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
     hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     hf.bos_token_id = None
+    hf.max_position_embeddings = max(hf.max_position_embeddings, config.rollout.max_context_length)
     weights = random_weights(hf, config.seed_of_warm_start)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 

@@ -15,7 +15,7 @@ from ragen_mega.config.sections.section import (
     Natural,
     NonNegative,
     OnlyWith,
-    PathOf,
+    PathName,
     Section,
 )
 from ragen_mega.environments.protocol import Budget
@@ -91,7 +91,7 @@ class EnvironmentConfig(Section):
     where answers are names of actions, else the whole episode.
     """
     prompt_examples_file: Annotated[
-        str | None, OnlyWith("prompt_examples", "--prompt-examples 2"), PathOf()
+        PathName | None, OnlyWith("prompt_examples", "--prompt-examples 2")
     ] = None
     """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
     ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of

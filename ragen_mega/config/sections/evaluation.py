@@ -1,9 +1,8 @@
 """Flags of evaluations."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from ragen_mega.config.sections.section import Count, Natural, NonNegative, PathOf, Section
+from ragen_mega.config.sections.section import Count, Natural, NonNegative, PathName, Section
 
 
 @dataclass(frozen=True)
@@ -18,5 +17,5 @@ class EvaluationConfig(Section):
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
     eval_temperature: NonNegative = 0.5
     """Sampling temperature of evaluation."""
-    boards: Annotated[str | None, PathOf()] = None
+    boards: PathName | None = None
     """Boards file to evaluate on instead of the packaged one."""

@@ -1,10 +1,9 @@
 """Flags of a run's directory and of its logs."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from ragen_mega.algorithm.tables import METRICS
-from ragen_mega.config.sections.section import Natural, PathOf, Section
+from ragen_mega.config.sections.section import Natural, PathName, Section
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class LoggingConfig(Section):
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
     """
-    output: Annotated[str, PathOf()] = "runs"
+    output: PathName = "runs"
     """Directory of all runs."""
     recipe: str = "none"
     """The recipe that the flags began with, for the record."""

@@ -219,7 +219,13 @@ class _Session:
         if _is_url(self._server):
             transport = streamable_http_client(self._server)
         else:
-            launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
+            launch = [
+                "-I",
+                "-S",
+                "-c",
+                _LAUNCH,
+                *map(os.path.expanduser, shlex.split(self._server)),
+            ]
             program = StdioServerParameters(
                 command=sys.executable,
                 args=launch,

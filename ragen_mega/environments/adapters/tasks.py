@@ -24,6 +24,7 @@ from uuid import UUID
 
 import numpy as np
 
+from ragen_mega.data.paths import expanded
 from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
@@ -309,6 +310,7 @@ class _Copies(Sequence[dict[str, Any]]):
 
 def _file(path: str) -> _File:
     try:
+        path = expanded(path)
         found = Path(path).stat()
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
@@ -356,7 +358,7 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    parquet = required("pyarrow.parquet", "parquet", purpose="files in parquet")
+    parquet = required("pyarrow.parquet:read_table", "parquet", purpose="files in parquet")
     remedy = "write it anew, or as JSON, one object a line, in a file that ends in .jsonl"
     try:
         table = parquet.read_table(path)
