@@ -18,6 +18,7 @@ from ragen_mega.data.registry import Registry
 from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_refusal
 from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.tool_calls import check_tools
 
 _WORLDS = "ragen_mega.environments.worlds"
 _ADAPTERS = "ragen_mega.environments.adapters"
@@ -190,6 +191,7 @@ def _check_members(name: str, environment: Any) -> None:
                 f"every schema in tools of environment {name} must have a name, itself or under"
                 f" function; {tool!r:.60} has none"
             )
+    check_tools(getattr(environment, "tools", ()))
 
 
 def _check_signature(name: str, method: str, taken: str, function: Any) -> None:
