@@ -138,10 +138,7 @@ class CallTree:
                 return call
         new = tuple(messages[start:])
         shown = [*as_texts(new)]
-        if (
-            sum(len(each.content) + len(each.calls) for each in shown)
-            > _LONGEST_TOKEN * self._max_context
-        ):
+        if sum(len(each.text) for each in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
         call = Call(len(self.calls), role, parent, new, tools, added)

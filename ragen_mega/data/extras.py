@@ -8,7 +8,7 @@ EXTRAS = {
     "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
     "gymnasium": ("gymnasium",),
     "agents": ("openai", "starlette", "uvicorn"),
-    "mcp": ("mcp", "jsonschema"),
+    "mcp": ("mcp",),
     "studies": ("matplotlib", "scipy"),
     "verifiers": ("verifiers",),
 }

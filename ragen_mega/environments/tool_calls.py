@@ -154,8 +154,8 @@ class CallForm:
             calls, around = HERMES.split(text)
         except ValueError:  # a malformed call is text
             return text
-        told = [each for call in calls for each in (call["name"], _letters(call["arguments"]))]
-        return "\n".join([*filter(None, [around.strip()]), self.write(*told)])
+        texts = [each for call in calls for each in (call["name"], _letters(call["arguments"]))]
+        return "\n".join([*filter(None, [around.strip()]), self.write(*texts)])
 
     def to_hermes(self, text: str) -> str:
         """Return an answer with its calls as environments read them; a malformed one stays so."""
@@ -198,8 +198,9 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
     named = {function["name"]: function.get("parameters") for function in functions}
     for call in found if tools else ():
         if call["name"] not in named:
+            known = ", ".join(named)
             raise WrongCall(
-                f"there is no tool {call['name']!r:.60}, only {', '.join(named):.{_LONGEST_PROBLEM}}"
+                f"there is no tool {call['name']!r:.60}, only {known:.{_LONGEST_PROBLEM}}"
             )
         if problem := _problem(call["arguments"], named[call["name"]]):
             raise WrongCall(f"tool {call['name']}: {problem}")
@@ -348,7 +349,7 @@ def _matches(expression: str, text: str) -> bool:
 
 
 def _object(text: str, start: int, what: str = "a tool call") -> tuple[Any, int]:
-    """Return the JSON value that begins at a place of a text, and its end. Raises UnreadableCall."""
+    """Return the JSON value at a place of a text, and its end. Raises UnreadableCall."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if is_deep(value):

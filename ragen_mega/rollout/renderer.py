@@ -207,7 +207,7 @@ class ChatRenderer:
         chat = [user, said | ({"tool_calls": calls} if calls else {}), user]
         try:
             return self._rendered(chat, [_PROBE_TOOL])
-        except Exception:  # a template is a program
+        except ValueError:
             return None
 
     def read_answer(self, tokens: Sequence[int], tools: object) -> str:
@@ -295,13 +295,7 @@ class ChatRenderer:
             | ({"name": self._cut(message.name)} if message.name else {})
             for message in messages
         ]
-        try:
-            text = self._rendered(conversation, tools)
-        except Exception as error:  # a template is a program
-            roles = ", ".join(message.role for message in messages)
-            raise ValueError(
-                f"the chat template does not take messages with the roles {roles}: {error}"
-            ) from error
+        text = self._rendered(conversation, tools)
         parts: list[str] = text.split(_ANSWER)
         if len(parts) != 1 + sum(map(_is_answer, messages)):
             raise ValueError(
@@ -311,14 +305,21 @@ class ChatRenderer:
         return parts
 
     def _rendered(self, conversation: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        return self.tokenizer.apply_chat_template(
-            conversation,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self._think,
-            date_string=_DAY,
-        )
+        """Return the template's text. Raises ValueError if it fails, which is a program."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self._think,
+                date_string=_DAY,
+            )
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise ValueError(
+                f"the chat template does not take messages with the roles {roles}: {error}"
+            ) from error
 
     def _told(self, content: str) -> str:
         """Return a content, cut, in which a format of calls is the template's."""

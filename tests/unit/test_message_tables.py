@@ -318,7 +318,7 @@ def test_a_body_that_no_prompt_can_hold_is_refused(body, said):
     with pytest.raises(RequestError, match=said) as caught:
         read_body(body.encode())
     assert len(str(caught.value)) < 200
-    assert read_body('{"a": "\\ud83d\\ude00"}'.encode()) == {"a": "\U0001f600"}
+    assert read_body(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
 
 
 THOUGHTS = ["because", "", "therefore"]

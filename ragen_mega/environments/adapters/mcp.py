@@ -293,10 +293,14 @@ async def _ask_for_tools(server: str) -> list[Any]:
 
 async def _answers(client: Any) -> bool:
     """Return whether the server of a client still answers."""
+    from anyio import BrokenResourceError, ClosedResourceError
+    from mcp import MCPError
+
+    broken = (MCPError, OSError, RuntimeError, ValueError, BrokenResourceError, ClosedResourceError)
     try:
         async with asyncio.timeout(_SECONDS_TO_LIST):
             await client.list_tools()
-    except Exception:
+    except broken:
         return False
     return True
 
