@@ -14,6 +14,7 @@ from typing import Any
 
 from ragen_mega.data.scalars import as_number
 from ragen_mega.environments import event_loop
+from ragen_mega.environments.messages import ChatMessage, Given, as_texts, paired, read_message
 from ragen_mega.environments.protocol import (
     STEP_INFO,
     Environment,
@@ -142,6 +143,11 @@ def _observation(method: str, observation: Any) -> Observation:
     """Return a text unchanged; messages, in any accepted form, as a tuple of `Message`."""
     if isinstance(observation, str):
         return _text(method, observation)
+    parts = observation if isinstance(observation, (list, tuple)) else ()
+    if any(isinstance(part, Mapping) for part in parts) and not any(
+        isinstance(part, str) for part in parts
+    ):
+        observation = _read(method, parts)
     pairs = list(map(_pair, observation)) if isinstance(observation, (list, tuple)) else []
     if not pairs or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         raise TypeError(
@@ -154,16 +160,33 @@ def _observation(method: str, observation: Any) -> Observation:
                 f"a message of {method} must have one of the roles {', '.join(ROLES)}, not"
                 f" {role!r:.60}; the policy's answers are added for it"
             )
-    return tuple(Message(role, _text(method, content)) for role, content in pairs)
+    for _, content in pairs:
+        _text(method, content)
+    return tuple(
+        each if isinstance(each, Message) else Message(*pair)
+        for each, pair in zip(observation, pairs, strict=True)
+    )
+
+
+def _read(method: str, observation: Sequence[Any]) -> list[Any]:
+    """Return messages of which the mappings are read as chat completions has them, with results
+    of tools behind the calls that they are of. Earlier calls were the policy's.
+    """
+    found = []
+    for place, message in enumerate(observation):
+        where = f"message {place} of {method}"
+        if isinstance(message, (list, tuple)) and len(message) == 2:
+            message = dict(zip(("role", "content"), message, strict=True))
+        if isinstance(message, Message):
+            found.append(Given(where, ChatMessage(message.role, message.text, name=message.name)))
+        else:
+            found.append(read_message(where, message))
+    return [*as_texts(paired(found, is_whole=False))]
 
 
 def _pair(message: Any) -> Any:
-    """Return the role and content of a message in any accepted form; anything else unchanged."""
-    if isinstance(message, Message):
-        return message.role, message.content
-    if isinstance(message, Mapping):
-        return message.get("role"), message.get("content")
-    return message
+    """Return the role and content of a message; anything else unchanged."""
+    return (message.role, message.content) if isinstance(message, Message) else message
 
 
 def _text(method: str, observation: Any) -> str:

@@ -399,7 +399,7 @@ def quote(text: str) -> str:
 def quoted(message: Message) -> Message:
     """Return the message of a world, quoted."""
     content = quote(message.content)
-    return message if content == message.content else Message(message.role, content)
+    return message if content == message.content else replace(message, content=content)
 
 
 def _count(number: int, noun: str) -> str:

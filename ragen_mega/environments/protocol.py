@@ -26,6 +26,15 @@ class Message:
 
     role: str
     content: str
+    name: str = ""
+    """Name of the speaker, for chat templates that write it."""
+    calls: str = ""
+    """Calls of tools behind the content, in the form that environments read."""
+
+    @property
+    def text(self) -> str:
+        """The content and the calls."""
+        return "\n".join(filter(None, (self.content, self.calls)))
 
 
 Observation = str | Sequence[Message]

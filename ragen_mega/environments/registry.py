@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_refusal
 from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.tool_calls import check_tools
 from ragen_mega.extensions.registry import Registry
 
 _WORLDS = "ragen_mega.environments.worlds"
@@ -199,6 +200,7 @@ def _check_members(name: str, environment: Any) -> None:
                 f"every schema in tools of environment {name} must have a name, itself or under"
                 f" function; {tool!r:.60} has none"
             )
+    check_tools(getattr(environment, "tools", ()))
 
 
 def _check_signature(name: str, method: str, taken: str, function: Any) -> None:

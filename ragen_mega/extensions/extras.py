@@ -10,7 +10,7 @@ EXTRAS = {
     "webshop": ("bm25s:BM25", "Stemmer:Stemmer", "rapidfuzz:fuzz", "ijson:items"),
     "gymnasium": ("gymnasium:make",),
     "agents": ("openai:AsyncOpenAI", "starlette.applications:Starlette", "uvicorn:Server"),
-    "mcp": ("mcp:Client", "jsonschema:SchemaError"),
+    "mcp": ("mcp:Client",),
     "studies": ("matplotlib:use", "scipy.stats:t"),
     "verifiers": ("verifiers.v1:TaskData",),
 }

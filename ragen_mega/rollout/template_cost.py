@@ -48,9 +48,11 @@ def check_cost(template: str, renderings: Iterable[Callable[[], object]]) -> Non
 
 def _render(renderings: Iterable[Callable[[], object]]) -> None:
     """Render within the bounds, in the child."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: _SECONDS}
-    for kind, value in (limits | {resource.RLIMIT_AS: used + _BYTES}).items():
+    if (pages := Path("/proc/self/statm")).exists():  # on Linux
+        used = int(pages.read_text().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = used + _BYTES
+    for kind, value in limits.items():
         _, most = resource.getrlimit(kind)
         resource.setrlimit(kind, (value if most < 0 else min(value, most), most))
     try:

@@ -225,7 +225,7 @@ def test_servers_that_cannot_be_used_are_one_line_at_the_start(
         ([f"{url}/no"], {}, "no' does not start .Not Found"),
         ([f"{PLAIN} 'no tools'"], {}, "must have tools, and names none"),
         ([f"{PLAIN} 'no list'"], {}, "failed in the list of tools .*should be a valid list"),
-        ([f"{PLAIN} 'no schema'"], {}, r"tool add of .* and \$\.properties\.a\.type of it is"),
+        ([f"{PLAIN} 'no schema'"], {}, r"tool add must .* and \$\.properties\.a\.type of it is"),
         ([PLAIN, f"{PLAIN} "], {}, "distinct names, and add is one of"),
         ([PLAIN], {"only": ["add", "sub"]}, "not sub; it has add"),
     ):
@@ -276,9 +276,33 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
     tools.close()
     assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
-    refusing = McpTools(f"{PLAIN} refuses")
-    assert ask(refusing, "add", a=1) == ask(refusing, "add", a=2) == "Error: no such arguments"
-    refusing.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_error_of_a_tool_is_its_answer_and_keeps_the_session(is_shared: bool) -> None:
+    """Whatever its code; the SDK uses -32000 for connections that are closed, and servers do for
+    errors of their own.
+    """
+    for code in (-32602, -32603, -32601, -32600, -32000, -32001, 7):
+        refusing = McpTools(f"{PLAIN} 'refuses {code}'", is_shared=is_shared)
+        assert ask(refusing, "add", a=1) == "Error: no such arguments"
+        (session,) = [s for s in refusing._sessions.values() if f"refuses {code}'" in s._server]
+        assert ask(refusing, "add", a=2) == "Error: no such arguments"
+        assert session in refusing._sessions.values() and not session.is_over
+        refusing.close()
+
+
+def test_a_call_that_cannot_be_sent_keeps_the_session() -> None:
+    tools = McpTools(f"{PLAIN} notifies")
+    assert ask(tools, "add", a=1) == "1 in call 1"
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    for odd in ("\ud83d", float("nan"), {1, 2}, deep):
+        assert ask(tools, "add", a=odd).startswith("Error: arguments must be valid JSON")
+    assert ask(tools, "sub", a=1) == "Error: there is no tool 'sub'"
+    assert ask(tools, "add", a=3) == "3 in call 2", "the same session"
+    tools.close()
 
 
 USE = """
@@ -338,7 +362,9 @@ def test_tasks_from_a_file_are_solved_with_tools(rows: str) -> None:
         assert said == [("tool", f"{left + 4} in call 1"), ("tool", "1 in call 2")]
         assert result.reward == 0 and not result.terminated and result.info["is_action_effective"]
         wrong = episode.respond(f"sum</think>{called(a=left, c=4)}")
-        assert not wrong.info["is_action_valid"] and "has no 'c'" in wrong.messages[0].content
+        assert (
+            not wrong.info["is_action_valid"] and "'c' was unexpected" in wrong.messages[0].content
+        )
         unread = episode.respond("sum</think>nine")
         assert not unread.info["is_format_valid"] and told in unread.messages[0].content
         right = episode.respond("sum</think>" + written.format(left + 4))

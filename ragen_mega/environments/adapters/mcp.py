@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
-from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.environments.tool_calls import check_tools, function_tool
 from ragen_mega.extensions.extras import require
 
 MAX_RESULT = 20_000
@@ -94,7 +94,10 @@ class McpTools:
         Raises TimeoutError for a call that takes too long, ConnectionError if the server does not
         start, is gone or breaks the protocol.
         """
-        text, is_error = settled(self._call(call["name"], call["arguments"]))
+        if call["name"] in self._server_of:
+            text, is_error = settled(self._call(call["name"], call["arguments"]))
+        else:
+            text, is_error = f"Error: there is no tool {call['name']!r:.60}", True
         if len(text) > self._max_result:
             text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
         return StepResult(
@@ -165,17 +168,21 @@ class _Session:
         over if the server answers no other request either.
         """
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS
+        from mcp.types import CONNECTION_CLOSED
 
         async def request(client: Any) -> tuple[str, bool]:
             try:
                 result = await client.call_tool(name, dict(arguments))
-            except MCPError as error:
-                if error.code != INVALID_PARAMS:
+            except MCPError as error:  # the SDK and servers share this code
+                if error.code == CONNECTION_CLOSED and not await _answers(client):
                     raise
                 return f"Error: {error}", True
             return _text(result), bool(result.is_error)
 
+        try:  # what cannot be sent would end the session
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            return f"Error: arguments must be valid JSON ({error!s:.100})", True
         try:
             return await self.ask(f"tool {name}", request, seconds)
         except TimeoutError:
@@ -267,24 +274,18 @@ def _listed(server: str, directory: str) -> list[dict[str, Any]]:
 
     Raises ValueError, in one line, if it cannot be asked, has none, or a schema is invalid.
     """
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
-
     try:
         tools = settled(_ask_for_tools(server, directory))
     except OSError as error:
         raise ValueError(f"{error}; try the command by hand, or start the server") from error
-    for tool in tools:
-        try:
-            validator_for(tool.input_schema).check_schema(tool.input_schema)
-        except SchemaError as error:
-            raise ValueError(
-                f"tool {tool.name} of {server!r} must have a valid JSON schema, and"
-                f" {error.json_path} of it is none ({error.message:.200}); mend it in the server"
-            ) from None
     if not tools:
         raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
-    return [function_tool(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+    found = [function_tool(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+    try:
+        check_tools(found)
+    except ValueError as error:
+        raise ValueError(f"MCP server {server!r}: {error}") from None
+    return found
 
 
 async def _ask_for_tools(server: str, directory: str) -> list[Any]:
@@ -313,12 +314,27 @@ async def _ask_for_tools(server: str, directory: str) -> list[Any]:
         await session.close()
 
 
+async def _answers(client: Any) -> bool:
+    """Return whether the server of a client still answers."""
+    from anyio import BrokenResourceError, ClosedResourceError
+    from mcp import MCPError
+
+    broken = (MCPError, OSError, RuntimeError, ValueError, BrokenResourceError, ClosedResourceError)
+    try:
+        async with asyncio.timeout(_SECONDS_TO_LIST):
+            await client.list_tools()
+    except broken:
+        return False
+    return True
+
+
 def _text(result: Any) -> str:
     """Return a result in words: its parts, else its structured content."""
     parts = [_words(part) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return "\n".join(parts) or "[the tool says nothing]"
+    said = "\n".join(parts).encode("utf-8", "replace").decode()
+    return said or "[the tool says nothing]"
 
 
 def _words(part: Any) -> str:

@@ -30,8 +30,8 @@ from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import ROLES
+from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import (
-    Message,
     Observation,
     StepResult,
     check_seed,
@@ -547,21 +547,16 @@ def _observation(place: str, prompt: Any) -> Observation:
     """Return a text, or messages; a single message of the user is a text too."""
     if isinstance(prompt, str):
         return prompt
-    messages = prompt if isinstance(prompt, list) else []
-    pairs = [
-        (message.get("role"), message.get("content"))
-        for message in messages
-        if isinstance(message, Mapping)
-    ]
-    are_texts = all(role in ROLES and isinstance(content, str) for role, content in pairs)
-    if not pairs or len(pairs) < len(messages) or not are_texts:
+    try:
+        messages = tuple(as_texts(read_messages("prompt", prompt)))
+    except RequestError as error:
         raise ValueError(
             f"{place}: a prompt must be a text, or a list of messages with a role (one of"
-            f" {', '.join(ROLES)}) and a text as content, not {prompt!r:.80}"
-        )
-    if len(pairs) == 1 and pairs[0][0] == "user":
-        return pairs[0][1]
-    return tuple(Message(role, content) for role, content in pairs)
+            f" {', '.join(ROLES)}) and a text as content: {error}"
+        ) from None
+    if len(messages) == 1 and messages[0].role == "user":
+        return messages[0].content
+    return messages
 
 
 def _listed(reference: Any) -> list[Any]:
