@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.environments.messages import ChatMessage, RequestError, ToolCall, as_texts
 from ragen_mega.environments.protocol import Message
-from ragen_mega.environments.tool_calls import split_calls
+from ragen_mega.environments.tool_calls import CallForm
 from ragen_mega.rollout.renderer import ChatRenderer
 
 CALL = "call"
@@ -30,35 +31,6 @@ _LONGEST_TOKEN = 128
 """Characters of a token at most, by which a text that cannot fit is refused before it is encoded:
 9 million characters take 40 seconds.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a tool in a message of the assistant."""
-
-    name: str
-    arguments: str
-    """JSON text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a request."""
-
-    role: str
-    """system, user, assistant or tool."""
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-class RequestError(ValueError):
-    """A request that cannot be answered; the text is one sentence for the agent."""
-
-    def __init__(self, message: str, *, code: str = "invalid_value", param: str = "messages"):
-        """`code` and `param`: the fields of these names in an error of OpenAI's interface."""
-        super().__init__(message)
-        self.code = code
-        self.param = param
 
 
 @dataclass(slots=True)
@@ -159,7 +131,7 @@ class CallTree:
         for number, message in enumerate(messages):
             answer = None
             if message.role == "assistant":
-                answer = self._sampled(place, message, tools)
+                answer = self._sampled(place, message)
             place = self._place(place, message if answer is None else answer)
             if answer is not None:
                 parent, start = (self.calls[answer[0]], answer[1]), number + 1
@@ -167,8 +139,8 @@ class CallTree:
             if call.role == role:
                 return call
         new = tuple(messages[start:])
-        shown = [Message(message.role, written(message)) for message in new]
-        if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
+        shown = [*as_texts(new)]
+        if sum(len(each.text) for each in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
         call = Call(len(self.calls), role, parent, new, tools, added)
@@ -190,7 +162,8 @@ class CallTree:
     ) -> Answer:
         """Add a sample to a call, cut at the token that completes a stop text."""
         completion, text, stopped_by = self._stopped(completion, stop_texts)
-        parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
+        form = self._renderer.call_form if call.tools else None
+        parts = _parts(text, form, opens_thought=self._renderer.opens_thought)
         call.answers.append(Answer(completion, text, *parts, is_trained, stopped_by))
         return call.answers[-1]
 
@@ -259,21 +232,22 @@ class CallTree:
     def _place(self, place: int, step: Hashable) -> int:
         return self._places.setdefault((place, step), len(self._places) + 1)
 
-    def _sampled(
-        self, place: int, message: ChatMessage, has_tools: object
-    ) -> tuple[int, int] | None:
+    def _sampled(self, place: int, message: ChatMessage) -> tuple[int, int] | None:
         """Return the answer at a place that an assistant's message repeats; of equal ones the first
         in the order of their tokens.
         """
-        thought, content, in_text = _parts(message.content, has_tools, opens_thought=False)
-        said = content.strip(), _values(message.tool_calls or in_text)
-        found = [
-            (answer.completion.tokens, call.index, number)
-            for call in self._calls_at[place]
-            for number, answer in enumerate(call.answers)
-            if (answer.content.strip(), _values(answer.tool_calls)) == said
-            and thought in (None, answer.thought)
-        ]
+        found = []
+        for call in self._calls_at.get(place, ()):
+            form = self._renderer.call_form if call.tools else None
+            thought, content, in_text = _parts(message.content, form, opens_thought=False)
+            thought = thought if message.thought is None else message.thought.strip()
+            said = content.strip(), _values(message.tool_calls or in_text)
+            found += [
+                (answer.completion.tokens, call.index, number)
+                for number, answer in enumerate(call.answers)
+                if (answer.content.strip(), _values(answer.tool_calls)) == said
+                and (thought is None or thought == (answer.thought or ""))
+            ]
         return min(found)[1:] if found else None
 
     def _added(
@@ -326,10 +300,11 @@ class CallTree:
 
 
 def _parts(
-    text: str, has_tools: object, *, opens_thought: bool
+    text: str, form: CallForm | None, *, opens_thought: bool
 ) -> tuple[str | None, str, tuple[ToolCall, ...]]:
     """Return the thought, the content and the calls of tools in the text of an answer. With
-    `opens_thought` the prompt ended with `<think>`. A malformed call leaves all in the content.
+    `opens_thought` the prompt ended with `<think>`; `form`: None if there are no tools. A malformed
+    call leaves all in the content.
     """
     thought, end, content = text.partition("</think>")
     if end or opens_thought:
@@ -338,9 +313,9 @@ def _parts(
     else:
         thought, content = None, text
     found: list[dict[str, Any]] = []
-    if has_tools:
+    if form is not None:
         with suppress(ValueError):
-            found, around = split_calls(content)
+            found, around = form.split(content)
             content = around.strip() if found else content
     return (
         thought,
@@ -371,17 +346,9 @@ def record(call: Call, number: int) -> dict[str, Any]:
 
 def _shown(message: ChatMessage) -> dict[str, Any]:
     calls = [asdict(each) for each in message.tool_calls]
-    return {"role": message.role, "content": message.content, "tool_calls": calls}
-
-
-def written(message: ChatMessage) -> str:
-    """Return the content and the calls of a message as Qwen's chat templates write them."""
-    blocks = [
-        f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'
-        f" {call.arguments or '{}'}}}\n</tool_call>"
-        for call in message.tool_calls
-    ]
-    return "\n".join([message.content] * bool(message.content) + blocks)
+    beside = {"thought": message.thought, "name": message.name or None}
+    shown = {"role": message.role, "content": message.content, "tool_calls": calls}
+    return shown | {key: value for key, value in beside.items() if value is not None}
 
 
 def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
@@ -389,7 +356,7 @@ def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
     found = []
     for call in calls:
         arguments = call.arguments
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
         found.append((call.name, arguments))
     return found

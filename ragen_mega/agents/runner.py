@@ -5,6 +5,7 @@ completions at the door.
 tasks, seeds, groups and evaluations are those of any environment.
 """
 
+import copy
 import inspect
 import json
 import math
@@ -14,9 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from numbers import Real
 from queue import LifoQueue
 from textwrap import shorten
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import httpx2
 
 from ragen_mega.config.sections.agent import PREFIX
+from ragen_mega.data.scalars import as_number
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
@@ -93,10 +94,12 @@ class AgentProgram:
         validation: str | None = None,
         validation_share: float = 0.1,
         processes: int = 0,
+        directory: str = "",
     ) -> None:
         """`tasks`: a file of JSON lines, or parquet; `validation`: another one for evaluations,
         without which `validation_share` of the rows are kept for them. `processes`: number of
         processes in which the agent runs, one episode at a time in each (0: in this one).
+        `directory`: folder that relative paths begin in; a run sets its working directory.
 
         Raises ValueError for an agent that cannot be imported or called, and for a file without
         rows.
@@ -108,8 +111,10 @@ class AgentProgram:
         is_here = self._function is not None
         self._processes = _processes(agent, processes) if processes and is_here else None
         self._rows: Sequence[Mapping[str, Any]] = ()
-        self._parts = read_parts(tasks, validation, validation_share) if tasks is not None else ()
-        if self._parts:
+        self._parts: Sequence[Sequence[Mapping[str, Any]]] = ()
+        if tasks is not None:
+            other = validation and os.path.join(directory, validation)
+            self._parts = read_parts(os.path.join(directory, tasks), other, validation_share)
             self._rows = self._parts[self.splits.index(split)]
             self.num_tasks = len(self._rows)
         self.task: dict[str, Any] = {}
@@ -137,16 +142,17 @@ class AgentProgram:
         """Play the episode with completions from a door, and return what the agent returns. Raises
         what the agent raises.
         """
+        task = copy.deepcopy(self.task)  # which the agent may write into, and a reward reads
         if self._processes is None:
             with door(None) as api_key:
-                return self.play(self.task, base_url, api_key)
+                return self.play(task, base_url, api_key)
         place = self._processes.get()  # once an episode of another seat has ended
         try:
             if self._is_stopped:
                 raise RuntimeError("the episode was ended before the agent had a process")
             with door(place.key) as api_key:
                 self._host = place.host(base_url)
-                return self._host.play(self.task, base_url, api_key)
+                return self._host.play(task, base_url, api_key)
         finally:
             self._host = None
             self._processes.put(place)
@@ -233,14 +239,14 @@ def import_agent(
     if in_processes:
         for name in _VARIABLES:
             os.environ.setdefault(name, _NOWHERE if name.endswith("URL") else "none")
-    for server in ("starlette", "uvicorn"):
+    for server in ("starlette.applications:Starlette", "uvicorn:Server"):
         required(server, "agents", purpose="agents")
     if "://" in agent:
         return None, False
     function = AGENTS.get(agent)
     takes_client = _takes_client(agent, function)
     if takes_client:
-        completions = "openai.resources.chat.completions"
+        completions = "openai.resources.chat.completions:AsyncCompletions"
         required(completions, "agents", purpose="agents that take a client")
     return function, takes_client
 
@@ -263,7 +269,7 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
     """Return a client of OpenAI's for the door alone: no proxy, certificates or time limit of its
     own, for a call waits as long as its episode may.
     """
-    openai = required("openai", "agents")
+    openai = required("openai:AsyncOpenAI", "agents")
     http = getattr(openai, transport)(verify=False, trust_env=False, timeout=None)
     return getattr(openai, kind)(base_url=base_url, api_key=api_key, timeout=None, http_client=http)
 
@@ -296,7 +302,7 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     named = _named(episode.calls)
     if reward is None:
         return _outcome(episode.result, "the agent", named)
-    value = REWARDS.get(reward)(episode)
+    value = REWARDS.get(reward)(replace(episode, calls=copy.deepcopy(episode.calls)))
     if value is None and episode.error is not None:
         raise RuntimeError(episode.error)
     return _outcome(value, f"--agent-reward {reward}", named)
@@ -331,7 +337,17 @@ def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Place]]) -> Out
     call_rewards = _call_rewards(given.get("calls") or {}, who, named)
     info = {name: own for name, own in given.items() if name not in _FIELDS}
     success = given.get("success", reward > 0)
-    return Outcome(reward, bool(success), call_rewards, json.loads(json.dumps(info, default=str)))
+    if math.isnan(as_number(success) or 0):  # which Python counts as true
+        raise ValueError(f"success of {who} must be true or false, not nan")
+    return Outcome(
+        reward, bool(success), call_rewards, json.loads(json.dumps(info, default=_known))
+    )
+
+
+def _known(value: Any) -> float | str:
+    """Return a value that JSON does not know as a number, else as a text."""
+    number = as_number(value)
+    return str(value) if number is None else number
 
 
 def _call_rewards(
@@ -367,9 +383,10 @@ def _call_rewards(
 
 
 def _number(value: Any, who: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
         raise ValueError(
             f"{who} must return the reward, a finite number, or a dict with it as reward, not"
             f" {value!r:.80}"
         )
-    return float(value)
+    return number

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -205,6 +206,17 @@ def _answered(
             return JSONResponse(interface.error(error), error.status)
         except ClientDisconnect:
             return Response(status_code=400)
+        except Exception as error:
+            # The default filter of warnings shows each text once.
+            why = f"{type(error).__name__}: {error!s:.200}".encode("utf-8", "replace").decode()
+            warnings.warn(f"a request of an agent could not be answered: {why}", stacklevel=1)
+            failed = Refused(
+                f"the trainer could not answer this request ({why}); its log has the same line",
+                status=500,
+                code="internal_error",
+                kind="server_error",
+            )
+            return JSONResponse(interface.error(failed), failed.status)
 
     return answer
 

@@ -1,6 +1,7 @@
 """Rules among several sections of the configuration."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 from ragen_mega.algorithm.tables import find_filter
 from ragen_mega.config.sections.advantage import AdvantageConfig
@@ -38,6 +39,10 @@ class Sections:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def located(self) -> Self:
+        """Return the configuration with absolute paths."""
+        return replace(self, **{name: part.located() for name, part in vars(self).items()})
 
 
 def check_rules(config: Sections) -> None:

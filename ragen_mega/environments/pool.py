@@ -26,6 +26,10 @@ from ragen_mega.environments.event_loop import LIBRARIES
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
 
+_MAIN_THREAD = (
+    "give --environment-processes 1 or more: environments and their scores are then called in the"
+    " main thread of processes of their own"
+)
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
 
@@ -50,7 +54,7 @@ def guarded(function: Callable[[], T]) -> T:
     except (KeyboardInterrupt, GeneratorExit):  # these end the process, not the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        text = f"{type(error).__name__}: {error}{where(error)}"
+        text = f"{type(error).__name__}: {error}{where(error)}{advice(error)}"
         raise EnvironmentFailed(text, is_late=isinstance(error, TimeoutError)) from error
 
 
@@ -81,6 +85,14 @@ def where(error: BaseException) -> str:
     own = [line for line in inside if not line[0].co_filename.startswith(LIBRARIES)] or inside
     code, number = own[-1]
     return f" (in {own[0][0].co_name}, {code.co_filename}:{number})"
+
+
+def advice(error: BaseException) -> str:
+    """Return the remedy for code that works in the main thread of a process alone; nothing for any
+    other error.
+    """
+    is_signal = isinstance(error, ValueError) and "signal only works in main thread" in str(error)
+    return f"; {_MAIN_THREAD}" if is_signal else ""
 
 
 def is_refusal(error: BaseException | None) -> bool:

@@ -297,7 +297,10 @@ class Player:
         if isinstance(seat.episode.environment, AgentProgram):
             return await self._host(attempt, seat, trajectory)
         context = Context(renderer, seat.episode, settings.context_window)
-        prompt = context.begin(messages)
+        try:
+            prompt = context.begin(messages)
+        except ValueError as error:  # what the chat template does not take costs this episode
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
         if len(prompt) >= max_context:
             why = EnvironmentFailed(no_room(task.environment, len(prompt), max_context))
             info = failed_turn(why).info | {TRUNCATED_BY: "context"}
@@ -323,13 +326,17 @@ class Player:
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             turn.info["max_tokens"] = max_tokens
-            result = await seat.respond(renderer.decode_action(completion.tokens))
+            result = await seat.respond(renderer.read_answer(completion.tokens, seat.episode.tools))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
             is_over = not result.messages
             if not is_over:
-                observation, is_new_prompt = context.go_on(result.messages)
+                try:
+                    observation, is_new_prompt = context.go_on(result.messages)
+                except ValueError as error:
+                    turn.info |= failed_turn(error).info
+                    trajectory.truncated = is_over = True
                 if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
                     turn.info[TRUNCATED_BY] = "context"

@@ -2,7 +2,6 @@
 in evaluation.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -25,10 +24,10 @@ from ragen_mega.environments.boards import (
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, briefly
-from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import Environment, text_seed
+from ragen_mega.environments.processes import builder
+from ragen_mega.environments.protocol import text_seed
 from ragen_mega.environments.reference_players import Prompt
-from ragen_mega.environments.registry import ENVIRONMENTS, make
+from ragen_mega.environments.registry import ENVIRONMENTS
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -73,16 +72,7 @@ def episode_maker(
     rules = episode_config(config)
     if options is None:
         options = config.options(name) if step is None else config.training_options(name, step)
-    if is_agent(name):
-        options = dict(options) | {"processes": config.environment_processes}
-    if config.environment_processes and not is_agent(name):
-        hosting = (config.environment_processes, config.environment_timeout)
-        build = partial(HostedEnvironment, name, options, *hosting)
-    else:
-
-        def build() -> Environment:
-            return make(name, **copy.deepcopy(options))  # no two share what an option holds
-
+    build = builder(config, name, options)
     return lambda: Episode(build(), rules, prompt_examples(config, name))
 
 
@@ -124,11 +114,10 @@ def _worked_example(
 ) -> Conversation:
     """Play an example within the time limit of the environment."""
     rules = replace(episode_config(config), system_prompt="")
+    build = builder(config, name, config.options(name) | options)
 
-    def build() -> Episode:
-        return Episode(make(name, **config.options(name) | options), rules)
-
-    with briefly(name, build, config.environment_timeout) as (worker, episode):
+    with briefly(name, lambda: Episode(build(), rules), config.environment_timeout) as opened:
+        worker, episode = opened
         try:
             return worker.wait(partial(worked_example, episode, seeds, held_out))
         except EnvironmentFailed as error:
@@ -350,7 +339,7 @@ def held_out_states(
     if not held_out:
         return frozenset()
     options = config.options(name) if step is None else config.training_options(name, step)
-    build = partial(make, name, **options)
+    build = builder(config, name, options)
     with briefly(name, build, config.environment_timeout) as (worker, environment):
         reset = partial(calls.reset, environment)
         try:
@@ -371,7 +360,7 @@ def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Boa
     held_out: dict[Board, None] = {}
     for name in config.evaluated:
         options = config.evaluation_options(name)
-        build = partial(make, name, **options)
+        build = builder(config, name, options)
         with briefly(name, build, config.environment_timeout) as (_, environment):
             files = [None] if has_packaged_boards(environment) else []
         if boards is not None and name in config.shares:
@@ -405,7 +394,7 @@ def evaluation_prompts(
     Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
     options = config.evaluation_options(name)
-    build = partial(make, name, **options)
+    build = builder(config, name, options)
     with briefly(name, build, config.environment_timeout) as (_, environment):
         seeds = held_out_seeds(name, environment, num_prompts)
         takes_boards = boards is not None or has_packaged_boards(environment)
@@ -414,6 +403,23 @@ def evaluation_prompts(
     return [
         (board.seed, board.rows) for board in load_boards(boards, name, **options)[:num_prompts]
     ]
+
+
+def reference_notes(config: EnvironmentConfig) -> list[str]:
+    """Return a line for each environment that is trained on whose score does not take its own
+    references for right answers.
+    """
+    notes = []
+    for name in config.worlds:
+        make_episode = episode_maker(config, name)
+        with briefly(name, make_episode, config.environment_timeout) as (worker, episode):
+            if judge := getattr(episode.environment, "judge_references", None):
+                try:
+                    note = worker.wait(judge)
+                except EnvironmentFailed as error:
+                    note = f"the score of a reference failed: {error}"
+                notes += [f"{name}: {note}"] if note else []
+    return notes
 
 
 def check_first_prompts(

@@ -267,7 +267,7 @@ class Visit:
             )
             self.num_sampled += len(answer.completion.tokens)
             is_read = answer.completion.finish_reason == "stop" and not (
-                call.tools and "<tool_call>" in answer.content
+                call.tools and self._renderer.call_form.is_begun(answer.content)
             )
             answer.info |= {
                 "finish_reason": answer.completion.finish_reason,

@@ -33,7 +33,7 @@ from ragen_mega.report.step_metrics import (
     observe,
     staleness,
 )
-from ragen_mega.report.terminal import command_line
+from ragen_mega.report.terminal import command_line, shown
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.endings import PolicyErrors, describe_errors
@@ -480,8 +480,9 @@ class Run:
         }
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
-        self.console.say(f"run directory: {self.logger.directory}")
-        self.console.say(f"to read it: {command_line(f'view {self.logger.directory}')}")
+        directory = shown(self.logger.directory)
+        self.console.say(f"run directory: {directory}")
+        self.console.say(f"to read it: {command_line('view', directory)}")
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:

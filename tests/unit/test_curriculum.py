@@ -95,9 +95,7 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
 def test_without_difficulties_it_is_refused() -> None:
     flags = [flag if flag != "reverse" else "frozen_lake" for flag in FLAGS if flag != WORDS]
     flags.remove("--environment-options")
-    with pytest.raises(
-        ValueError, match="curriculum_success .* difficulty .* frozen_lake has"
-    ):
+    with pytest.raises(ValueError, match="curriculum_success .* difficulty .* frozen_lake has"):
         TaskSampler(parse(flags))
     with pytest.raises(ValueError, match="curriculum_success .* separate"):
         parse([*FLAGS, "--placement", "separate", "--rollout-ranks", "1"])

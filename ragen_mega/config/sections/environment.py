@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
 
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.section import (
@@ -13,6 +15,7 @@ from ragen_mega.config.sections.section import (
     Natural,
     NonNegative,
     OnlyWith,
+    PathName,
     Section,
     Share,
 )
@@ -94,7 +97,7 @@ class EnvironmentConfig(Section):
     where answers are names of actions, else the whole episode.
     """
     prompt_examples_file: Annotated[
-        str | None, OnlyWith("prompt_examples", "--prompt-examples 2")
+        PathName | None, OnlyWith("prompt_examples", "--prompt-examples 2")
     ] = None
     """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
     ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of
@@ -126,6 +129,13 @@ class EnvironmentConfig(Section):
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
             self._check_options("curriculum", options)
+
+    def located(self) -> Self:
+        given = json.loads(self.environment_options)
+        found = {name: with_directory(name, given.get(name, {})) for name in self.evaluated}
+        found = {name: options for name, options in found.items() if options != given.get(name, {})}
+        text = json.dumps(given | found) if found else self.environment_options
+        return replace(super().located(), environment_options=text)
 
     def _check_options(self, flag: str, options: Any) -> None:
         if not isinstance(options, dict) or not all(
@@ -194,6 +204,19 @@ class EnvironmentConfig(Section):
     def curriculum_steps(self) -> set[int]:
         """List the steps from which on other tasks are played."""
         return set(map(int, json.loads(self.curriculum)))
+
+
+def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an environment. If it reads files, their relative paths begin in its
+    option `directory`, by default the working directory.
+    """
+    family = name.partition(":")[0]
+    options = dict(options)
+    if family == "tasks" or (family == "agent" and "tasks" in options):
+        options["directory"] = os.path.abspath(options.get("directory", ""))
+    if family == "webshop" and options.get("data"):
+        options["data"] = os.path.abspath(options["data"])
+    return options
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
