@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-import httpx2
-
 from ragen_mega.agents.protocol import index_of
 from ragen_mega.data.registry import Registry
+from ragen_mega.data.web_client import ask
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, read_rows
 from ragen_mega.environments.protocol import check_seed, text_seed
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
-_MOST_BYTES = 1 << 20
+_AUTHORIZATION = "RAGEN_AGENT_AUTHORIZATION"
+"""The variable with the credentials of agents behind a URL."""
 _FIELDS = ("reward", "success", "calls")
 
 
@@ -161,16 +161,17 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
 def _ask(
     url: str, task: Mapping[str, Any], base_url: str, api_key: str, seconds: float | None
 ) -> Any:
-    """Have an agent behind a URL play. Raises RuntimeError if its answer is no JSON."""
+    """Have an agent behind a URL play. Raises RuntimeError if its answer is no JSON, and what
+    `ask` raises.
+    """
     body = {"task": task, "base_url": base_url, "api_key": api_key}
-    with httpx2.Client(verify=url.startswith("https"), timeout=seconds) as client:
-        answer = client.post(url, json=body)
-    text = answer.content[:_MOST_BYTES].decode("utf-8", "replace")
+    answer = asyncio.run(ask("POST", url, _AUTHORIZATION, seconds=seconds, body=body))
+    text = answer.content.decode("utf-8", "replace")
     if answer.status_code != 200:
         raise RuntimeError(f"{url} answered {answer.status_code}: {text:.200}")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RuntimeError(f"{url} must answer with JSON, not {text!r:.200}") from None
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
+from ragen_mega.data.addresses import check_addresses
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -50,12 +52,14 @@ class Section:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is not finite or out of bounds, for a field that does
-        nothing, and for a broken rule.
+        nothing, for credentials in an address, and for a broken rule.
         """
         bounds = _declared(type(self), Bounds)
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, not {value}")
+            if isinstance(value, str):
+                check_addresses(value)
             if name in bounds and value is not None and value not in bounds[name]:
                 raise ValueError(
                     f"{name} must be {bounds[name].words}, not {value}; set {flag_of(name)}"

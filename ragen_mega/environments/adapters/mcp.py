@@ -13,10 +13,12 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
 from ragen_mega.data.extras import require
+from ragen_mega.data.web_client import open_client
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.tool_calls import function_tool
@@ -26,6 +28,10 @@ MAX_RESULT = 20_000
 _SECONDS_TO_START = 50.0  # less than the default of --environment-timeout
 _SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does not end by itself
 _SECONDS_TO_LIST = 5.0
+_MOST_BYTES = 64 << 20
+"""Size of an answer over HTTP, a list of all tools among them."""
+_AUTHORIZATION = "RAGEN_MCP_AUTHORIZATION"
+"""The variable with the credentials of MCP servers behind a URL."""
 _PAUSES = (0.5, 2.0, 8.0)
 """Seconds between attempts to begin a session."""
 _LAUNCH = """import ctypes, os, sys
@@ -211,8 +217,11 @@ class _Session:
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        web: Any = nullcontext()
         if _is_url(self._server):
-            transport = streamable_http_client(self._server)
+            limits = {"most_bytes": _MOST_BYTES, "has_streams": True}
+            web = open_client(self._server, _AUTHORIZATION, **limits)
+            transport = streamable_http_client(self._server, http_client=web)
         else:
             launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
             program = StdioServerParameters(
@@ -220,7 +229,7 @@ class _Session:
             )
             transport = stdio_client(program, errlog=self._log)
         with CancelScope(deadline=current_time() + _SECONDS_TO_START) as scope:
-            async with Client(transport, mode=self._mode, cache=None) as client:
+            async with web, Client(transport, mode=self._mode, cache=None) as client:
                 scope.deadline = math.inf
                 self._client.set_result(client)
                 await self._end.wait()
