@@ -14,6 +14,12 @@ from pathlib import Path
 
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
+JOB = "RAGEN_JOB"
+"""The variable by which all processes of a job are known to the guardian of its launcher."""
+SECONDS_TO_WAIT = 60.0
+"""Time after a signal in which a rank that waits, and does not compute, has to end."""
+_SECONDS_TO_STOP = "RAGEN_SECONDS_TO_STOP"
+"""The variable with the time after a signal in which any rank has to end."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The variables that name the interface on which ranks listen."""
 _OF_A_RANK = (
@@ -29,6 +35,18 @@ _OF_A_RANK = (
 def is_rank() -> bool:
     """Return whether torchrun started this process. Platforms set RANK and WORLD_SIZE too."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def seconds_to_stop() -> float:
+    """Return the time after a signal in which ranks that compute have to end. Raises ValueError for
+    a value of the environment that is no time.
+    """
+    text = os.environ.get(_SECONDS_TO_STOP, "600")
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(
+            f"{_SECONDS_TO_STOP} must be a number of seconds, at least 1, not {text!r}; unset it"
+        )
+    return float(text)
 
 
 def forget_foreign_ranks() -> None:
