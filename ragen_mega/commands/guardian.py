@@ -1,5 +1,5 @@
-"""The guardian of a job: a process that kills a launcher and its ranks once they take too long to end
-after a signal, or after the launcher has been killed, whatever they wait in.
+"""The guardian of a job: a process that kills a launcher and its ranks once they take too long to
+end after a signal, or after the launcher has been killed, whatever they wait in.
 
 It is a process of its own session, because a signal to the group of the launcher must not reach it,
 and since a rank may wait in C++ code, hold the interpreter or be stopped.

@@ -1,5 +1,4 @@
-"""Addresses of servers in the settings of a run: credentials in them, and servers of this machine.
-"""
+"""Addresses of servers in the settings of a run: credentials in them, and servers of this machine."""
 
 import os
 import re
@@ -60,4 +59,3 @@ def bypass_proxy(url: str) -> None:
     others = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if is_local(url) and host not in others.split(","):
         os.environ["no_proxy"] = f"{others},{host}".lstrip(",")
-

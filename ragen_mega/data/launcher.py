@@ -4,12 +4,14 @@ itself, or none that ranks are told of.
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 PROGRAM = "ragen_mega.commands.program"
@@ -68,18 +70,39 @@ def forget_foreign_ranks() -> None:
 
 
 def keep_caches_at_home() -> None:
-    """Have torch.compile keep its code under the user's home: its default, a folder of /tmp whose
-    name is known beforehand, may be another user's.
+    """Have torch.compile and Triton keep their code in the user's cache, or where that is not to be
+    trusted in a new folder: their defaults, one of them a folder of /tmp whose name is known
+    beforehand, may be open to others.
     """
-    with suppress(OSError):  # a home that cannot be written to
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor")))
+    for name in ("torchinductor", "triton"):
+        variable = f"{name.upper()}_CACHE_DIR"
+        if variable not in os.environ:
+            try:
+                os.environ[variable] = str(cache_folder(name))
+            except (OSError, ValueError):
+                os.environ[variable] = folder = tempfile.mkdtemp(prefix="ragen-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def cache_folder(name: str) -> Path:
-    """Return this program's folder of that name in the user's cache, made if it is not there."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "ragen_mega" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Return this program's folder of that name in the user's cache, made if it is not there, and
+    closed to others whatever the umask is. Raises ValueError for a folder that others own or can
+    write to, and OSError.
+    """
+    stated = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(stated) if os.path.isabs(stated) else Path(os.path.expanduser("~"), ".cache")
+    folder = home.absolute() / "ragen_mega" / name
+    for part in (*reversed(folder.parents), folder):
+        if not part.exists():
+            part.mkdir(mode=0o700, exist_ok=True)
+    for part in (folder.parent, folder):
+        about = part.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise ValueError(
+                f"the cache {part} must be yours alone to write, and is of user {about.st_uid} with"
+                f" mode {about.st_mode & 0o777:o}; delete it, or set XDG_CACHE_HOME to a folder of"
+                " your own"
+            )
     return folder
 
 

@@ -1,5 +1,5 @@
-"""A server that strangers reach: half-sent requests, answers that nobody reads, more connections than
-descriptors. Clients whose key it knows are answered all the while.
+"""A server that strangers reach: half-sent requests, answers that nobody reads, more connections
+than descriptors. Clients whose key it knows are answered all the while.
 """
 
 import json
@@ -77,7 +77,10 @@ def test_a_request_that_does_not_become_whole_is_dropped(sent, monkeypatch):
         if message["type"] == "http.request":
             await application(scope, receive, send)
 
-    with served(reads, timeout_keep_alive=1000) as (_, place), socket.create_connection(place, timeout=60) as connection:
+    with (
+        served(reads, timeout_keep_alive=1000) as (_, place),
+        socket.create_connection(place, timeout=60) as connection,
+    ):
         connection.sendall(sent)
         for _ in range(3):  # signs of life do not prolong it
             time.sleep(0.05)

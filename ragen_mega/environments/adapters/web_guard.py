@@ -22,7 +22,7 @@ BACKLOG = 256
 _SECONDS_TO_ASK = 30.0
 """Time for a whole request, from the connection or from its first byte."""
 _SECONDS_TO_READ = 60
-"""Time for which a client may leave an answer unread that does not fit into the kernel's buffers."""
+"""Time for which a client may leave an answer unread that the kernel's buffers cannot hold."""
 _MOST_HEADERS = 1 << 16
 """Bytes of a request before its headers are whole."""
 _MOST_SENT = 64 << 20
@@ -65,9 +65,8 @@ class GuardedServer(uvicorn.Server):
         client; `settings` are those of uvicorn.
         """
         protocol = type("Protocol", (_GuardedProtocol,), {"is_known": staticmethod(is_known)})
-        super().__init__(
-            uvicorn.Config(application, http=protocol, backlog=BACKLOG, access_log=False, **settings)
-        )
+        settings |= {"http": protocol, "backlog": BACKLOG, "access_log": False}
+        super().__init__(uvicorn.Config(application, **settings))
         self.most_connections = most_connections()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -112,8 +111,9 @@ class GuardedServer(uvicorn.Server):
     def _close_one(self) -> bool:
         """Close a connection that can be spared; returns whether there was one."""
         held = self.server_state.connections  # WebSockets among them
-        others = [one for one in held if isinstance(one, _GuardedProtocol) and one.can_be_spared()]
-        spare = min(others, key=lambda one: one.worth, default=None)
+        requests = [each for each in held if isinstance(each, _GuardedProtocol)]
+        others = filter(_GuardedProtocol.can_be_spared, requests)
+        spare = min(others, key=lambda connection: connection.worth, default=None)
         if spare is not None:
             held.discard(spare)
             spare.transport.abort()
