@@ -71,7 +71,7 @@ class _Guardian:
     def __init__(self, reader: int, launcher: int, job: str, folder: str, limit: float) -> None:
         self._reader, self._job, self._folder, self._limit = reader, job, folder, limit
         self._launcher = psutil.Process(launcher)
-        self._is_orphaned = self._has_told = False
+        self._is_orphaned = self._has_told = self._is_limited = False
         self._first = self._second = self._active = 0.0
         """When the first signal and a second one came, and when a rank has last computed."""
         self._last = (0, 0.0)
@@ -102,18 +102,21 @@ class _Guardian:
         is_new, self._last = not is_echo(number, now, *self._last), (number, now)
         if is_new and self._first and number != signal.SIGUSR1:
             self._second = self._second or now
+        # A scheduler that warns has a time limit of its own.
+        self._is_limited = self._is_limited or number != signal.SIGUSR1
         self._first = self._first or now
         self._active = now
 
     def _take_over(self) -> None:
-        """Send SIGTERM to the ranks of a launcher that was killed."""
+        """Send SIGTERM to the ranks of a launcher that was killed, unless it has told them."""
         self._is_orphaned = True
         family = self._family()
-        for rank in family:
+        for rank in family if not self._first else ():
             with suppress(psutil.Error):
                 if rank.ppid() not in {process.pid for process in family}:
                     rank.terminate()
-        self._receive(signal.SIGTERM)
+        self._first = self._active = time.monotonic()
+        self._is_limited = True
 
     def _left(self) -> float:
         """Return the seconds until the ranks are killed, and tell the user when they are few."""
@@ -125,7 +128,7 @@ class _Guardian:
         end = min(self._active + SECONDS_TO_WAIT, self._first + self._limit)
         if self._second:
             end = min(end, self._second + _SECONDS_TO_END)
-        elif self._last[0] == signal.SIGUSR1:  # the scheduler has a time limit of its own
+        elif not self._is_limited:
             return SECONDS_TO_WAIT
         left = end - now
         if ranks and not self._has_told and left < _SECONDS_TO_END - _SECONDS_OF_SILENCE:

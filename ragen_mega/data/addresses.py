@@ -1,4 +1,4 @@
-"""Addresses of servers in the settings of a run: credentials in them, and servers of this machine."""
+"""Addresses of servers in the settings of a run: credentials, and servers of this machine."""
 
 import os
 import re
