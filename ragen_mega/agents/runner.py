@@ -21,10 +21,9 @@ from queue import LifoQueue
 from textwrap import shorten
 from typing import Any
 
-import httpx2
-
 from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.data.scalars import as_number
+from ragen_mega.data.web_client import ask
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
@@ -34,7 +33,6 @@ from ragen_mega.extensions.registry import Registry
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
-_MOST_BYTES = 1 << 20
 _VARIABLES = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 """Variables of the environment that name the door in the processes of agents."""
 _NOWHERE = "http://127.0.0.1:9/v1"
@@ -42,6 +40,8 @@ Door = Callable[[str | None], AbstractContextManager[str]]
 """Function that opens a door for the requests of an episode, with a key or a new one (None), and
 gives the key to the context.
 """
+_AUTHORIZATION = "RAGEN_AGENT_AUTHORIZATION"
+"""The variable with the credentials of agents behind a URL."""
 _FIELDS = ("reward", "success", "calls")
 _Place = tuple[int, int, int | None]
 """Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
@@ -160,7 +160,7 @@ class AgentProgram:
     def play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Let the agent play in this process; see `run`."""
         if self._function is None:
-            return _ask(self.name, task, base_url, api_key, None)
+            return self._settled(_ask(self.name, task, base_url, api_key))
         if self._is_coroutine:
             return self._settled(self._play(task, base_url, api_key))
         if not self._takes_client:
@@ -274,19 +274,18 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
     return getattr(openai, kind)(base_url=base_url, api_key=api_key, timeout=None, http_client=http)
 
 
-def _ask(
-    url: str, task: Mapping[str, Any], base_url: str, api_key: str, seconds: float | None
-) -> Any:
-    """Have an agent behind a URL play. Raises RuntimeError if its answer is no JSON."""
+async def _ask(url: str, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    """Have an agent behind a URL play, until it is cancelled. Raises RuntimeError if its answer is
+    no JSON, and what `ask` raises.
+    """
     body = {"task": task, "base_url": base_url, "api_key": api_key}
-    with httpx2.Client(verify=url.startswith("https"), timeout=seconds) as client:
-        answer = client.post(url, json=body)
-    text = answer.content[:_MOST_BYTES].decode("utf-8", "replace")
+    answer = await ask("POST", url, _AUTHORIZATION, seconds=None, body=body)
+    text = answer.content.decode("utf-8", "replace")
     if answer.status_code != 200:
         raise RuntimeError(f"{url} answered {answer.status_code}: {text:.200}")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RuntimeError(f"{url} must answer with JSON, not {text!r:.200}") from None
 
 

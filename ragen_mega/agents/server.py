@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 
-import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +30,7 @@ from ragen_mega.agents.call_tree import RequestError
 from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
 from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
 from ragen_mega.agents.responses import RESPONSES
+from ragen_mega.environments.adapters.web_guard import BACKLOG, GuardedServer
 from ragen_mega.ranks.launcher import open_many_files
 from ragen_mega.rollout.visit import Visit
 
@@ -40,7 +41,6 @@ _REMEMBERED_KEYS = 1 << 14
 """Keys of episodes that are over, whose requests get to know it."""
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open."""
-_BACKLOG = 2048
 _PAUSE = 0.5
 """Seconds until a request of an episode that is over is answered, so that an agent that asks on
 takes little of the process.
@@ -76,7 +76,7 @@ class Door:
             listener = socket.create_server(
                 (host.strip("[]"), int(port)),
                 family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
             )
         except (OSError, ValueError) as error:
             raise ValueError(
@@ -86,15 +86,13 @@ class Door:
         name = socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
         self.url = f"http://{name}:{listener.getsockname()[1]}/v1"
         open_many_files()
-        settings = uvicorn.Config(
+        server = GuardedServer(
             self._application(),
+            lambda scope: _key(Headers(scope=scope)) in self._visits,
             log_level="critical",
-            access_log=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,
-            backlog=_BACKLOG,
         )
-        server = uvicorn.Server(settings)
         run = threading.Thread(
             target=server.run, kwargs={"sockets": [listener]}, name="agent door", daemon=True
         )
@@ -132,8 +130,7 @@ class Door:
 
     def _visit(self, request: Request) -> Visit:
         """Return the episode whose key a request has. Raises Refused if there is none."""
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
-        key = given.removeprefix("Bearer ").strip()
+        key = _key(request.headers)
         if key in self._visits:
             return self._visits[key]
         if key in self._closed:
@@ -187,6 +184,11 @@ def door(listen: str) -> Door:
 
 # A forked process has no thread of the server, so that it opens a door of its own.
 os.register_at_fork(after_in_child=door.cache_clear)
+
+
+def _key(headers: Headers) -> str:
+    given = headers.get("x-api-key") or headers.get("authorization", "")
+    return given.removeprefix("Bearer ").strip()
 
 
 def _answered(

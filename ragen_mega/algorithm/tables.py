@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from ragen_mega.data.addresses import check_addresses
 from ragen_mega.extensions.registry import Registry
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
@@ -218,18 +219,12 @@ def is_judge(name: str) -> bool:
 
 def _check_address(url: str) -> None:
     """Raise ValueError unless a judge can be asked there."""
+    check_addresses(url)
     try:
         parts = urlsplit(url)
         reason = None if parts.hostname and parts.port != 0 else "no host or port"
-        has_secret = "@" in parts.netloc
     except ValueError as error:
-        reason, has_secret = str(error), "@" in url
-    if has_secret:
-        raise ValueError(
-            "the address of a judge must hold no name or password, since config.json, the list of"
-            " processes and reports would show it; set the variable RAGEN_JUDGE_AUTHORIZATION to"
-            " the value of the header Authorization, e.g. 'Bearer ...'"
-        )
+        reason = str(error)
     if reason is not None:
         raise ValueError(
             f"reward {url} must be the address of a judge ({reason}); write e.g. --reward"

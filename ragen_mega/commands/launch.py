@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ragen_mega.commands.guardian import guarded, is_echo
 from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.ranks.launcher import num_processors, refuse_copies
 
@@ -37,18 +38,8 @@ if TYPE_CHECKING:
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
-_SECONDS_TO_END = 10.0
-"""Time that ranks have to end after a second signal."""
-_SECONDS_OF_SILENCE = 1.0
-"""Time after which the launcher says that it waits for the ranks."""
-_SECONDS_TO_CLEAN = 5.0
-"""Time that processes of killed ranks have to notice their end, and to remove their files."""
-_end: float | None = None
-"""When ranks are killed, after a second signal."""
-_has_told = False
-"""Whether the user knows of `_end`."""
-_family: set[psutil.Process] = set()
-"""The ranks, and the processes that they have started, since the first signal."""
+_last = (0, 0.0)
+"""The last signal and its time."""
 _EXPLAINED = (1, 2)
 """Exit codes of an exception that nobody caught, and of an error in one line."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -71,6 +62,22 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # And of its allocator, which reads this once: large tensors in huge pages of host memory.
     os.environ.setdefault(HUGE_PAGES, "1")
+    try:
+        # torchrun leaves a folder of its own choice behind.
+        with (
+            tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder,
+            guarded(folder, _FORWARDED),
+        ):
+            return _launch(argv, folder)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except _Stopped as stopped:
+        return 128 + stopped.args[0]
+
+
+def _launch(argv: Sequence[str], folder: str) -> int:
+    """Run the ranks, with their logs in `folder`; returns as `main`."""
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -84,24 +91,20 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_processors() // num_ranks)))
     logging.disable(logging.ERROR)  # in this process; the ranks log for themselves
     args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
-    for number in _FORWARDED:
-        # Who starts a program by nohup wants it to outlive the terminal.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop)
+    args.log_dir = args.log_dir or folder
+    is_alone = args.nnodes in ("1", "1:1")
+    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
     try:
-        # torchrun leaves a folder of its own choice behind.
-        with tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder:
-            args.log_dir = args.log_dir or folder
-            is_alone = args.nnodes in ("1", "1:1")
-            is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
-            if is_alone:
-                refuse_copies()
-            args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
-            if not is_alone and is_static:
-                _check_rendezvous(args)
-            if is_alone or is_static:
-                _use_private_rendezvous(args)
-            run.run(args)
+        if is_alone:
+            refuse_copies()
+        elif is_static:
+            _check_rendezvous(args)
+        if is_alone or is_static:
+            _use_private_rendezvous(args)
+        else:
+            _listen_to_signals()
+        run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -122,8 +125,6 @@ def main(argv: Sequence[str]) -> int:
             said = f"the nodes did not meet, or one has ended: {said}; see the output of the others"
         print(f"error: {said}", file=sys.stderr)
         return 2
-    except _Stopped as stopped:
-        return 128 + stopped.args[0]
     return 0
 
 
@@ -152,6 +153,7 @@ def _use_private_rendezvous(args: Namespace) -> None:
 
         def next_rendezvous(self) -> RendezvousInfo:
             if num_nodes == 1:
+                _listen_to_signals()
                 return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
             if self.rank == 0 and self._store is None:
                 self._store = TCPStore(
@@ -163,7 +165,9 @@ def _use_private_rendezvous(args: Namespace) -> None:
                     multi_tenant=True,
                     master_listen_fd=_listen(self.master_addr, self.master_port).detach(),
                 )
-            return super().next_rendezvous()
+            found = super().next_rendezvous()  # waits in C++, where only the default action ends it
+            _listen_to_signals()
+            return found
 
     def make(given: RendezvousParameters) -> Private:
         seconds = int(given.config.get("timeout", 600))  # of --rdzv-conf
@@ -232,47 +236,30 @@ def can_bind(system: Path = Path("/sys")) -> bool:
     return bool(addresses) and num_nodes > 1 and is_known and shutil.which("numactl") is not None
 
 
+def _listen_to_signals() -> None:
+    for number in _FORWARDED:
+        # Who starts a program by nohup wants it to outlive the terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Pass a signal on to the ranks, and exit after them, however long they take to write a
-    checkpoint. Signals that arrive meanwhile are passed on as well, and the second one, after which
-    ranks write none, bounds the wait: a rank that hangs would stay for ever.
+    """Pass a signal on to the ranks, and exit after them. Signals that arrive meanwhile are passed
+    on as well. The guardian bounds the wait.
     """
-    global _end
+    global _last
+    now = time.monotonic()
+    is_repeated, _last = is_echo(signum, now, *_last), (signum, now)
+    if is_repeated:
+        return
     ranks = psutil.Process().children()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(signum)
-    # Schedulers may send SIGUSR1 to launcher and ranks alike, for which a second one is nothing.
-    if _family and signum != signal.SIGUSR1 and _end is None:
-        _end = time.monotonic() + _SECONDS_TO_END
-    _family.update(psutil.Process().children(recursive=True))
-    if _end is None:
-        psutil.wait_procs(ranks)
-    else:
-        _end_in_time(ranks)
+    ended, _ = psutil.wait_procs(ranks)
+    if any(rank.returncode == -signum for rank in ended):
+        os.write(2, f"stopped by {signal.Signals(signum).name} at once\n".encode())
     raise _Stopped(signum)
-
-
-def _end_in_time(ranks: list[psutil.Process]) -> None:
-    """Wait until ranks end, and kill at `_end` those that have not, with all that they started."""
-    global _has_told
-    _, alive = psutil.wait_procs(ranks, 0.0 if _has_told else _SECONDS_OF_SILENCE)
-    left = max(0.0, _end - time.monotonic())
-    if alive and not _has_told:
-        _has_told = True
-        text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
-        with suppress(OSError):  # its reader may have ended by the same signal
-            os.write(2, text.encode())
-    _, alive = psutil.wait_procs(alive, left)
-    for number in _FORWARDED:
-        signal.signal(number, signal.SIG_IGN)
-    for rank in alive:
-        with suppress(psutil.NoSuchProcess):
-            rank.kill()
-    # A server's supervisor removes weights from shared memory when its rank is gone.
-    for process in psutil.wait_procs(_family, _SECONDS_TO_CLEAN)[1]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 if __name__ == "__main__":

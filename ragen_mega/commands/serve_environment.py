@@ -27,11 +27,10 @@ FLAGS = (
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
     required("openenv.core:GenericEnvClient", "openenv")
-    import uvicorn
     from fastapi import WebSocketDisconnect
 
     from ragen_mega.environments.adapters.openenv_server import application
-    from ragen_mega.environments.adapters.web_guard import MOST_BYTES, ImpatientProtocol, guard
+    from ragen_mega.environments.adapters.web_guard import MOST_BYTES, GuardedServer, guard
 
     options = json_object("--environment-options", arguments.environment_options)
     options = with_directory(arguments.environment, options)
@@ -42,12 +41,11 @@ def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect))
     )
-    uvicorn.run(
+    server = GuardedServer(
         app,
         host=arguments.host,
         port=arguments.port,
         log_level="info",
-        access_log=False,
-        http=ImpatientProtocol,
         ws_max_size=MOST_BYTES,
     )
+    server.run(sockets=[server.config.bind_socket()])

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ragen_mega.ranks.launcher import cache_folder
+
 Reals = NDArray[np.float32] | NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -27,15 +29,16 @@ ANY_ORDER = {"contract", "reassoc", "nsz", "arcp"}
 
 
 def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
-    """Compile at the first call, once for each dtype, and keep the result next to the file or in
-    the user's cache; where neither can be written, for this process only.
+    """Compile at the first call, once for each dtype, and keep the result in the user's cache;
+    where that cannot be trusted or written, for this process only.
     """
 
     def compile_lazily(function: Callable) -> Callable:
         options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
         try:
+            numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(cache_folder("numba"))
             compiled = numba.njit(function, cache=True, **options)
-        except RuntimeError:  # numba: "no locator available"
+        except (RuntimeError, OSError, ValueError):  # numba: "no locator available"
             return numba.njit(function, **options)
         index = compiled._cache._cache_file
         index._source_stamp = (index._source_stamp, _helpers())

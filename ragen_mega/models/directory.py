@@ -4,19 +4,26 @@ launcher asks before it starts ranks, and the loader looks closely.
 
 import hashlib
 import json
+import os
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
+from tempfile import NamedTemporaryFile
 
 from ragen_mega.config.recorded import beside
 from ragen_mega.models.families import find_family
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks.launcher import cache_folder
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "vocab.json")
-_BLOCK, _NUM_BLOCKS = 1 << 16, 64
-"""Bytes of a block that `content_digest` reads, and how many of a large file."""
+_LARGE = 1 << 24
+"""Bytes from which on the digest of a file is remembered."""
+_SECONDS_OF_CLOCK = 2.0
+"""Time after a change in which another one may leave a file with the same times."""
 _LFS = b"version https://git-lfs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -102,20 +109,40 @@ def _check_content(flag: str, path: Path) -> None:
 
 def content_digest(path: Path) -> str:
     """Return the digest by which a model, a directory or a GGUF file, is known again after it was
-    moved: the whole of its small files, and of each file of weights the size and evenly spaced
-    blocks, since reading all of a large model takes minutes.
+    moved. All of a large file is read once, until the file changes.
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file != path and file.suffix not in (".json", ".jinja", ".txt", ".safetensors"):
             continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            for at in range(0, size, max(_BLOCK, size // _NUM_BLOCKS)):
-                opened.seek(at)
-                digest.update(opened.read(_BLOCK))
+        digest.update(f"{file.name} {_file_digest(file)} ".encode())
     return digest.hexdigest()[:16]
+
+
+def _file_digest(file: Path) -> str:
+    """Return the SHA-256 of a file. That of a large one is kept in the user's cache under its
+    place and times, of which nobody can set the time of its last change.
+    """
+    facts, known = _facts(file), None
+    if facts[0] >= _LARGE:
+        with suppress(OSError, ValueError):  # no cache that can be trusted
+            known = cache_folder("digests") / hashlib.sha256(repr(facts).encode()).hexdigest()
+            return known.read_text()
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    is_settled = _facts(file) == facts and time.time() - facts[1] / 1e9 > _SECONDS_OF_CLOCK
+    if known is not None and is_settled:
+        with suppress(OSError), NamedTemporaryFile("w", dir=known.parent, delete=False) as written:
+            written.write(digest)
+            written.flush()
+            os.replace(written.name, known)
+    return digest
+
+
+def _facts(file: Path) -> tuple[int, int, int, int, int, str]:
+    about = file.stat()
+    changed = about.st_ctime_ns, about.st_mtime_ns
+    return about.st_size, *changed, about.st_dev, about.st_ino, str(file.resolve())
 
 
 def _read_config(flag: str, path: Path) -> dict:

@@ -7,6 +7,8 @@ kernel spins while engines generate.
 
 import datetime
 import os
+import resource
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ from torch import Tensor
 from ragen_mega.ranks import launcher
 
 T = TypeVar("T")
+_SECONDS_OF_SILENCE = 20.0
+"""Time after which a rank says that it waits for others."""
 _control_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None
 """Store in which the ranks of the job find each other."""
@@ -98,14 +102,31 @@ def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
 def _join(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     global _control_group
     has_gpu = torch.cuda.is_available()
-    dist.init_process_group(
-        "nccl" if has_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    word = threading.Timer(_SECONDS_OF_SILENCE, _say_what_is_awaited, (rank, world_size))
+    word.daemon = True
+    if rank < 2:  # in case that the others wait for one of them
+        word.start()
+    try:
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    finally:
+        word.cancel()
     _control_group = dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD
+
+
+def _say_what_is_awaited(rank: int, world_size: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    text = f"rank {rank} waits for the other ranks to join, {world_size} in all, since"
+    text += f" {_SECONDS_OF_SILENCE:g} s"
+    if limit != resource.RLIM_INFINITY:
+        text += f"; ulimit -v leaves each {limit >> 20} MiB of addresses, without which it may wait"
+        text += " for ever: raise it"
+    os.write(2, f"{text}\n".encode())
 
 
 def _take_device(local_rank: int, num_gpus: int) -> None:

@@ -4,10 +4,13 @@ itself, or none that ranks are told of.
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +20,12 @@ from ragen_mega.data.paths import expanded
 
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
+JOB = "RAGEN_JOB"
+"""The variable by which all processes of a job are known to the guardian of its launcher."""
+SECONDS_TO_WAIT = 60.0
+"""Time after a signal in which a rank that waits, and does not compute, has to end."""
+_SECONDS_TO_STOP = "RAGEN_SECONDS_TO_STOP"
+"""The variable with the time after a signal in which any rank has to end."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The variables that name the interface on which ranks listen."""
 _OF_A_RANK = (
@@ -50,6 +59,18 @@ _THREADS = "OMP_NUM_THREADS"
 def is_rank() -> bool:
     """Return whether torchrun started this process. Platforms set RANK and WORLD_SIZE too."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def seconds_to_stop() -> float:
+    """Return the time after a signal in which ranks that compute have to end. Raises ValueError for
+    a value of the environment that is no time.
+    """
+    text = os.environ.get(_SECONDS_TO_STOP, "600")
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(
+            f"{_SECONDS_TO_STOP} must be a number of seconds, at least 1, not {text!r}; unset it"
+        )
+    return float(text)
 
 
 def forget_foreign_ranks() -> None:
@@ -146,18 +167,39 @@ def _quotas(groups: Path, root: Path) -> Iterator[float]:
 
 
 def keep_caches_at_home() -> None:
-    """Have torch.compile keep its code under the user's home: its default, a folder of /tmp whose
-    name is known beforehand, may be another user's.
+    """Have torch.compile and Triton keep their code in the user's cache, or where that is not to be
+    trusted in a new folder: their defaults, one of them a folder of /tmp whose name is known
+    beforehand, may be open to others.
     """
-    with suppress(OSError, ValueError):  # a home that cannot be written to, or is not known
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor")))
+    for name in ("torchinductor", "triton"):
+        variable = f"{name.upper()}_CACHE_DIR"
+        if variable not in os.environ:
+            try:
+                os.environ[variable] = str(cache_folder(name))
+            except (OSError, ValueError):
+                os.environ[variable] = folder = tempfile.mkdtemp(prefix="ragen-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def cache_folder(name: str) -> Path:
-    """Return this program's folder of that name in the user's cache, made if it is not there."""
-    home = Path(expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-    folder = home / "ragen_mega" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Return this program's folder of that name in the user's cache, made if it is not there, and
+    closed to others whatever the umask is. Raises ValueError for a folder that others own or can
+    write to, and OSError.
+    """
+    stated = expanded(os.environ.get("XDG_CACHE_HOME", ""))
+    home = Path(stated if os.path.isabs(stated) else expanded("~/.cache"))
+    folder = home.absolute() / "ragen_mega" / name
+    for part in (*reversed(folder.parents), folder):
+        if not part.exists():
+            part.mkdir(mode=0o700, exist_ok=True)
+    for part in (folder.parent, folder):
+        about = part.stat()
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            raise ValueError(
+                f"the cache {part} must be yours alone to write, and is of user {about.st_uid} with"
+                f" mode {about.st_mode & 0o777:o}; delete it, or set XDG_CACHE_HOME to a folder of"
+                " your own"
+            )
     return folder
 
 

@@ -12,17 +12,16 @@ import asyncio
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
 from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.web_client import open_client
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -30,10 +29,11 @@ from ragen_mega.rollout.renderer import ChatRenderer
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt; twice that before the third
 _AT_ONCE = 32
-_MOST_BYTES = 1 << 20
 AUTHORIZATION = "RAGEN_JUDGE_AUTHORIZATION"
 """The variable with the credentials of judges: flags are visible to others, and are recorded."""
 _REFUSALS = (httpx2.HTTPError, httpx2.InvalidURL)
+_NO_SCORE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""Errors of an answer that is no JSON, nests too deeply, or holds no number."""
 
 
 class Verifier:
@@ -63,14 +63,9 @@ class Verifier:
         return [self._known.get(digest) for digest in digests], reason
 
     async def _ask_all(self, bodies: Sequence[str]) -> list[float | str]:
-        headers = {"content-type": "application/json"}
-        if AUTHORIZATION in os.environ:
-            headers["authorization"] = os.environ[AUTHORIZATION]
-        is_local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
-        room = asyncio.Semaphore(_AT_ONCE)
-        # A server of this machine is not asked through a proxy.
-        async with httpx2.AsyncClient(timeout=None, trust_env=not is_local, headers=headers) as ask:
-            return await asyncio.gather(*(self._ask(ask, room, body) for body in bodies))
+        room, headers = asyncio.Semaphore(_AT_ONCE), {"content-type": "application/json"}
+        async with open_client(self.url, AUTHORIZATION, headers=headers) as client:
+            return await asyncio.gather(*(self._ask(client, room, body) for body in bodies))
 
     async def _ask(
         self, client: httpx2.AsyncClient, room: asyncio.Semaphore, body: str
@@ -83,27 +78,16 @@ class Verifier:
             try:
                 # httpx2's own limit is on silence, which a byte now and then breaks for ever.
                 async with room, asyncio.timeout(self._timeout):
-                    answer = await self._answer(client, body)
-                score = float(json.loads(answer)["score"])
+                    answer = await client.post(self.url, content=body)
+                score = float(json.loads(answer.raise_for_status().content)["score"])
                 if math.isfinite(score):
                     return score
                 reason = f"score {score}"
             except TimeoutError:
                 reason = f"no whole answer within {self._timeout:g} s"
-            except (*_REFUSALS, ValueError, KeyError, TypeError) as error:
+            except (*_REFUSALS, *_NO_SCORE) as error:
                 reason = f"{type(error).__name__}: {error}"
         return " ".join(reason.split())
-
-    async def _answer(self, client: httpx2.AsyncClient, body: str) -> bytes:
-        """Return the body of the answer. Raises ValueError for one that is too large."""
-        answer = b""
-        async with client.stream("POST", self.url, content=body) as response:
-            response.raise_for_status()
-            async for part in response.aiter_bytes():
-                answer += part
-                if len(answer) > _MOST_BYTES:
-                    raise ValueError(f"the answer is larger than {_MOST_BYTES:,} bytes")
-        return answer
 
 
 class Verifiers:

@@ -5,6 +5,7 @@ loss of another rank becomes a one-line error.
 import errno
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch
 from torch.distributed import DistError
 
 from ragen_mega.ranks import collectives
-from ragen_mega.ranks.launcher import is_rank
+from ragen_mega.ranks.launcher import JOB, SECONDS_TO_WAIT, is_rank, seconds_to_stop
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.integrity import describe_error
@@ -32,6 +33,9 @@ RANK_LOST = (
     " checkpoint"
 )
 _POLL_SECONDS = 1.0
+_SECONDS_OF_ECHO = 0.5
+_COMPUTES = 0.25
+"""Seconds of computation in _POLL_SECONDS, below which a process waits."""
 
 
 class StopSignal:
@@ -39,10 +43,11 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._since = 0.0
 
     def listen(self) -> None:
         """Remember the first of SIGNALS; a second one ends the process without a checkpoint, unless
-        it is SIGUSR1: schedulers may send that to launcher and ranks alike.
+        it is SIGUSR1, or the same within a moment: schedulers send it to launcher and ranks alike.
         """
         _handle(self._receive)
 
@@ -61,15 +66,19 @@ class StopSignal:
         return 128 + (self.received or signal.SIGTERM)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_echo = signum == self.received and now - self._since < _SECONDS_OF_ECHO
         if self.received:
-            return None if signum == signal.SIGUSR1 else _leave(signum, None)
-        self.received = signal.Signals(signum)
+            return None if is_echo or signum == signal.SIGUSR1 else _leave(signum, None)
+        self.received, self._since = signal.Signals(signum), now
         _say(f"{self.received.name}: writing a checkpoint; the same again leaves without one")
 
 
 def exit_on_signal() -> None:
-    """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet."""
-    _handle(_leave)
+    """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet. Their
+    default action ends it in C++ code too, where Python runs no handler.
+    """
+    _handle(signal.SIG_DFL)
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -83,7 +92,7 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
+def _handle(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in SIGNALS:
         # Who starts a program by nohup wants it to outlive the terminal.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -103,17 +112,34 @@ def _say(line: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """Send SIGTERM to this rank once the launcher that started it has ended, even by SIGKILL:
-    nobody else would end its ranks. A process that torchrun has not started does nothing.
+    """Send SIGTERM to this rank once the torchrun that started it has ended, even by SIGKILL, and
+    end it if it takes too long after a signal, in C++ code too. The guardian of our own launcher
+    does so for all its ranks. A process that torchrun has not started does nothing.
     """
     if is_rank():
-        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        arguments = reader, os.getppid(), seconds_to_stop()
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="launcher").start()
 
 
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _watch(reader: int, launcher: int, limit: float) -> None:
+    first, passed, waited, computed = 0, 0.0, 0.0, 0.0
+    is_orphan = False
+    while True:
+        if select.select([reader], [], [], _POLL_SECONDS)[0]:
+            numbers = os.read(reader, 1 << 10).replace(bytes([signal.SIGUSR1]), b"")
+            first = first or next(iter(numbers), 0)
+        if not is_orphan and os.getppid() != launcher and JOB not in os.environ:
+            is_orphan = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        before, computed = computed, time.process_time()
+        passed += _POLL_SECONDS if first else 0.0
+        waited = waited + _POLL_SECONDS if computed - before < _COMPUTES else 0.0
+        if passed > limit or (is_orphan and min(passed, waited) > SECONDS_TO_WAIT):
+            _leave(first, None)
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:

@@ -94,10 +94,10 @@ def dequantised(path: Path) -> Path:
     used.
     """
     folder = cache_folder("gguf")
-    target = folder / f"{path.stem}-{content_digest(path)}-v{_VERSION}"
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        target = folder / f"{path.stem}-{content_digest(path)}-v{_VERSION}"
         if not target.exists():
             # left by a process that was killed, for none but this one is at work
             shutil.rmtree(target.with_name(f".{target.name}.unfinished"), ignore_errors=True)

@@ -482,6 +482,7 @@ class TestLaunch:
         for _ in range(2):
             os.killpg(process.pid, signal.SIGINT)
             assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
+            time.sleep(0.3)  # a person is slower than a program that sends each twice
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
     @pytest.mark.parametrize(

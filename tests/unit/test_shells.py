@@ -15,8 +15,8 @@ from ragen_mega.commands.command_line import flag, target
 from ragen_mega.commands.command_line import parse as parse_flags
 from ragen_mega.config import EvaluationConfig, StarPOConfig, parse
 from ragen_mega.config.cli import split_resumed
-from ragen_mega.data import launcher
 from ragen_mega.data.paths import expanded, named
+from ragen_mega.ranks import launcher
 from ragen_mega.report.terminal import command_line
 from ragen_mega.storage.integrity import atomic_directory, describe_error, describe_file
 from ragen_mega.storage.run_directory import check_directory

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Self, get_args, get_type_hints
 
+from ragen_mega.data.addresses import check_addresses
 from ragen_mega.data.paths import expanded
 from ragen_mega.environments.protocol import MAX_SEED
 
@@ -70,7 +71,8 @@ class Section:
 
     def __post_init__(self) -> None:
         """Expand paths. Raise ValueError for a path without a home directory, for a number that is
-        not finite or out of bounds, for a field that does nothing, and for a broken rule.
+        not finite or out of bounds, for a field that does nothing, for credentials in an address,
+        and for a broken rule.
         """
         for name in _declared(type(self), PathOf):
             if (path := getattr(self, name)) is not None:
@@ -79,6 +81,8 @@ class Section:
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, not {value}")
+            if isinstance(value, str):
+                check_addresses(value)
             if name in bounds and value is not None and value not in bounds[name]:
                 raise ValueError(
                     f"{name} must be {bounds[name].words}, not {value}; set {flag_of(name)}"

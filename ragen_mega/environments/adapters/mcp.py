@@ -14,9 +14,11 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
+from ragen_mega.data.web_client import open_client
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.tool_calls import check_tools, function_tool
@@ -29,6 +31,10 @@ _SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does no
 _SECONDS_TO_LIST = 5.0
 _MOST_PAGES = 100
 """Most pages of a list of tools."""
+_MOST_BYTES = 64 << 20
+"""Size of an answer over HTTP, a list of all tools among them."""
+_AUTHORIZATION = "RAGEN_MCP_AUTHORIZATION"
+"""The variable with the credentials of MCP servers behind a URL."""
 _PAUSES = (0.5, 2.0, 8.0)
 """Seconds between attempts to begin a session."""
 _LAUNCH = """import ctypes, os, sys
@@ -223,8 +229,11 @@ class _Session:
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        web: Any = nullcontext()
         if _is_url(self._server):
-            transport = streamable_http_client(self._server)
+            limits = {"most_bytes": _MOST_BYTES, "has_streams": True}
+            web = open_client(self._server, _AUTHORIZATION, **limits)
+            transport = streamable_http_client(self._server, http_client=web)
         else:
             launch = [
                 "-I",
@@ -241,7 +250,7 @@ class _Session:
             )
             transport = stdio_client(program, errlog=self._log)
         with CancelScope(deadline=current_time() + _SECONDS_TO_START) as scope:
-            async with Client(transport, mode=self._mode, cache=None) as client:
+            async with web, Client(transport, mode=self._mode, cache=None) as client:
                 scope.deadline = math.inf
                 self._client.set_result(client)
                 await self._end.wait()

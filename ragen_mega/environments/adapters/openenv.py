@@ -8,18 +8,19 @@ import asyncio
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
+from ragen_mega.data.addresses import bypass_proxy, check_addresses
+from ragen_mega.data.web_client import ask
 from ragen_mega.environments.adapters.packages import required
+from ragen_mega.environments.calls import settled
 from ragen_mega.environments.episode import LIMITS
 from ragen_mega.environments.protocol import Observation, StepResult
 from ragen_mega.environments.tool_calls import function_tool
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
 """Fields of observations that may hold the text, the preferred ones first."""
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _PATIENCE = 30.0  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
 _MAX_NUMBERS = 64  # actions of a bounded number
@@ -46,12 +47,14 @@ class OpenEnvWorld:
         core = required("openenv.core:GenericEnvClient", "openenv")
         from websockets.exceptions import WebSocketException
 
+        check_addresses(url)
         self._troubles = (*_TROUBLES, WebSocketException)
         self._attempts = attempts
         self._client = core.GenericEnvClient(
             url, connect_timeout_s=timeout, message_timeout_s=timeout
         )
         http = "http" + url.rstrip("/").removeprefix("ws").removeprefix("http")
+        bypass_proxy(http)
         schema = _get(f"{http}/schema").get("action", {})
         about = _get(f"{http}/metadata")
         description = str(about.get("description", ""))
@@ -165,11 +168,9 @@ def _get(url: str) -> dict[str, Any]:
     made while the server is down. Raises ValueError if the server does not answer.
     """
     try:
-        is_local = urlsplit(url).hostname in _LOCAL  # bypass proxies
-        answer = httpx2.get(url, timeout=_PATIENCE, trust_env=not is_local)
-        answer.raise_for_status()
-        return answer.json()
-    except (httpx2.HTTPError, ValueError) as error:
+        answer = settled(ask("GET", url, seconds=_PATIENCE))
+        return answer.raise_for_status().json()
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{url} does not answer as an OpenEnv server ({str(error) or type(error).__name__});"
             " start the server first"

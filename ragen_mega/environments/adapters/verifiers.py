@@ -17,7 +17,6 @@ from functools import lru_cache
 from textwrap import shorten
 from typing import Any, Literal
 
-import httpx2
 import verifiers.v1 as vf
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.dialects.chat import message_to_wire
@@ -26,6 +25,7 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.interception import InterceptionServer
 
+from ragen_mega.data.web_client import open_client
 from ragen_mega.environments.adapters.tasks import held_out
 from ragen_mega.environments.protocol import Message, StepResult, check_seed
 from ragen_mega.environments.tool_calls import function_tool, tool_calls
@@ -35,6 +35,7 @@ logging.getLogger(vf.__name__).setLevel(logging.ERROR)  # what fails is raised
 _MAX_TURNS = 10
 _LONGEST_ERROR = 240  # characters
 _UNHURRIED = 1e9
+_MOST_BYTES = 8 << 20  # of a reply
 """Seconds that an agent may take: the time of the policy counts."""
 _CHAT = NullHarnessConfig(id="null")
 _Ask = Callable[[Sequence[vf.Message]], Awaitable[str]]
@@ -290,7 +291,7 @@ class _Chat(NullHarness):
         messages = [*map(message_to_wire, start)]
         body = {"messages": messages} | ({"tools": self._world.schemas} if tools else {})
         key = {"Authorization": f"Bearer {secret}"}
-        async with httpx2.AsyncClient(headers=key, timeout=None, verify=False) as client:
+        async with open_client(endpoint, headers=key, most_bytes=_MOST_BYTES) as client:
             while True:
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.is_error:

@@ -126,6 +126,8 @@ def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
 class _Handler(BaseHTTPRequestHandler):
     """`/` is the page, `/runs` its data, `/trace/INDEX/NAME` one trace."""
 
+    timeout = 30.0  # seconds of silence, after which the thread of a connection ends
+
     def __init__(self, runs: list[Path], *arguments: Any) -> None:
         self._runs = runs
         super().__init__(*arguments)

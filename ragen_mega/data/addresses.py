@@ -1,0 +1,61 @@
+"""Addresses of servers in the settings of a run: credentials, and servers of this machine."""
+
+import os
+import re
+import socket
+from functools import cache
+from ipaddress import ip_address
+from urllib.parse import parse_qsl, urlsplit
+
+_ADDRESS = re.compile(r"(?:https?|wss?)://[^\s\"'<>\\]+", re.IGNORECASE)
+_SECRET = re.compile(
+    r"^(key|sig|auth|jwt)$|(api|access|subscription|secret)[-_]?key$"
+    r"|(^|[-_])(token|secret|password|passwd|pwd|signature|authorization|credentials?)$"
+    r"|(?-i:[a-z](Token|Secret|Password|Signature|Authorization))$",
+    re.IGNORECASE,
+)
+"""Names of query parameters that hold credentials."""
+
+
+def check_addresses(text: str) -> None:
+    """Raise ValueError, which does not repeat them, if an address in `text` holds credentials."""
+    for address in _ADDRESS.findall(text):
+        user, at, _ = address.partition("://")[2].partition("/")[0].rpartition("@")
+        names = parse_qsl(address.partition("?")[2], keep_blank_values=True)
+        if not at and not any(_SECRET.search(name) for name, _ in names):
+            continue
+        raise ValueError(
+            "an address must hold no name, password or key, since config.json, the list of"
+            " processes and reports would show it; give the value of the header Authorization,"
+            " e.g. 'Bearer ...', in the environment variable RAGEN_JUDGE_AUTHORIZATION,"
+            " RAGEN_AGENT_AUTHORIZATION or RAGEN_MCP_AUTHORIZATION"
+        )
+
+
+@cache
+def is_local(url: str) -> bool:
+    """Return whether a server is on this machine, where it must not be asked through a proxy."""
+    import psutil
+
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = {ip_address(entry[4][0].partition("%")[0]) for entry in entries}
+    except (OSError, UnicodeError):  # a name that the proxy alone may know
+        return False
+    here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    addresses = {getattr(address, "ipv4_mapped", None) or address for address in found}
+    return all(
+        address.is_loopback or address.is_unspecified or str(address) in here
+        for address in addresses
+    )
+
+
+def bypass_proxy(url: str) -> None:
+    """Have libraries that read `no_proxy` ask a server of this machine without a proxy."""
+    host = urlsplit(url).hostname
+    others = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if is_local(url) and host not in others.split(","):
+        os.environ["no_proxy"] = f"{others},{host}".lstrip(",")

@@ -1,0 +1,176 @@
+"""Requests to servers that a flag names, against servers that answer badly on purpose."""
+
+import asyncio
+import gzip
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx2
+import pytest
+
+from ragen_mega.agents.runner import AgentProgram
+from ragen_mega.config import parse
+from ragen_mega.data.addresses import bypass_proxy, check_addresses, is_local
+from ragen_mega.data.web_client import MOST_BYTES, ask
+
+BOMB = gzip.compress(bytes(32 << 20))
+
+
+class Answerer(BaseHTTPRequestHandler):
+    """Answers as its path says."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        with suppress(OSError):  # the client hangs up
+            getattr(self, self.path.strip("/"))()
+
+    def say(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def headers_of_mine(self) -> None:
+        names = ("authorization", "accept-encoding")
+        self.say(json.dumps([self.headers[name] for name in names]).encode())
+
+    def bomb(self) -> None:
+        self.say(BOMB, content_encoding="gzip")
+
+    def twice(self) -> None:
+        self.say(gzip.compress(BOMB), content_encoding="gzip, gzip")
+
+    def large(self) -> None:
+        self.say(bytes(2 * MOST_BYTES))
+
+    def events(self) -> None:
+        self.say(bytes(2 * MOST_BYTES), content_type="text/event-stream")
+
+    def elsewhere(self) -> None:
+        self.say(b"", 307, location=f"{self.server.other}/headers_of_mine")
+
+    def deep(self) -> None:
+        self.say(b"[" * (1 << 19))
+
+    def slow_body(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(100):
+            self.wfile.write(b"1")
+            time.sleep(0.05)
+
+    def slow_headers(self) -> None:
+        for byte in b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100:
+            self.wfile.write(bytes([byte]))
+            time.sleep(0.05)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server beside a proxy that everything else would go to."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answerer) as server:
+        server.other = f"http://localhost:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def post(url: str, authorization: str = "") -> httpx2.Response:
+    return asyncio.run(ask("POST", url, authorization, seconds=1.0, body={"task": 1}))
+
+
+def test_servers_of_this_machine_are_asked_without_a_proxy(url, monkeypatch):
+    monkeypatch.setenv("MINE", "Bearer x")
+    port = url.rpartition(":")[2]
+    for host in ("127.0.0.1", "localhost", "127.1", "LOCALHOST", "[::ffff:127.0.0.1]", "0.0.0.0"):
+        answer = post(f"http://{host}:{port}/headers_of_mine", "MINE")
+        assert answer.json() == ["Bearer x", "identity"], host
+    assert is_local("http://a.localhost") and not is_local("http://192.0.2.1:80")
+    with pytest.raises(httpx2.ConnectError):  # at the proxy, where nobody listens
+        post("http://192.0.2.1/")
+
+
+def test_libraries_get_to_know_it(monkeypatch):
+    monkeypatch.setenv("no_proxy", "mine.example")
+    bypass_proxy("http://192.0.2.1/")
+    bypass_proxy("ws://127.0.0.1:8000")
+    bypass_proxy("http://127.0.0.1:9000")
+    assert os.environ["no_proxy"] == "mine.example,127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["bomb", "twice", "large", "events"])
+def test_an_answer_is_bounded_however_it_is_packed(url, path):
+    with pytest.raises(httpx2.DecodingError, match="compressed|larger than 1,048,576 bytes"):
+        post(f"{url}/{path}")
+
+
+@pytest.mark.parametrize("path", ["slow_body", "slow_headers"])
+def test_the_whole_answer_is_bounded_in_time(url, path):
+    with pytest.raises(TimeoutError, match="no whole answer of .* within 1 s"):
+        post(f"{url}/{path}")
+
+
+def test_no_redirect_takes_task_and_key_elsewhere(url):
+    assert post(f"{url}/elsewhere").status_code == 307
+
+
+@pytest.mark.parametrize("path", ["bomb", "large", "deep", "slow_body", "elsewhere"])
+def test_an_agent_behind_a_url_fails_its_episode_alone(url, path):
+    agent = AgentProgram(f"{url}/{path}")
+    with pytest.raises((RuntimeError, TimeoutError, httpx2.HTTPError)) as caught:
+        agent.run("http://127.0.0.1:1/v1", "key", 1.0)
+    assert str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:hidden@host/",
+        "http://hidden@host:80/path",
+        "https://host/mcp?api_key=hidden",
+        "https://host/mcp/?a=1&tavilyApiKey=hidden",
+        "http://host/x?token=hidden",
+        "WSS://me:hidden@host/",
+        "http://host/x?key=hidden",
+        "http://host/?accessToken=hidden",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(address):
+    world = json.dumps({"tasks:a.jsonl": {"mcp": [f"tool --at {address}"]}})
+    for flags in (
+        ["--agent", address],
+        ["--reward", f"environment + 0.5*{address}"],
+        ["--environments", f"openenv:{address}"],
+        ["--environments", "tasks:a.jsonl", "--environment-options", world],
+    ):
+        with pytest.raises(ValueError, match="must hold no name, password or key") as caught:
+            parse(flags)
+        assert "hidden" not in str(caught.value)
+    with pytest.raises(ValueError, match="must hold no name"):
+        post(address)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://host:8000/score?max_tokens=5&sort=key",
+        "me@example.com and http://host/@path",
+        "0.5*http://127.0.0.1:8000/score + environment",
+        "agent:my_module:run",
+    ],
+)
+def test_other_addresses_stay(text):
+    check_addresses(text)
