@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Reals = NDArray[np.float32] | NDArray[np.float64]
+Reals = NDArray[np.float32 | np.float64]
 Integers = NDArray[np.int64]
 
 EXACT = {"contract"}
@@ -32,12 +32,14 @@ def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     """
 
     def compile_lazily(function: Callable) -> Callable:
-        options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
+        flags = set(fastmath)
         try:
-            compiled = numba.njit(function, cache=True, **options)
+            compiled = numba.njit(
+                function, cache=True, nogil=True, fastmath=flags, error_model="numpy"
+            )
         except RuntimeError:  # numba: "no locator available"
-            return numba.njit(function, **options)
-        index = compiled._cache._cache_file
+            return numba.njit(function, nogil=True, fastmath=flags, error_model="numpy")
+        index = compiled._cache._cache_file  # type: ignore[attr-defined]  # no public name
         index._source_stamp = (index._source_stamp, _helpers())
         return compiled
 
