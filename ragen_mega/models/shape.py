@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from ragen_mega.models.cuts import head_rows
+from ragen_mega.models.cuts import HeadSizes, head_rows
 from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
 
@@ -56,17 +56,13 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelShape(HeadSizes):
     """The sizes of a model, and the numbers of its norms and positions."""
 
     model_type: str
     num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     ffn_size: int
-    vocab_size: int
     is_tied: bool
     rms_norm_eps: float
     rope_theta: float
@@ -81,7 +77,7 @@ class ModelShape:
         """
         family = find_family(values.get("model_type"))
         # transformers 5 has moved base and scaling into one dictionary
-        rope = values.get("rope_parameters") or values | (values.get("rope_scaling") or {})
+        rope = values.get("rope_parameters") or {**values, **(values.get("rope_scaling") or {})}
         try:
             return cls(
                 model_type=family.model_type,
