@@ -138,7 +138,6 @@ class Samplers:
         """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in a
         thread of its own.
         """
-        assert part.alarm is not None  # the job has two parts
         self._config, self._tasks = config, tasks
         self._link, self._alarm = part.link, part.alarm
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
@@ -308,7 +307,7 @@ class Samplers:
         if rollout in self._arrived:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
-            self._failure = self._alarm.given()
+            self._failure = self._alarm.given() if self._alarm else None
             silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
                 raise LinkLost(
