@@ -244,4 +244,4 @@ def test_a_command_can_be_typed_whether_or_not_its_environment_is_active(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(scripts / "python"))
     monkeypatch.setenv("PATH", str(scripts) if path == "on" else "/nowhere")
-    assert command_line("view runs/a") == f"{said.format('bin')}ragen-mega view runs/a"
+    assert command_line("view", "runs/a") == f"{said.format('bin')}ragen-mega view runs/a"

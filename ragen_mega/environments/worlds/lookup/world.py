@@ -96,6 +96,9 @@ class Lookup:
     """
 
     is_instant = True
+    max_turns: int
+    max_actions: int
+    max_actions_per_turn = 1
     solver = Solver(references, optimal_actions)
     # Nobody who is asked in an episode, and a chain that shows the form alone.
     example_options = (
@@ -134,7 +137,6 @@ class Lookup:
         self._lengths, self._dead_ends = (min_people, max_people), dead_ends
         self._people, self._piece_reward = people, piece_reward
         self.max_turns = self.max_actions = max_people + dead_ends + 2
-        self.max_actions_per_turn = 1
         self.instruction = (
             "Find out a secret code. People know who knows it. Answer with the name of a person to"
             " ask, or with the code once you have heard it."
@@ -144,6 +146,11 @@ class Lookup:
         """Whether no episode is running."""
         self._code = ""
         self._asked: set[str] = set()
+
+    @property
+    def difficulty(self) -> int:
+        """Number of people to ask, and of those who do not know."""
+        return sum(len(link.named) for link in self.chain)
 
     def reset(self, seed: int) -> str:
         draw = random.Random(stable_seed(check_seed(seed), "lookup"))
