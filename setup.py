@@ -53,6 +53,7 @@ setup(
     packages=[*find_packages(include=["ragen_mega", "ragen_mega.*"]), "ragen_kernels"],
     package_dir={"ragen_kernels": "kernels/ragen_kernels"},
     package_data={
+        "ragen_mega": ["py.typed"],
         "ragen_mega.environments.worlds": ["*/boards/*.jsonl"],
         "ragen_mega.config": ["recipes/*.flags", "studies/*.toml", "constraints*.txt"],
         "ragen_mega.planning": ["*.json"],

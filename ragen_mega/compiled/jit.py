@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ragen_mega.ranks.launcher import cache_folder
 
-Reals = NDArray[np.float32] | NDArray[np.float64]
+Reals = NDArray[np.float32 | np.float64]
 Integers = NDArray[np.int64]
 
 EXACT = {"contract"}
@@ -34,13 +34,15 @@ def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     """
 
     def compile_lazily(function: Callable) -> Callable:
-        options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
+        flags = set(fastmath)
         try:
             numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(cache_folder("numba"))
-            compiled = numba.njit(function, cache=True, **options)
+            compiled = numba.njit(
+                function, cache=True, nogil=True, fastmath=flags, error_model="numpy"
+            )
         except (RuntimeError, OSError, ValueError):  # numba: "no locator available"
-            return numba.njit(function, **options)
-        index = compiled._cache._cache_file
+            return numba.njit(function, nogil=True, fastmath=flags, error_model="numpy")
+        index = compiled._cache._cache_file  # type: ignore[attr-defined]  # no public name
         index._source_stamp = (index._source_stamp, _helpers())
         return compiled
 

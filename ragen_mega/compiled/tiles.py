@@ -3,7 +3,7 @@
 Source: exp as in Cephes (expf).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import product
@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from ragen_mega.compiled.jit import EXACT, jit
 
 LANES = 16
 """Numbers side by side in registers."""
+
+# compiled callers leave out the first argument, which numba's own annotation asks for
+intrinsic: Callable[[Callable], Callable[..., None]] = extending.intrinsic
 
 # exp in float32: the smallest argument, log 2 in two parts, and the polynomial.
 _ONE, _LEAST = np.float32(1.0), np.float32(-87.0)
@@ -134,9 +136,9 @@ def emit_tile(
     is a pair of bfloat16. Each sum has `chains` parts, because an addition takes several cycles;
     they divide the depth, and are the same for any number of rows.
     """
-    (x, x_step, x_next), (m, m_step), (y, y_step), index = x, m, y, depth.type
+    (x_at, x_step, x_next), (m_at, m_step), (y_at, y_step), index = x, m, y, depth.type
     factors, sums = (
-        [ir.VectorType(pointer.type.pointee, width) for width in widths] for pointer in (x, y)
+        [ir.VectorType(pointer.type.pointee, width) for width in widths] for pointer in (x_at, y_at)
     )
     starts = [index(sum(widths[:j])) for j in range(len(widths))]
 
@@ -150,20 +152,20 @@ def emit_tile(
     with _steps(builder, index(0), depth, chains) as first:
         for chain in range(chains):
             k = builder.add(first, index(chain))
-            line, item = builder.gep(m, [builder.mul(k, m_step)]), builder.mul(k, x_next)
+            line, item = builder.gep(m_at, [builder.mul(k, m_step)]), builder.mul(k, x_next)
             columns = [
                 builder.load(vector(line, kind, start), align=4)
                 for kind, start in zip(factors, starts)
             ]
             for row in range(rows):
                 place = builder.add(item, builder.mul(x_step, index(row)))
-                factor = builder.load(builder.gep(x, [place]))
+                factor = builder.load(builder.gep(x_at, [place]))
                 for j, numbers in enumerate(columns):
                     total = totals[row, j, chain]
                     spread = _spread(builder, factor, factors[j])
                     builder.store(_fused(builder, spread, numbers, builder.load(total)), total)
     for row, (j, start) in product(range(rows), enumerate(starts)):
-        line = builder.gep(y, [builder.mul(y_step, index(row))])
+        line = builder.gep(y_at, [builder.mul(y_step, index(row))])
         pointer = vector(line, sums[j], start)
         parts = [builder.load(totals[row, j, chain]) for chain in range(chains)]
         parts += [builder.load(pointer, align=4)] if adds else []

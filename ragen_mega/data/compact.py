@@ -6,7 +6,7 @@ common with the one before it is not repeated.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,12 +184,14 @@ def _outlined(
     breaks: Iterator[int],
 ) -> Trajectory:
     *facts, environment, length, num_turns, num_breaks = row
-    named = dict(zip(_FACTS, facts, strict=True))
+    named: dict[str, Any] = dict(zip(_FACTS, facts, strict=True))
     named |= {name: bool(named[name]) for name in ("terminated", "truncated", "is_tree")}
     found = Trajectory(
         **named,
         environment=environments[environment],
-        turns=[Turn(*at, reward) for _, (at, reward) in zip(range(num_turns), turns)],
+        turns=[
+            Turn(start, end, reward) for _, ((start, end), reward) in zip(range(num_turns), turns)
+        ],
         breaks=[place for _, place in zip(range(num_breaks), breaks)],
     )
     found.release(length)

@@ -5,6 +5,10 @@ import io
 import os
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def guard_outputs(*, is_needed: bool) -> None:
@@ -36,12 +40,12 @@ class _Output(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self._is_needed = is_needed and descriptor == 1
 
-    def write(self, data: bytes | memoryview) -> int | None:
+    def write(self, data: "ReadableBuffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             self._drop(error)
-            return len(data)
+            return memoryview(data).nbytes
 
     def _drop(self, error: OSError) -> None:
         """Drop all that follows, also of processes that this one starts."""

@@ -6,6 +6,7 @@ The shift from tokens to labels happens here and nowhere else.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -241,12 +242,13 @@ def choose_owners(
     tokens = flatten((trajectory.tokens for trajectory in trajectories), np.int32)
     offsets = offsets_of(torch.tensor([len(trajectory) for trajectory in trajectories]))
     at_home = [homes[trajectory.rank % len(homes)] for trajectory in trajectories]
-    options = {"homes": at_home, "cost": cost, "most_nodes": most_nodes}
+    divide = partial(
+        shares, tokens, offsets, costs, num_parts, homes=at_home, cost=cost, most_nodes=most_nodes
+    )
     owners = torch.full((sum(map(len, minibatches)) // len(costs), len(costs)), -1)
     seen = 0
     for ids in minibatches:
-        found = shares(tokens, offsets, costs, num_parts, ids=ids, **options)
-        for part, share in enumerate(found):
+        for part, share in enumerate(divide(ids=ids)):
             owners[seen // len(costs), share] = part
         seen += len(ids)
     return owners
@@ -367,7 +369,8 @@ def microbatch(
         pairs, edge_of, repeats = found
         edge_of, order = edge_of.sort(stable=True)
         edges = Edges(
-            *(move(ids, device) for ids in (pairs // base, pairs % base)),
+            move(pairs // base, device),
+            move(pairs % base, device),
             repeats,
             move(edge_of, device),
         )

@@ -264,16 +264,19 @@ class Trajectory:
                     " rollout engine"
                 )
         for name, values in completion.prompt_fields.items():
-            self.further_fields[name].put_last(values)
+            held = self.further_fields[name]
+            assert isinstance(held, Packed)  # it is played on this rank
+            held.put_last(values)
         self._append({"tokens": completion.tokens, **recorded})
 
     def _append(self, given: Mapping[str, Sequence[Any]]) -> None:
         """Append tokens with the values of their recorded fields, of others the defaults."""
         for name, values in self.token_fields.items():
-            more = given.get(name)
+            more: Sequence[Any] | NDArray | None = given.get(name)
             if more is None:
                 more = TOKEN_FIELDS[name].defaults(len(given["tokens"]))
                 more = more if isinstance(values, Packed) else more.tolist()
+            assert isinstance(values, (list, Packed))  # it is played on this rank
             values.extend(more)
 
     @property

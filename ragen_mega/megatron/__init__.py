@@ -40,6 +40,6 @@ def load_cudnn_of_torch() -> list[str]:
 
 if not is_found("transformer_engine"):
     # megatron-core would take a folder of that name in the working directory for the package.
-    sys.modules["transformer_engine"] = None
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # forbids its import
 elif torch.cuda.is_available():
     load_cudnn_of_torch()

@@ -40,9 +40,9 @@ class Updated:
     """Elements of the flattened parameter."""
 
     @property
-    def is_copied(self) -> bool:
-        """Whether `main` is a tensor of its own."""
-        return self.main is not None and self.parameter.dtype != torch.float32
+    def own(self) -> Tensor | None:
+        """`main` where it is a tensor of its own."""
+        return None if self.parameter.dtype == torch.float32 else self.main
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -53,12 +53,12 @@ class Updated:
 
     def reload(self) -> None:
         """Start from the parameter."""
-        if self.is_copied:
-            self.main.copy_(self.parameter.data.view(-1)[self.part].view_as(self.main))
+        if (own := self.own) is not None:
+            own.copy_(self.parameter.data.view(-1)[self.part].view_as(own))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what the optimizer keeps besides the parameter."""
-        values = self.state | ({MAIN: self.main} if self.is_copied else {})
+        values = self.state | ({} if (own := self.own) is None else {MAIN: own})
         yield from ((f"{self.name}.{kind}", value) for kind, value in values.items())
 
 
@@ -131,7 +131,9 @@ def _step(
     """Take one step of an inner optimizer whose tensors are away."""
     groups = inner.param_groups
     before, after = [dict(group) for group in groups], [dict(group) for group in groups]
-    for part in group_by_size(items, lambda item: 3 * 4 * item.main.numel(), PART_BYTES):
+    for part in group_by_size(
+        items, lambda item: 3 * 4 * item.parameter.view(-1)[item.part].numel(), PART_BYTES
+    ):
         chosen = {id(item.main) for item in part}
         with memory.borrowed("optimizer", partial(_tensors, part)):
             for group, was in zip(groups, before, strict=True):
@@ -139,8 +141,8 @@ def _step(
                 group |= was | {"params": [main for main in was["params"] if id(main) in chosen]}
             step()
             for item in part:
-                if item.is_copied:
-                    item.parameter.data.view(-1)[item.part].copy_(item.main.flatten())
+                if (own := item.own) is not None:
+                    item.parameter.data.view(-1)[item.part].copy_(own.flatten())
         for group, result in zip(groups, after, strict=True):
             if group["params"] and "step" in group:
                 result["step"] = group["step"]

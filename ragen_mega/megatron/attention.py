@@ -151,7 +151,7 @@ def attend(
     kv_heads, dim] to [N, heads * dim].
     """
     calls = schedule.calls
-    if schedule.queries is not None:
+    if schedule.queries is not None and schedule.keys is not None:
         query = query.index_select(0, schedule.queries)
         key, value = (x.index_select(0, schedule.keys) for x in (key, value))
     # split, because its gradient is one concatenation; with slices each call would get a gradient

@@ -181,8 +181,8 @@ def _read_adam(trainer: Trainer, parameter: nn.Parameter, place: str) -> dict[st
         held = item.state | {MAIN: item.main}
         for kind in _kinds(parameter):
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if held.get(kind) is not None:  # Adam holds nothing before the first step
-                whole[item.part] = held[kind].detach().flatten()
+            if (tensor := held.get(kind)) is not None:  # Adam holds nothing before the first step
+                whole[item.part] = tensor.detach().flatten()
             if isinstance(item.optimizer, DistributedOptimizer):
                 # Every element is zero on all ranks but one; as integers their sum is exact to the
                 # bit (-0.0 too).

@@ -62,17 +62,18 @@ class MegatronCritic:
         """Take one step of clipped value regression towards `returns`. Returns its metrics."""
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            values = micro.per_position(output)
+            values, given = micro.per_position(output), dict(micro.tensors())
             value, is_clipped = value_loss(
-                values, micro.values, micro.returns, micro.weights, clip=self.value_clip
+                values, given["values"], given["returns"], given["weights"], clip=self.value_clip
             )
             return value, torch.stack([value.detach().float(), is_clipped.sum()]), values.detach()
 
         sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 2)
-        mask = minibatch.loss_mask
+        mask, returns, values = minibatch.loss_mask, minibatch.returns, minibatch.values
+        assert returns is not None and values is not None  # `score` has added them
         num_tokens = max(1, int(mask.sum()))
-        residual = (minibatch.returns - minibatch.values)[mask]
-        variance = float(minibatch.returns[mask].var(unbiased=False))
+        residual = (returns - values)[mask]
+        variance = float(returns[mask].var(unbiased=False))
         return {
             "loss": float(sums[0]),
             "clip_fraction": float(sums[1]) / num_tokens,

@@ -10,7 +10,7 @@ never a parameter: nothing here reads or stores it.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,7 +50,7 @@ class PackedForest(PackedSeqParams):
     that it does with their lengths is to look up rotary embeddings, which are gathered before.
     """
 
-    forest: Forest | None = None
+    forest: Forest = field(kw_only=True)
     routing: Routing | None = None
     """The experts that the nodes go through; None: the routers choose, or there are none."""
     rotation: tuple[Tensor, Tensor] | None = None
@@ -165,7 +165,7 @@ class RMSNorm(nn.Module):
         )
         # Tells finalize_model_grads to sum this gradient over tensor-parallel ranks, each of which
         # sees a slice of tokens.
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return _Normalize.apply(x, self.weight, self.eps)
@@ -217,7 +217,9 @@ class RowLinear(RowParallelLinear):
         return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
 
 
-def _product(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _product(
+    linear: ColumnParallelLinear | RowParallelLinear, x: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """x W^T with the bias, or beside the bias that the caller will add."""
     if linear.skip_bias_add:
         return F.linear(x, linear.weight), linear.bias
@@ -243,7 +245,8 @@ class EngineAttention(TEDotProductAttention):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedForest | None = None,
+        *,
+        packed_seq_params: PackedForest,
     ) -> Tensor:  # [N, heads/tp * head_dim]
         packed, paths = packed_seq_params.chains
         if paths is not None:
@@ -281,9 +284,10 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedForest | None = None,
+        *,
+        packed_seq_params: PackedForest,
     ) -> Tensor:  # [N, heads/tp * head_dim]
-        assert packed_seq_params is not None and attention_mask is None, (
+        assert packed_seq_params.rotation is not None and attention_mask is None, (
             "packed sequences are the only data layout"
         )
         query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))

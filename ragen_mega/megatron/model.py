@@ -5,8 +5,9 @@ weight by `ragen_kernels.linear_policy_loss`, which never holds the full logits.
 arXiv:2407.10671, arXiv:2505.09388.
 """
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +256,15 @@ class QwenModel(GPTModel):
         )
 
 
+class Chunks(nn.ModuleList):
+    """The chunks of a model that a rank holds: one, or several under the interleaved schedule."""
+
+    if TYPE_CHECKING:  # torch's list has no type of its items
+
+        def __iter__(self) -> Iterator[QwenModel]: ...
+        def __getitem__(self, idx: int) -> QwenModel: ...  # type: ignore[override]  # no slices
+
+
 class ValueHead(nn.Linear):
     """Hidden state -> value in float32, equal on all tensor-parallel ranks."""
 
@@ -263,7 +273,7 @@ class ValueHead(nn.Linear):
             config.hidden_size, 1, bias=False, dtype=torch.float32, device=collectives.device()
         )
         self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         nn.init.zeros_(self.weight)  # an untrained critic predicts 0, the same on every rank
 
     def forward(self, hidden: Tensor) -> Tensor:  # [N/sp, 1, H] -> [N]
@@ -298,9 +308,9 @@ def build_model(
     groups: ProcessGroupCollection,
     *,
     is_critic: bool = False,
-) -> nn.ModuleList:
+) -> Chunks:
     """Build the chunks of a policy on this rank, with tied embeddings if the checkpoint ties them,
     or those of a critic, with a scalar head in place of the vocabulary.
     """
     build = partial(QwenModel, hf, config, groups, is_critic)
-    return nn.ModuleList(map(build, range(_num_chunks(config))))
+    return Chunks(map(build, range(_num_chunks(config))))

@@ -15,6 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
+from ragen_mega.megatron.model import Chunks
 from ragen_mega.megatron.weights import held
 from ragen_mega.models.layout import Slot
 
@@ -58,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         self._ranks = ranks
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing calls back
         """Apply Nesterov's momentum, orthogonalised."""
         (group,) = self.param_groups
         wholes = [
@@ -73,6 +74,7 @@ class Muon(torch.optim.Optimizer):
             parameter.add_(mine, alpha=-group["lr"])
 
     def _momentum(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None  # megatron-core has set it
         gradient, state = parameter.grad.float(), self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(gradient)
@@ -89,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def chain_muon(
-    build_adam: Callable[[], MegatronOptimizer], chunks: nn.ModuleList, config: OptimizerConfig
+    build_adam: Callable[[], MegatronOptimizer], chunks: Chunks, config: OptimizerConfig
 ) -> ChainedOptimizer:
     """Build Muon for the matrices of the layers; for everything else, embedding, head, norms and
     biases, the optimizer that `build_adam` builds for what requires gradients.

@@ -97,12 +97,12 @@ class Offloadable:
         brings it back.
         """
         missing = [kind for kind in kinds if kind in self._away and kind not in self._parked]
-        if missing and self.bring_back is None:
-            raise RuntimeError(
-                f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them before"
-                " they are used"
-            )
         if missing:
+            if self.bring_back is None:
+                raise RuntimeError(
+                    f"{' and '.join(missing)} of the {self.name} are offloaded; restore() them"
+                    " before they are used"
+                )
             self.bring_back(*missing)
 
     def on_device(self) -> dict[Kind, int]:

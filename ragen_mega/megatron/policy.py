@@ -88,7 +88,7 @@ class MegatronPolicy:
             adam_eps=train.adam_eps,
             with_muon=with_muon,
         )
-        self.pass_logprobs: Tensor | None = None
+        self.pass_logprobs: Tensor
         """[T] of the latest update's minibatch, under the weights before it."""
         self._records_routes = train.routing_replay == "policy"
         self._keep_reference = keep_reference
@@ -186,6 +186,7 @@ class MegatronPolicy:
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert micro.advantages is not None and micro.weights is not None  # of the minibatch
             hidden, labels, _ = self._head_rows(micro, output)
             value, stats = linear_policy_loss(
                 hidden,
@@ -212,7 +213,7 @@ class MegatronPolicy:
                 "dual_clip_fraction": stats.is_dual_clipped,
                 "importance": stats.importance,
                 "importance_masked": (stats.importance == 0) & is_active,
-                "ref_kl": stats.ref_kl,
+                **({} if stats.ref_kl is None else {"ref_kl": stats.ref_kl}),
                 "forking_share": (stats.entropy >= self.objective.min_entropy) & is_active,
             }
             sums = torch.stack([per_token[name].float() for name in self._means]).sum(1)
@@ -233,6 +234,7 @@ class MegatronPolicy:
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            assert micro.weights is not None  # of `Trainer.step`
             hidden, labels, rows = self._head_rows(micro, output)
             logprobs, _ = logprob_entropy(
                 hidden[rows] @ self.head.head_weight().t(),

@@ -76,10 +76,10 @@ class Device:
     def here(cls) -> Device:
         """Return the device and the libraries of this process."""
         has_cuda = not cpu.is_active()
-        cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2]) if has_cuda else None
+        version = (torch.version.cuda or "").split(".")
         return cls(
             capability=torch.cuda.get_device_capability() if has_cuda else None,
-            cuda=cuda,
+            cuda=(int(version[0]), int(version[1])) if has_cuda else None,
             transformer_engine=str(get_te_version()) if HAVE_TE else None,
             # not by the module: flash-attn-4, which SGLang needs, is in a folder of that name, and
             # Transformer Engine does not use it
@@ -105,8 +105,8 @@ def choose_implementation(parallel: ParallelConfig, machine: Device) -> Implemen
             return "local"
         lacking, remedy = obstacle
         raise ValueError(f"{' and '.join(asked)} {lacking}; {remedy}")
-    if parallel.fp8 != "none" and (lacking := obstacle_to_recipe(parallel.recipe, machine)):
-        raise ValueError(f"--fp8-recipe {parallel.recipe} {lacking}; {_remedy(machine)}")
+    if parallel.fp8 != "none" and (fault := obstacle_to_recipe(parallel.recipe, machine)):
+        raise ValueError(f"--fp8-recipe {parallel.recipe} {fault}; {_remedy(machine)}")
     return "transformer_engine"
 
 

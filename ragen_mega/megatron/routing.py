@@ -63,6 +63,7 @@ class Routing:
         """Write what was recorded into `routes` [T, layers, k], at the positions [P] of the
         microbatch, which are the nodes [P].
         """
+        assert self.chosen is not None  # it `records`
         places = torch.from_numpy(nodes) - self.start
         is_here = (places >= 0) & (places < self.num_real)
         found = torch.stack([*self.chosen.values()], 1).to(routes.dtype).cpu()
@@ -186,7 +187,7 @@ def sums_of(routings: Sequence[Routing | None], shape: ModelShape, device: torch
     width = shape.num_experts + 3 if shape.num_experts else 0
     sums = torch.zeros(shape.num_layers, width, dtype=torch.float64, device=device)
     for routing in filter(None, routings):
-        for layer, row in routing.sums.items():
+        for layer, row in (routing.sums or {}).items():
             sums[layer] += row
     return sums
 

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import Tensor
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -34,7 +34,7 @@ from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.adam import find_updated, update_in_parts
 from ragen_mega.megatron.layers import drop_quantised_weights
-from ragen_mega.megatron.model import model_inputs
+from ragen_mega.megatron.model import Chunks, model_inputs
 from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
@@ -59,7 +59,7 @@ class Trainer:
 
     def __init__(
         self,
-        chunks: nn.ModuleList,
+        chunks: Chunks,
         groups: ProcessGroupCollection,
         parallel: ParallelConfig,
         train: TrainConfig,
@@ -174,7 +174,7 @@ class Trainer:
                 routings = self._routings(micros, records=routes is not None)
                 outputs = self._run(micros, compute, routings, forward_only=True)[: len(parts)]
             if routes is not None:
-                for part, micro, routing in zip(parts, micros, routings):
+                for part, micro, routing in zip(parts, micros, filter(None, routings)):
                     routing.write(routes, batch.positions(part.ids), micro.forest.sources)
             if self._reports and parts:
                 positions, values = _joined(batch, parts, outputs)
@@ -212,7 +212,7 @@ class Trainer:
         nodes = [_num_nodes(batch, parts)]
         if replays := ROUTES in batch.further_fields:
             nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
-        totals, square, counted, nodes, values = self._exchange(
+        totals, square, counted, numbers, values = self._exchange(
             batch, parts, results, counted, nodes, num_metrics
         )
         norm = math.nan
@@ -222,7 +222,7 @@ class Trainer:
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
-        computed = (nodes / batch.num_positions).tolist()
+        computed = (numbers / batch.num_positions).tolist()
         metrics = {
             "grad_norm": float(norm),
             "skipped": float(not math.isfinite(norm)),
@@ -239,7 +239,7 @@ class Trainer:
         name that its slot has (not with the distributed optimizer).
         """
         self.memory.require("gradients")
-        return {slot.parameter: parameter.main_grad for slot, parameter in held(self.chunks)}
+        return {slot.parameter: vars(item)["main_grad"] for slot, item in held(self.chunks)}
 
     @property
     def lr(self) -> float:
@@ -297,21 +297,26 @@ class Trainer:
         found, values = found.cpu().tensor_split([sum(sizes[:3])])
         totals[: len(found)], whole[positions] = found, values.float()
         values = _on_all_ranks(whole, batch.loss_mask)
-        square, counts, totals, nodes = collectives.sum_over_ranks(totals).split(sizes)
-        return totals, square, counts.view_as(counted), nodes, values
+        square, counts, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
+        return totals, square, counts.view_as(counted), numbers, values
 
     def _parts(self, batch: TokenBatch) -> list[Share]:
         """Return this data-parallel rank's microbatches."""
-        dp, options = self.groups.dp, {"cost": self.cost, "most_nodes": self.most_nodes}
-        costs = costs_of(batch, self.cost)
+        dp, stages = self.groups.dp, self.groups.pp.size()
+        cost, most_nodes = self.cost, self.most_nodes
+        costs = costs_of(batch, cost)
         if batch.here is not None:
             ids = batch.here.nonzero()[:, 0].tolist()
         else:
-            ids = shares(batch.tokens, batch.cu_seqlens, costs, dp.size(), **options)[dp.rank()]
+            ids = shares(
+                batch.tokens, batch.cu_seqlens, costs, dp.size(), cost=cost, most_nodes=most_nodes
+            )[dp.rank()]
         if not ids:
             return []
-        stages = self.groups.pp.size()
-        return parts_of(batch, ids, self.max_tokens, costs=costs, num_stages=stages, **options)
+        return parts_of(
+            batch, ids, self.max_tokens,
+            cost=cost, costs=costs, most_nodes=most_nodes, num_stages=stages,
+        )  # fmt: skip
 
     def _microbatches(
         self, batch: TokenBatch, parts: list[Share], at_least: int = 0
@@ -440,7 +445,7 @@ def _num_nodes(batch: TokenBatch, parts: Sequence[Share]) -> int:
 
 
 def _joined(
-    batch: TokenBatch, parts: Sequence[Share], values: Sequence[Tensor]
+    batch: TokenBatch, parts: Sequence[Share], values: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the batch positions of all microbatches' trajectories, and their values."""
     positions = [batch.positions(part.ids) for part in parts]

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from ragen_mega.megatron.model import Chunks
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
@@ -20,7 +21,7 @@ from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
 
 
-def held(chunks: nn.ModuleList) -> Iterator[tuple[Slot, nn.Parameter]]:
+def held(chunks: Chunks) -> Iterator[tuple[Slot, nn.Parameter]]:
     """Yield every parameter of this rank's chunks of a model, with its slot."""
     for chunk in chunks:
         offsets = chunk.layer_offset, chunk.expert_offset
@@ -28,7 +29,7 @@ def held(chunks: nn.ModuleList) -> Iterator[tuple[Slot, nn.Parameter]]:
             yield find_slot(name, chunk.shape, *offsets, is_critic=chunk.is_critic), parameter
 
 
-def mark_tensor_parallel(chunks: nn.ModuleList) -> None:
+def mark_tensor_parallel(chunks: Chunks) -> None:
     """Tell megatron-core which parameters are slices; it does so itself only while it draws random
     initial weights. An unmarked slice counts as a duplicate of rank 0's, and the gradient norm, and
     so clipping, would be wrong. Transformer Engine's experts are never marked by megatron-core.
@@ -41,10 +42,10 @@ def mark_tensor_parallel(chunks: nn.ModuleList) -> None:
         axis = slot.weight.cut.axis
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)
-        parameter.allreduce = slot.group == "dense"
+        vars(parameter)["allreduce"] = slot.group == "dense"
 
 
-def load_weights(chunks: nn.ModuleList, read: Callable[[str], Tensor | None]) -> None:
+def load_weights(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
     """Fill this rank's chunks of a model. `read(name)` returns a full Hugging Face tensor or None
     if there is none.
 
@@ -62,16 +63,16 @@ def load_weights(chunks: nn.ModuleList, read: Callable[[str], Tensor | None]) ->
                 f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
                 f" for, not {found}; is the checkpoint complete, and of this model?"
             )
-        local = slot.shard(tensors, tp.rank(), tp.size())
+        local = slot.shard([t for t in tensors if t is not None], tp.rank(), tp.size())
         check_finite(", ".join(slot.names), local)
         with torch.no_grad():
             parameter.copy_(local)
 
 
-_plans: WeakKeyDictionary[nn.ModuleList, ReshardPlan] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Chunks, ReshardPlan] = WeakKeyDictionary()
 
 
-def reshard_plan(chunks: nn.ModuleList, groups: ProcessGroupCollection) -> ReshardPlan:
+def reshard_plan(chunks: Chunks, groups: ProcessGroupCollection) -> ReshardPlan:
     """Return the plan of the model's weight syncs: built by all ranks together at the first call,
     the same object from then on.
     """
@@ -81,7 +82,7 @@ def reshard_plan(chunks: nn.ModuleList, groups: ProcessGroupCollection) -> Resha
 
 
 def export_weights(
-    chunks: nn.ModuleList,
+    chunks: Chunks,
     groups: ProcessGroupCollection,
     part: EngineShard | None = None,
     *,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,8 @@ Group = Literal["dense", "expert"]
 _VOCAB_MULTIPLE = 64
 
 
-class HeadSizes(Protocol):
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
     """The sizes of a model that a cut depends on."""
 
     num_heads: int
@@ -194,6 +195,7 @@ class ExpertCut(Cut):
     each of them over its tensor-parallel ranks.
     """
 
+    axis: int  # no rank holds all experts whole
     group = "expert"
 
     def num_parts(self, size: int) -> int:

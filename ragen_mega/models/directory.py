@@ -69,8 +69,8 @@ def check_model_directory(flag: str, name: str, *, needs_tokenizer: bool) -> Mod
         check_hub_name(flag, name)
         return None
     shape = _shape(_read_config(flag, path))
-    for file in (*_WEIGHTS[:2], *_TOKENIZER):
-        _check_content(flag, path / file)
+    for part in (*_WEIGHTS[:2], *_TOKENIZER):
+        _check_content(flag, path / part)
     if (path / "pytorch_model.bin").exists() and not any((path / f).exists() for f in _WEIGHTS):
         raise ValueError(
             f"{flag} {name} holds its weights as pytorch_model.bin, a pickle, which is not read;"

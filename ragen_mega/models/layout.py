@@ -158,7 +158,7 @@ def fused_places(shape: ModelShape) -> dict[str, Place]:
         end = 0
         for name, size in zip(slot.names, slot.shapes, strict=True):
             start, end = end, end + size[0]
-            if slot.weight.fused:
+            if slot.weight.fused and slot.expert is not None:
                 fused = f"model.layers.{slot.layer}.{slot.weight.fused}"
                 whole = (shape.num_experts, *slot.whole)
                 places[name] = Place(fused, whole, slot.expert, slice(start, end))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-from ragen_mega.models.cuts import head_rows
+from ragen_mega.models.cuts import HeadSizes, head_rows
 from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
 
@@ -59,17 +59,13 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelShape(HeadSizes):
     """The sizes of a model, and the numbers of its norms and positions."""
 
     model_type: str
     num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     ffn_size: int
-    vocab_size: int
     is_tied: bool
     rms_norm_eps: float
     rope_theta: float

@@ -51,22 +51,21 @@ def start(timeout_minutes: float = 30.0) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
         )
-        store, rank, world_size = dist.HashStore(), 0, 1
+        _store, rank, world_size = dist.HashStore(), 0, 1
     else:
         if torch.cuda.is_available():
             _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if is_alone:
-            store = _private_store(timeout)
+            _store = _private_store(timeout)
         else:
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+            _store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun --max-restarts hands restarted ranks the store of those that died, with their
         # addresses in it.
-        store = dist.PrefixStore(
-            f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        _store = dist.PrefixStore(
+            f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store
         )
-    _store = store
-    _join(store, rank, world_size, timeout)
+    _join(_store, rank, world_size, timeout)
 
 
 def _private_store(timeout: datetime.timedelta) -> dist.Store:
@@ -91,6 +90,7 @@ def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
     is in. Returns a store that both parts see. Collective over the whole job.
     """
     index, first, store = rank(), world_size() - num_last, _store
+    assert store is not None  # since `start`
     name, start, end = ("last", first, world_size()) if index >= first else ("first", 0, first)
     barrier()
     stop()
@@ -204,13 +204,13 @@ def on_each(function: Callable[[], T]) -> T:
     """Call `function` on every rank and return its result there; if it raises ValueError on any,
     all ranks raise that of the first of them. Collective.
     """
-    result = failure = None
+    failure = None
     try:
         result = function()
     except ValueError as error:
         failure = error
-    for error in filter(None, gather_objects(failure)):
-        raise error
+    for first in filter(None, gather_objects(failure)):
+        raise first
     return result
 
 

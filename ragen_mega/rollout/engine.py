@@ -7,9 +7,9 @@ The weight stream is the only coupling between trainer and engine:
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class EngineShard(NamedTuple):
     """
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine:
     """Samples completions for many trajectories at once, each at its own pace.
 
     An engine that extends this class inherits defaults for the methods that it does not need.
@@ -83,6 +83,7 @@ class RolloutEngine(Protocol):
         """Give a context, inside which alone weights and KV cache are on the device. Memory for the
         weights is allocated on entry, that of the cache by `start`.
         """
+        return nullcontext()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Take new weights, as `shard` says. All processes that share the engine call it together.
@@ -92,6 +93,11 @@ class RolloutEngine(Protocol):
 
         Raises ValueError unless exactly the expected names and shapes arrive (of full tensors,
         `lm_head.weight` of a tied model is optional).
+        """
+
+    def seal_caches(self) -> None:
+        """Stop sharing the present caches, before other weights come while sessions go on. By
+        default, `load_weights` drops them.
         """
 
     def start(self) -> None:

@@ -66,8 +66,16 @@ class Batches:
         if self._dp.size() == 1 or self.config.reads_all_tokens:
             return None
         ids, trainer = self._minibatch_ids(len(trajectories), step), self.policy.trainer
-        options = {"homes": self._homes, "cost": trainer.cost, "most_nodes": trainer.most_nodes}
-        return on_main(lambda: choose_owners(trajectories, ids, self._dp.size(), **options))
+        return on_main(
+            lambda: choose_owners(
+                trajectories,
+                ids,
+                self._dp.size(),
+                homes=self._homes,
+                cost=trainer.cost,
+                most_nodes=trainer.most_nodes,
+            )
+        )
 
     def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. The batch stays as
@@ -85,6 +93,7 @@ class Batches:
         if source == "update" and config.train.trains_actor(log.step):
             return batch
         batch = self.policy.with_old_logprobs(batch)
+        assert batch.old_logprobs is not None  # just added
         log.add("mismatch", engine_vs_policy(batch, batch.old_logprobs))
         return batch
 
@@ -115,8 +124,8 @@ class Batches:
         """
         end = self.renderer.end_of_turn
         mask = behind_first_message(batch.by_segment(), end) | batch.loss_mask
-        wide = batch.with_fields(loss_mask=mask)
-        wide = self.policy.with_old_logprobs(wide)
+        wide = self.policy.with_old_logprobs(batch.with_fields(loss_mask=mask))
+        assert wide.old_logprobs is not None  # just added
         log.add("mismatch", engine_vs_policy(batch, wide.old_logprobs))
         of_engine = torch.where(batch.loss_mask, batch.rollout_logprobs, wide.old_logprobs)
         return wide.with_fields(rollout_logprobs=of_engine)
@@ -131,7 +140,7 @@ class Batches:
         with self.console.progress("update", len(plan)) as progress:
             for index, ids in enumerate(plan):
                 minibatch = batch.select(ids)
-                if batch.here is not None:
+                if batch.here is not None and self._owners is not None:
                     here = self._owners[index // per_pass, ids] == self._dp.rank()
                     minibatch = replace(minibatch, here=here)
                 yield minibatch

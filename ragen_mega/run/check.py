@@ -135,7 +135,7 @@ def check_routing(config: StarPOConfig, shape: ModelShape) -> None:
 def _check_models(config: StarPOConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.load is None:
-        shape = ModelShape.from_config(model.small_model(vocab_size=512))
+        shape: ModelShape | None = ModelShape.from_config(model.small_model(vocab_size=512))
     else:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:

@@ -84,7 +84,7 @@ class RunCheckpoints(CheckpointWriter):
         """
         if self._is_best(success):
             self.best_success = success
-        state = {name: part.state_dict() for name, part in self._table.items()} | self._fixed
+        state = {name: part.state_dict() for name, part in self._table.items()} | {**self._fixed}
         if self._samplers:
             self._samplers.flush()
             state["versions"] = self._samplers.state_dict()
@@ -147,5 +147,5 @@ class RunCheckpoints(CheckpointWriter):
         saved = [each for each in saved if each not in self._guard.pinned] or saved
         oldest = oldest_kept(step, self._config.keep_rollouts, saved)
         if self._samplers:  # checkpoints lack weights of rollouts that were on the disk
-            oldest = min({oldest, *saved, self.saved_step} - {None})
+            oldest = min(each for each in (oldest, *saved, self.saved_step) if each is not None)
         return oldest

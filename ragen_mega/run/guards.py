@@ -120,8 +120,8 @@ class CollapseGuard:
     @property
     def pinned(self) -> list[int]:
         """Steps of checkpoints that must stay."""
-        is_needed = self.config.guard == "react" and self.good_step is not None
-        return [self.good_step] if is_needed else []
+        is_needed = self.config.guard == "react"
+        return [self.good_step] if is_needed and self.good_step is not None else []
 
     @property
     def may_react(self) -> bool:
@@ -310,7 +310,7 @@ class HeldOutStarts:
             " boards both are drawn by seed, so that success there is no success on unseen states"
             " (eval/starts_met goes on counting); give the world boards to hold them out"
             for name in new
-            for met, num in [self.count(name)]
+            for met, num in filter(None, [self.count(name)])
         ]
 
     def count(self, name: str) -> tuple[int, int] | None:

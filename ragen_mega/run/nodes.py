@@ -184,7 +184,7 @@ def choose_interface() -> None:
     addresses = _addresses()
     named = os.environ.get(GLOO_INTERFACE)
     was_named = named is not None
-    if not was_named:
+    if named is None:
         local = _address_towards(master)
         named = next(name for name, those in addresses.items() if local in those)
         os.environ[GLOO_INTERFACE] = named

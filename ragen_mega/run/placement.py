@@ -62,7 +62,7 @@ class Colocated:
     def __init__(
         self,
         mode: OffloadMode = "none",
-        timed: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        timed: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """`timed(name)` measures the time of its block."""
         self.phase = Phase.TRAIN

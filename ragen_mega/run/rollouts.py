@@ -45,7 +45,7 @@ class Rollouts:
         self._config, self._policy = config, policy
         self._engine, self._timers = sampling.engine, timers
         self._oldest_needed, self._say = oldest_needed, say
-        self._due: tuple[Tasks, Origin] | None = None  # for the step that was recalled last
+        self._due: tuple[Tasks, Origin]  # for the step that was recalled last
         self.samplers: Samplers | None = None
         if config.parallel.placement == "separate":
             self.samplers = Samplers(
@@ -108,6 +108,7 @@ class Rollouts:
 
     def receive(self, step: int, log: StepLog) -> list[TrajectoryGroup]:
         """Wait for the rollout that other ranks sample. Raises as `Samplers.take` does."""
+        assert self.samplers is not None  # they `are_remote`
         with self._timers.timed("rollout"):
             groups, seconds = self.samplers.take(step, log)
         if seconds:

@@ -121,8 +121,10 @@ class Run:
 
     def __post_init__(self) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
-        decode = self.renderer.tokenizer.decode
-        traces = TraceWriter(directory / TRACES, decode, config.environment, say)
+        tokenizer = self.renderer.tokenizer
+        traces = TraceWriter(
+            directory / TRACES, lambda ids: str(tokenizer.decode(ids)), config.environment, say
+        )
         self.log = RunLog(
             config.logging, self.logger, self.console, self.timers, traces, self.renderer
         )
@@ -325,7 +327,7 @@ class Run:
         reason = guard.observe(signals, is_last=step + 1 == self.config.train.num_steps)
         if reason is not None and guard.may_react:
             try:
-                saved = self.checkpoints.read(guard.good_step)
+                saved = self.checkpoints.read(guard.pinned[0])
             except ValueError as error:  # on all ranks
                 guard.good_step = None
                 reason += f"; the run goes on, for its good checkpoint cannot be read: {error}"
@@ -386,8 +388,8 @@ class Run:
             )
         counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
         for name in config.environment.shares:
-            if counts[name] is not None:
-                met, num = counts[name]
+            if (count := counts[name]) is not None:
+                met, num = count
                 results[name] = replace(results[name], starts_met=met, starts=num)
         for name, result in results.items():
             self.console.say(f"after {step} steps, {name}: {result}", "bold")

@@ -125,7 +125,7 @@ class Sampling:
         _, samples, _ = shape_on_main(groups, self.config.advantage.reward_terms)
         spread = group_uncertainty([group.total_rewards for group in samples])
         wanted = self.config.filter.num_kept(self.config.rollout.num_groups)
-        return int((spread > CONSTANT_SCORE).sum()) >= wanted
+        return wanted is not None and int((spread > CONSTANT_SCORE).sum()) >= wanted
 
     def together(self, show: Advance | None = None) -> JointCollection:
         """Return a collection of trajectories, of one rollout or several; `show` gets to know

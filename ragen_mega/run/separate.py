@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
@@ -221,10 +222,10 @@ class Samplers:
         Raises, on all ranks alike, Interrupted if the run is to stop, LinkLost if the samplers have
         ended or do not answer, and what ended their work.
         """
-        ready = on_main(lambda: len(self._arrived) + self._link.num_waiting)
+        ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        packed = None
+        packed: CompactTrajectories | None = None
 
         def find() -> Delivery | Exception | None:
             nonlocal packed
@@ -242,7 +243,8 @@ class Samplers:
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = read_on_main(lambda: in_groups(expand(packed)))
+        groups = read_on_main(lambda: in_groups(expand(packed)) if packed else None)
+        assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
     def flush(self) -> None:
@@ -305,8 +307,8 @@ class Samplers:
         if rollout in self._arrived:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
-            self._failure = self._alarm.given()
-            silent = time.monotonic() - max(start, self._link.last_heard)
+            self._failure = self._alarm.given() if self._alarm else None
+            silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
@@ -326,7 +328,7 @@ class Samplers:
         """Read a message on the first rank, and begin to write a rollout to disk, after the last
         one; False if none comes.
         """
-        data = self._link.receive(seconds)
+        data = self._link.receive(seconds) if self._link else None
         if data is None:
             return False
         message = pickle.loads(data)
@@ -384,6 +386,7 @@ class Sampler:
         """Keep the engine awake for the block; it is built once the trainers have begun."""
         if isinstance(begin := self._receive(), End):
             raise SystemExit(begin.exit_code)
+        assert isinstance(begin, Begin)  # it comes first
         self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
         self._sync = WeightSync(self._engine, self._export_weights)
         self._sampling = Sampling(
@@ -419,7 +422,7 @@ class Sampler:
             yield order
             start = time.monotonic()
             self._worked += start - self._start
-        if order.exit_code:
+        if isinstance(order, End) and order.exit_code:
             raise SystemExit(order.exit_code)
 
     def load_weights(self, order: Order) -> None:
@@ -453,9 +456,7 @@ class Sampler:
         is_last = step + 1 == self._config.train.num_steps
         for rollout, indices in list(self._open.items()):
             most = 0 if rollout < step or is_last else int(share * len(indices))
-            self._together.play(
-                lambda left, chosen=indices, most=most: len(left.intersection(chosen)) <= most
-            )
+            self._together.play(partial(_are_few, indices, most))
             if rollout == step:  # answers of environments in the meantime are not late
                 self._together.hold()
             if not self._together.unfinished.intersection(indices):
@@ -489,7 +490,7 @@ class Sampler:
         if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
-            else:  # the others may know nothing of it
+            elif self._alarm:  # the others may know nothing of it
                 self._alarm.give(_portable(error))
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will
@@ -512,7 +513,9 @@ class Sampler:
         void; None if there is none for now. Raises LinkLost if none can come any more.
         """
         try:
-            while data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS):
+            while self._link and (
+                data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS)
+            ):
                 self._inbox.append(pickle.loads(data))
         except LinkLost:
             if not self._inbox:
@@ -559,6 +562,10 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
 
 def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
     return compact([member for group in groups for member in group.trajectories])
+
+
+def _are_few(tasks: range, most: int, left: set[int]) -> bool:
+    return len(left.intersection(tasks)) <= most
 
 
 def _portable(error: Exception) -> Exception:

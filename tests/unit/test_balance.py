@@ -15,7 +15,19 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory, offsets_of
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.time import Sizes
 
-SHAPE = ModelShape("qwen2", 2, 64, 4, 2, 16, 128, 500, True, 1e-6, 1e4)
+SHAPE = ModelShape(
+    model_type="qwen2",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=128,
+    vocab_size=500,
+    is_tied=True,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+)
 COST = Cost(3, 2, 5)
 ITEMS = st.lists(st.integers(1, 60), min_size=1, max_size=7)
 

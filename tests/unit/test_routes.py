@@ -237,5 +237,5 @@ def test_nothing_is_recorded_unless_asked_for(model: Qwen3MoeForCausalLM) -> Non
     with engine.awake():
         engine.load_weights(weights(model))
         completion = asyncio.run(engine.generate([1, 2, 3], SamplingParams(3), session=0))
-        assert engine._slots._cache.routes is None
+        assert not engine._slots._cache.records_routes
     assert not completion.further_fields and not completion.prompt_fields

@@ -203,7 +203,7 @@ class Decoder:
         """
         work = workspace or self.workspace(len(tokens))
         queries = np.arange(len(tokens))
-        records = cache.routes is not None
+        records = cache.records_routes
         work.hidden.copy_(self._embedding[torch.from_numpy(tokens)])
         for number, (layer, blocks) in enumerate(zip(self._layers, cache.layers, strict=True)):
             self._normalize(work, layer.input_norm)
@@ -224,7 +224,7 @@ class Decoder:
             layer.output.add(work.attended, work.hidden)
             self._normalize(work, layer.mlp_norm)
             if layer.router is not None:
-                chosen = self._add_experts(work, layer)
+                chosen = self._add_experts(work, layer, layer.router)
                 if records:
                     cache.put_routes(number, rows, positions, chosen.numpy())
                 continue
@@ -244,13 +244,13 @@ class Decoder:
         self._head.put_exactly(hidden, out)
         return out
 
-    def _add_experts(self, work: Workspace, layer: _Layer) -> Tensor:
+    def _add_experts(self, work: Workspace, layer: _Layer, router: Panels) -> Tensor:
         """Add to the hidden states what the experts that the router chooses for each token make of
         the normalized ones. Returns their numbers [T, k].
         """
         sizes = dict(self.shape.further)
         logits = work.normalized.new_empty(work.num_tokens, self.shape.num_experts)  # [T, experts]
-        layer.router.put(work.normalized, logits)
+        router.put(work.normalized, logits)
         scores = logits.softmax(-1) if sizes["moe_router_pre_softmax"] else logits
         weights, chosen = scores.topk(self.shape.experts_per_token)  # [T, k]
         if not sizes["moe_router_pre_softmax"]:

@@ -141,8 +141,8 @@ class EmbeddedEngine(RolloutEngine):
         self.weight_version += not again
 
     def seal_caches(self) -> None:
-        """Stop sharing the present caches, before other weights come while sessions go on."""
-        self._slots.seal()
+        if self._slots is not None:
+            self._slots.seal()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
@@ -252,8 +252,11 @@ class EmbeddedEngine(RolloutEngine):
         """Hand the scheduler's failure to everyone who waits for it."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        requests = (*self._waiting.values(), *self._running.values())
-        for future in (*(r.future for r in requests), *(a.is_over for a in self._absences)):
+        futures: list[asyncio.Future[Any]] = [
+            *(request.future for request in (*self._waiting.values(), *self._running.values())),
+            *(absence.is_over for absence in self._absences),
+        ]
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
         self._waiting.clear()
@@ -268,12 +271,13 @@ class EmbeddedEngine(RolloutEngine):
             num_passes, self._has_news = _PASSES if self._has_news else 1, False
             for _ in range(num_passes):
                 await asyncio.sleep(0)
-            if self._step >= self._last_step:
+            if self._step >= self._last_step and self._stands_still is not None:
                 self._stands_still.set_result(None)
                 return
             self._end_absences(overdue=True)
             admitted = self._admit()
             if self._running:
+                assert self._slots is not None and self._decoder is not None  # for `generate`
                 self._answer(self._slots.decode(self._decoder))
                 self._step += 1
                 self.counts.steps += 1
@@ -341,6 +345,7 @@ class EmbeddedEngine(RolloutEngine):
             Prefill(self._slot_of[request.session], request.token_ids, request.sampling)
             for request in admitted
         ]
+        assert self._slots is not None and self._decoder is not None  # for `generate`
         before = self._slots.computed_tokens
         self._answer(self._slots.prefill(self._decoder, prefills))
         num_prompt = sum(len(request.token_ids) for request in admitted)

@@ -39,11 +39,10 @@ class KVCache:
         # Per layer [blocks, kv_heads, 2, d * BLOCK]: keys [d, BLOCK] and values [BLOCK, d] stand as
         # products with queries and with weights read them. Pages never written take no memory.
         self.layers = [np.zeros(size, dtype=numbers.numpy().dtype) for _ in range(shape.num_layers)]
-        # [blocks, BLOCK, layers, k]
-        self.routes: NDArray[np.uint8] | None = None
-        if records_routes:
-            route = (shape.num_layers, shape.experts_per_token)
-            self.routes = np.zeros((num_blocks, BLOCK, *route), np.uint8)
+        self.records_routes = records_routes
+        # [blocks, BLOCK, layers, k]; nothing if they are not recorded
+        route = (shape.num_layers, shape.experts_per_token if records_routes else 0)
+        self._routes = np.zeros((num_blocks, BLOCK, *route), np.uint8)
         self.table = np.zeros((num_slots, per_slot), dtype=np.int64)
         self._num_held = np.zeros(num_slots, dtype=np.int64)  # blocks of each slot
         self._references = np.zeros(num_blocks, dtype=np.int64)
@@ -89,12 +88,12 @@ class KVCache:
         """Record the experts [T, k] of a layer that tokens at positions [T] of slots [T] go
         through.
         """
-        self.routes[self.table[slots, positions // BLOCK], positions % BLOCK, layer] = experts
+        self._routes[self.table[slots, positions // BLOCK], positions % BLOCK, layer] = experts
 
     def routes_of(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Return the experts [end - start, layers, k] of the positions [start, end) of a slot."""
         positions = np.arange(start, end)
-        return self.routes[self.table[slot, positions // BLOCK], positions % BLOCK]
+        return self._routes[self.table[slot, positions // BLOCK], positions % BLOCK]
 
     def _take(self) -> int:
         block = self._free.pop()
@@ -103,7 +102,7 @@ class KVCache:
 
     def _copy(self, block: int) -> int:
         copy = self._take()
-        for values in self.layers if self.routes is None else (*self.layers, self.routes):
+        for values in (*self.layers, self._routes):
             values[copy] = values[block]
         return copy
 

@@ -44,7 +44,7 @@ class _Suffix(NamedTuple):
 
     slot: int
     start: int
-    count: int
+    length: int
     is_whole: bool = True
 
 
@@ -58,9 +58,11 @@ class _Rows:
 
     def __init__(self, num_slots: int, max_context: int, vocab: int, dtype: torch.dtype) -> None:
         places = (num_slots, max_context)
-        self.real = real = np.float64 if dtype == torch.float64 else np.float32
+        self.real: type[np.float32] | type[np.float64] = (
+            np.float64 if dtype == torch.float64 else np.float32
+        )
         self.ids = np.zeros(places, dtype=np.int64)
-        self.logprobs = np.zeros(places, dtype=real)
+        self.logprobs = np.zeros(places, dtype=self.real)
         self.uniforms = np.zeros(places)
         # Tokens before the current completion, and the first of them whose routes the caller has.
         self.prompt_length = np.zeros(num_slots, dtype=np.int64)
@@ -72,7 +74,7 @@ class _Rows:
         self.running = np.zeros(num_slots, dtype=np.bool_)
         # Its cache is of earlier weights, which no other row may read.
         self.sealed = np.zeros(num_slots, dtype=np.bool_)
-        self.inverse_temperature = np.ones(num_slots, dtype=real)
+        self.inverse_temperature = np.ones(num_slots, dtype=self.real)
         self.top_p = np.ones(num_slots)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
         self.stops = np.zeros((num_slots, vocab), dtype=np.bool_)
@@ -146,7 +148,7 @@ class SlotTable:
             for chunk in _chunks(suffixes):
                 slots, starts, counts = (
                     np.array([getattr(part, x) for part in chunk])
-                    for x in ("slot", "start", "count")
+                    for x in ("slot", "start", "length")
                 )
                 ends = starts + counts
                 self._cache.reserve(slots, ends)
@@ -243,8 +245,8 @@ class SlotTable:
             slot = int(slots[place])
             span = slice(rows.prompt_length[slot], rows.length[slot] + 1)
             rows.running[slot] = False
-            fields = ()
-            if self._cache.routes is not None:
+            fields: tuple[dict[str, NDArray], ...] = ()
+            if self._cache.records_routes:
                 routes = self._cache.routes_of(slot, rows.num_recorded[slot], rows.length[slot])
                 fields = routes_of_completion(routes, span.stop - span.start)
             completion = Completion(

@@ -397,7 +397,7 @@ class SGLangServer:
         deadline = time.monotonic() + self.settings.start_timeout
         while time.monotonic() < deadline:
             if not self.is_running:
-                status = self._process.returncode
+                status = None if self._process is None else self._process.returncode
                 self.stop()
                 raise self.failure(f"the SGLang server ended with status {status} while it started")
             if self._listens(client.port) and self.is_healthy(client):
@@ -451,7 +451,7 @@ def _copy_modules(directory: Path) -> None:
             folder /= package
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / "__init__.py").touch(mode=0o600)
-        _write_private(folder / f"{name}.py", Path(module.__file__).read_text())
+        _write_private(folder / f"{name}.py", Path(str(module.__file__)).read_text())
 
 
 def _write_private(path: Path, text: str) -> Path:

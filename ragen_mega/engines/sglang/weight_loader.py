@@ -33,12 +33,12 @@ class Extent(NamedTuple):
     """Shape of the whole parameter."""
     start: int
     """The first of the elements, in the flattened parameter."""
-    count: int
+    length: int
 
     @property
     def end(self) -> int:
         """End of the run in the bucket, in bytes; the next begins at a multiple of ALIGNMENT."""
-        return self.offset + self.count * self._dtype.itemsize
+        return self.offset + self.length * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the elements in `memory`, [bytes] uint8."""
@@ -46,7 +46,7 @@ class Extent(NamedTuple):
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return the elements in the parameter."""
-        return parameter.view(-1)[self.start : self.start + self.count]
+        return parameter.view(-1)[self.start : self.start + self.length]
 
     def fill(self, memory: Tensor, elements: Tensor) -> None:
         """Copy the elements into `memory`, with zeros up to the next run."""

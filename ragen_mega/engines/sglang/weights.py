@@ -171,13 +171,13 @@ class WeightTransfer(ABC):
     def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[BucketMessage]]:
         """Fill buckets; yields for each the messages of all ranks."""
         for own_message in self._messages(weights):
-            messages = [own_message] * self._shard.size
+            gathered = [own_message] * self._shard.size
             if self._group is not None:
-                dist.all_gather_object(messages, own_message, group=self._group)
-            for message in messages:
+                dist.all_gather_object(gathered, own_message, group=self._group)
+            for message in gathered:
                 if isinstance(message, EngineError):
                     raise message
-            yield messages
+            yield [message for message in gathered if isinstance(message, BucketMessage)]
 
     def _messages(
         self, weights: Iterable[tuple[str, Tensor]]

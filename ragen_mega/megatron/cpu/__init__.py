@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -88,15 +91,14 @@ def install() -> None:
     if not is_active():
         return
     proxy = _TorchOnCpu("torch")
-    proxy.cuda = _CudaOnCpu("torch.cuda")
+    vars(proxy)["cuda"] = _CudaOnCpu("torch.cuda")
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(proxy, name, _factory_on_cpu(getattr(torch, name)))
     for name in _MODULES:
         module = importlib.import_module(f"megatron.core.{name}")
         if not isinstance(module.torch, _TorchOnCpu):
-            module.torch = proxy
+            vars(module)["torch"] = proxy
 
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
@@ -109,12 +111,9 @@ def install() -> None:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
-    optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    dispatcher.maybe_move_tensor_to_cpu = _in_host_memory
-    clipping = importlib.import_module("megatron.core.optimizer.clip_grads")
-    clipping.l2_norm_impl = _norm
+    token_dispatcher.maybe_move_tensor_to_cpu = _in_host_memory
+    clip_grads.l2_norm_impl = _norm
 
 
 def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -60,12 +60,12 @@ class _ForestAttention(Function):
     ) -> Tensor:
         output = query.new_empty(query.shape, dtype=_real(query))
         logs = output.new_empty(query.shape[:2])
-        scale = output.new_tensor(scale).numpy()[()]
+        factor = output.new_tensor(scale).numpy()[()]
         arrays = _arrays(query, key, value, output, logs)
-        in_parts(attend_forest, key.shape[1], *chains, scale, *arrays)
+        in_parts(attend_forest, key.shape[1], *chains, factor, *arrays)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, logs)
-        ctx.chains, ctx.scale = chains, scale
+        ctx.chains, ctx.scale = chains, factor
         return output
 
     @staticmethod
