@@ -184,7 +184,7 @@ def _ideal(path: str) -> Example:
 
 def _message(path: str, said: Any) -> ChatMessage:
     """Read what an example returned. Raises ValueError if it is no message of the assistant."""
-    given = {"content": said} if isinstance(said, str) else said
+    given: Mapping[str, Any] = {"content": said} if isinstance(said, str) else said
     try:
         calls = []
         for call in given.get("tool_calls") or ():
