@@ -214,7 +214,7 @@ def _write(
     except Exception as error:
         raise system_error(error, directory) or error from None
     _add_older_spellings(directory)
-    generation = Path(hf.name_or_path) / "generation_config.json"
+    generation = Path(hf.name_or_path or "", "generation_config.json")
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
     writer = HuggingFaceWriter(directory, kinds, max_shard_size)
