@@ -24,7 +24,7 @@ OPTIONAL = {
         "uvicorn>=0.34,<1",
         "httptools>=0.6,<1",  # uvicorn then reads a request in two thirds of the time
     ],
-    "mcp": ["mcp>=2,<3", "jsonschema>=4.20,<5"],  # verifiers 0.4 takes mcp 2.0.0 alone
+    "mcp": ["mcp>=2,<3"],  # verifiers 0.4 takes mcp 2.0.0 alone
     "studies": ["matplotlib>=3.10", "scipy>=1.14"],  # plots; intervals and fits
 }
 """Extras that the tests need as well."""
@@ -68,6 +68,8 @@ setup(
         "gguf>=0.17,<1",  # models in llama.cpp's format
         "numpy>=2.0,<2.4",
         "numba>=0.62,<0.69",  # the embedded engine, training on a CPU; brings llvmlite
+        "jsonschema>=4.20,<5",  # calls of tools; brings referencing
+        "regex>=2024.4",  # patterns of schemas with a limit of time; transformers brings it as well
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it
         "rich>=14",

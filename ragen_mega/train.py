@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     output = "."
     try:
         with watched():
-            config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe)
+            config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe).located()
             output = config.logging.output
             run = build(config)
             # A full collection, in the middle of a rollout, need not look at what lives as long as

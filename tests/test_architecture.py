@@ -54,6 +54,12 @@ BROAD_EXCEPT = {
     "ragen_mega/extensions/registry.py::Registry._import": (
         "a module of the user may raise anything; the error says which name and what"
     ),
+    "ragen_mega/agents/server.py::_answered.answer": (
+        "an agent gets an error in the form of its interface, and the log names it"
+    ),
+    "ragen_mega/rollout/renderer.py::ChatRenderer._rendered": (
+        "a chat template is a program, which may raise anything; the error says what"
+    ),
     "ragen_mega/models/huggingface.py::load_tokenizer": (
         "tokenizers reports a file that it cannot read, of a newer version too, as a bare Exception"
     ),

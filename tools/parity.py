@@ -344,7 +344,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     )
     results: dict[Key, Tensor] = {}
     for architecture in layout.architectures:
-        hf = AutoConfig.from_pretrained(directory / architecture)
+        hf = AutoConfig.from_pretrained(directory / architecture, trust_remote_code=False)
         reader = open_model(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
         policy = MegatronPolicy(hf, groups, layout.parallel, train, LOSS, temperature=TEMPERATURE)

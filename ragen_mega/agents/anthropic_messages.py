@@ -9,25 +9,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragen_mega.agents.call_tree import ChatMessage, RequestError, ToolCall
 from ragen_mega.agents.protocol import (
     COUNT,
     FLAG,
     SAMPLING,
-    TEXT,
     ChatRequest,
     Interface,
-    Reader,
     Refused,
     Reply,
-    answer_message,
     call_id,
-    read_list,
-    read_parameters,
     read_stops,
-    read_text,
     tools_reader,
     typed_event,
+)
+from ragen_mega.environments.messages import (
+    PARTS,
+    ChatMessage,
+    Given,
+    Reader,
+    Table,
+    ToolCall,
+    assistant_message,
+    kind,
+    paired,
+    read_arguments,
+    read_kind,
+    read_list,
+    read_object,
+    read_string,
+    read_text,
 )
 
 _HARMLESS = frozenset({"cache_control", "inference_geo", "metadata", "service_tier", "speed"})
@@ -47,6 +57,7 @@ _ERRORS = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    500: "api_error",
 }
 """Status -> type of an error, where it is no invalid request."""
 
@@ -54,7 +65,7 @@ _ERRORS = {
 def _read(
     given: Mapping[str, Any], required: Sequence[str] = ("model", "messages", "max_tokens")
 ) -> ChatRequest:
-    read = read_parameters(given, _READERS, required=required, neutral=_NEUTRAL, harmless=_HARMLESS)
+    read = replace(PARAMETERS, required=required).read("", given)
     system = [ChatMessage("system", read["system"])] if "system" in read else []
     has_tools = given.get("tool_choice", {}).get("type") != "none"
     return ChatRequest(
@@ -73,75 +84,106 @@ def _read_count(given: Mapping[str, Any]) -> ChatRequest:
     return replace(_read(given, ("model", "messages")), num_answers=0, is_streamed=False)
 
 
+_CONTENT = frozenset({"role", "content"})
+MESSAGES_OF = dict.fromkeys(("user", "assistant", "system"), Table({}, _CONTENT, harmless=_CONTENT))
+"""Role of a message -> its keys; contents are read apart, for a turn may be several messages."""
+_TEXT = {"text": PARTS["text"]}
+_BESIDE = frozenset({"type", "cache_control"})
+ANSWER_BLOCKS = _TEXT | {
+    "thinking": Table({"thinking": read_string}, ("thinking",), harmless={"type", "signature"}),
+    "tool_use": Table(
+        {"id": read_string, "name": read_string, "input": read_object},
+        ("id", "name", "input"),
+        neutral={"caller": ({"type": "direct"},), "toolset_name": ()},
+        harmless=_BESIDE,
+    ),
+}
+"""Type of a block of an answer -> its keys."""
+TURN_BLOCKS = _TEXT | {
+    "tool_result": Table(
+        {"tool_use_id": read_string, "content": read_text, "is_error": kind(bool, "true or false")},
+        ("tool_use_id",),
+        neutral={"toolset_name": ()},
+        harmless=_BESIDE,
+    ),
+}
+"""Type of a block of the user's turn -> its keys."""
+TOOLS = {
+    "custom": Table(
+        dict.fromkeys(("name", "description"), read_string) | {"input_schema": read_object},
+        ("name",),
+        neutral={
+            "allowed_callers": (["direct"],),
+            "defer_loading": (False,),
+            "input_examples": ([],),
+        },
+        harmless=_BESIDE | {"eager_input_streaming", "strict"},
+    )
+}
+"""Type of a tool -> its keys."""
+
+
 def _messages(name: str, value: Any) -> tuple[ChatMessage, ...]:
-    found: list[ChatMessage] = []
+    found: list[Given] = []
     for number, message in enumerate(read_list(name, value)):
         place = f"{name}[{number}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant", "system"):
-            raise RequestError(
-                f"{place} must be a message of user, assistant or system, not {message!r:.80}",
-                param=place,
-            )
-        content = message.get("content")
+        role, _ = read_kind(place, message, MESSAGES_OF, key="role")
+        content, place = message["content"], f"{place}.content"
         if not isinstance(content, list):
-            found.append(ChatMessage(role, read_text(f"{place}.content", content)))
+            found.append(Given(place, ChatMessage(role, read_text(place, content))))
         elif role == "assistant":
-            found.append(_answer(f"{place}.content", content))
+            found.append(_answer(place, content))
         else:
-            found += _turn(role, f"{place}.content", content)
-    return tuple(found)
+            found += _turn(role, place, content)
+    return paired(found)
 
 
-def _answer(place: str, blocks: list[Any]) -> ChatMessage:
+def _answer(place: str, blocks: list[Any]) -> Given:
     """Return the message of an answer, which the blocks are sent back of."""
-    thought, text, calls = "", "", []
+    thoughts, texts, calls, ids = [], [], [], []
     for number, block in enumerate(blocks):
-        match block:
-            case {"type": "thinking", "thinking": str(said)}:
-                thought += said
-            case {"type": "text"}:
-                text += read_text(f"{place}[{number}]", [block])
-            case {"type": "tool_use", "name": str(name), "input": dict(arguments)}:
-                calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
-            case _:
-                raise _unknown(f"{place}[{number}]", "text, thinking and tool_use", block)
-    return answer_message(text, calls, thought=thought)
+        _, read = read_kind(f"{place}[{number}]", block, ANSWER_BLOCKS)
+        texts.append(read.get("text", ""))
+        thoughts += [read["thinking"]] if "thinking" in read else []
+        if "id" in read:
+            calls.append(ToolCall(read["name"], read_arguments(place, read["input"])))
+            ids.append(read["id"])
+    thought = "".join(thoughts) if thoughts else None
+    message = assistant_message("".join(texts), calls, thought, place=place)
+    return Given(place, message, tuple(ids))
 
 
-def _turn(role: str, place: str, blocks: list[Any]) -> list[ChatMessage]:
+def _turn(role: str, place: str, blocks: list[Any]) -> list[Given]:
     """Return the messages of a turn: each result of a tool, and texts between them as one."""
-    found: list[ChatMessage] = []
+    found: list[Given] = []
     for number, block in enumerate(blocks):
-        match block:
-            case {"type": "tool_result"} if role == "user":
-                result = read_text(f"{place}[{number}].content", block.get("content"))
-                found.append(ChatMessage("tool", result))
-            case {"type": "text"}:
-                text = read_text(f"{place}[{number}]", [block])
-                if found and found[-1].role == role:
-                    text = found.pop().content + text
-                found.append(ChatMessage(role, text))
-            case _:
-                raise _unknown(f"{place}[{number}]", "text and tool_result", block)
+        at = f"{place}[{number}]"
+        kind, read = read_kind(at, block, TURN_BLOCKS if role == "user" else _TEXT)
+        if kind == "tool_result":
+            text = read.get("content", "")
+            if read.get("is_error") and not text.lower().startswith("error"):
+                text = f"Error: {text}"
+            found.append(Given(at, ChatMessage("tool", text), (read["tool_use_id"],)))
+            continue
+        text = read["text"]
+        if found and found[-1].message.role == role:
+            text = found.pop().message.content + text
+        found.append(Given(at, ChatMessage(role, text)))
     return found
 
 
-def _unknown(place: str, kinds: str, block: Any) -> RequestError:
-    return RequestError(f"{place} must be a block of {kinds}, not {block!r:.80}", param=place)
-
-
 _READERS: Mapping[str, Reader] = {
-    "model": TEXT,
+    "model": read_string,
     "messages": _messages,
     "system": read_text,
-    "tools": tools_reader("custom", "input_schema", "a tool of the agent", default="custom"),
+    "tools": tools_reader(TOOLS, "input_schema", default="custom"),
     "stop_sequences": read_stops,
     "max_tokens": COUNT,
     "stream": FLAG,
     **SAMPLING,
 }
 """Parameter -> reader of its value."""
+PARAMETERS = Table(_READERS, (), _NEUTRAL, _HARMLESS)
 
 
 def _error(refused: Refused) -> dict[str, Any]:

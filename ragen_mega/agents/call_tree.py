@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.environments.messages import ChatMessage, RequestError, ToolCall, as_texts
 from ragen_mega.environments.protocol import Message
-from ragen_mega.environments.tool_calls import split_calls
+from ragen_mega.environments.tool_calls import CallForm
 from ragen_mega.rollout.renderer import ChatRenderer
 
 CALL = "call"
@@ -30,35 +31,6 @@ _LONGEST_TOKEN = 128
 """Characters of a token at most, by which a text that cannot fit is refused before it is encoded:
 9 million characters take 40 seconds.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a tool in a message of the assistant."""
-
-    name: str
-    arguments: str
-    """JSON text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a request."""
-
-    role: str
-    """system, user, assistant or tool."""
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-class RequestError(ValueError):
-    """A request that cannot be answered; the text is one sentence for the agent."""
-
-    def __init__(self, message: str, *, code: str = "invalid_value", param: str = "messages"):
-        """`code` and `param`: the fields of these names in an error of OpenAI's interface."""
-        super().__init__(message)
-        self.code = code
-        self.param = param
 
 
 @dataclass(slots=True)
@@ -140,9 +112,11 @@ class CallTree:
         tools: Sequence[dict[str, Any]] | None,
         *,
         role: str = "",
+        is_asked: bool = True,
     ) -> Call:
         """Return the call of a request; the same for requests with the same history, tools and
-        role. Raises RequestError if it cannot be answered.
+        role. Raises RequestError if it cannot be answered. `is_asked`: False if tokens are counted
+        alone: the prompt may exceed the context, and a new call has no part in the episode.
         """
         if not messages:
             raise RequestError("messages must hold at least one message")
@@ -157,7 +131,7 @@ class CallTree:
         for number, message in enumerate(messages):
             answer = None
             if message.role == "assistant":
-                answer = self._sampled(place, message, tools)
+                answer = self._sampled(place, message)
             place = self._place(place, message if answer is None else answer)
             if answer is not None:
                 parent, start = (self.calls[answer[0]], answer[1]), number + 1
@@ -165,11 +139,13 @@ class CallTree:
             if call.role == role:
                 return call
         new = tuple(messages[start:])
-        shown = [Message(message.role, written(message)) for message in new]
-        if sum(len(message.content) for message in shown) > _LONGEST_TOKEN * self._max_context:
+        shown = [*as_texts(new)]
+        if sum(len(each.text) for each in shown) > _LONGEST_TOKEN * self._max_context:
             raise self._too_long(f"more than {_LONGEST_TOKEN * self._max_context} characters")
         added = self._added(parent, shown, tools)
         call = Call(len(self.calls), role, parent, new, tools, added)
+        if not is_asked:
+            return call
         if (size := len(call.tokens)) >= self._max_context:
             raise self._too_long(f"{size} tokens")
         self.calls.append(call)
@@ -186,7 +162,8 @@ class CallTree:
     ) -> Answer:
         """Add a sample to a call, cut at the token that completes a stop text."""
         completion, text, stopped_by = self._stopped(completion, stop_texts)
-        parts = _parts(text, call.tools, opens_thought=self._renderer.opens_thought)
+        form = self._renderer.call_form if call.tools else None
+        parts = _parts(text, form, opens_thought=self._renderer.opens_thought)
         call.answers.append(Answer(completion, text, *parts, is_trained, stopped_by))
         return call.answers[-1]
 
@@ -195,20 +172,19 @@ class CallTree:
         trajectory: Trajectory,
         *,
         reward: float,
-        call_rewards: Mapping[int, float] = {},
+        call_rewards: Mapping[tuple[int, int], float] = {},
     ) -> Trajectory:
         """Write the tree into a trajectory without tokens, depth first, and return it.
 
         A call continues the segment of its parent's answer if it is the first that continues it;
         every other call begins a segment, with its whole prompt as context. Siblings are in the
-        order of their tokens, which does not depend on their arrival. Every answer of a call earns
-        the call's reward. The last turn earns `reward` and what answers outside the mask earned.
+        order of their tokens, which does not depend on their arrival. `call_rewards`: index of a
+        call and number of its answer -> reward of this answer. The last turn earns `reward` and
+        what answers outside the mask earned.
         """
-        if others := call_rewards.keys() - range(len(self.calls)):
-            raise ValueError(
-                f"rewards of calls name {', '.join(sorted(map(str, others)))}, and the episode has"
-                f" the calls 0 to {len(self.calls) - 1}"
-            )
+        nodes = [(call, n) for call in self.calls for n in range(len(call.answers))]
+        if others := call_rewards.keys() - {(call.index, number) for call, number in nodes}:
+            raise ValueError(f"call_rewards names {sorted(others)}, which no answer of the tree is")
         trajectory.is_tree = True
         successors = self._successors()
         stack = [(node, False) for node in reversed(successors[None])]
@@ -221,7 +197,7 @@ class CallTree:
             trajectory.append_observation(call.added, afresh=call.parent is None)
             if answer.is_trained:
                 turn = trajectory.append_action(answer.completion)
-                turn.reward = call_rewards.get(call.index, 0.0)
+                turn.reward = call_rewards.get((call.index, number), 0.0)
                 turn.info |= {CALL: record(call, number)} | answer.info
             else:
                 trajectory.append_context(answer.completion)
@@ -231,17 +207,12 @@ class CallTree:
             trajectory.append_observation(self._renderer.start([Message("user", "")]))
             trajectory.append_action(Completion([], [], "abort"))
         last = trajectory.turns[-1]
-        untrained = [
-            (call, number)
-            for call in self.calls
-            for number, answer in enumerate(call.answers)
-            if not answer.is_trained
-        ]
+        untrained = [(call, n) for call, n in nodes if not call.answers[n].is_trained]
         if untrained:
             last.info[UNTRAINED] = [
                 record(*node) | node[0].answers[node[1]].info for node in untrained
             ]
-        last.reward += reward + sum(call_rewards.get(call.index, 0.0) for call, _ in untrained)
+        last.reward += reward + sum(call_rewards.get((call.index, n), 0.0) for call, n in untrained)
         return trajectory
 
     def _successors(self) -> defaultdict[tuple[int, int] | None, list[tuple[Call, int]]]:
@@ -261,21 +232,22 @@ class CallTree:
     def _place(self, place: int, step: Hashable) -> int:
         return self._places.setdefault((place, step), len(self._places) + 1)
 
-    def _sampled(
-        self, place: int, message: ChatMessage, has_tools: object
-    ) -> tuple[int, int] | None:
+    def _sampled(self, place: int, message: ChatMessage) -> tuple[int, int] | None:
         """Return the answer at a place that an assistant's message repeats; of equal ones the first
         in the order of their tokens.
         """
-        thought, content, in_text = _parts(message.content, has_tools, opens_thought=False)
-        said = content.strip(), _values(message.tool_calls or in_text)
-        found = [
-            (answer.completion.tokens, call.index, number)
-            for call in self._calls_at[place]
-            for number, answer in enumerate(call.answers)
-            if (answer.content.strip(), _values(answer.tool_calls)) == said
-            and thought in (None, answer.thought)
-        ]
+        found = []
+        for call in self._calls_at.get(place, ()):
+            form = self._renderer.call_form if call.tools else None
+            thought, content, in_text = _parts(message.content, form, opens_thought=False)
+            thought = thought if message.thought is None else message.thought.strip()
+            said = content.strip(), _values(message.tool_calls or in_text)
+            found += [
+                (answer.completion.tokens, call.index, number)
+                for number, answer in enumerate(call.answers)
+                if (answer.content.strip(), _values(answer.tool_calls)) == said
+                and (thought is None or thought == (answer.thought or ""))
+            ]
         return min(found)[1:] if found else None
 
     def _added(
@@ -328,10 +300,11 @@ class CallTree:
 
 
 def _parts(
-    text: str, has_tools: object, *, opens_thought: bool
+    text: str, form: CallForm | None, *, opens_thought: bool
 ) -> tuple[str | None, str, tuple[ToolCall, ...]]:
     """Return the thought, the content and the calls of tools in the text of an answer. With
-    `opens_thought` the prompt ended with `<think>`. A malformed call leaves all in the content.
+    `opens_thought` the prompt ended with `<think>`; `form`: None if there are no tools. A malformed
+    call leaves all in the content.
     """
     thought, end, content = text.partition("</think>")
     if end or opens_thought:
@@ -340,9 +313,9 @@ def _parts(
     else:
         thought, content = None, text
     found: list[dict[str, Any]] = []
-    if has_tools:
+    if form is not None:
         with suppress(ValueError):
-            found, around = split_calls(content)
+            found, around = form.split(content)
             content = around.strip() if found else content
     return (
         thought,
@@ -373,17 +346,9 @@ def record(call: Call, number: int) -> dict[str, Any]:
 
 def _shown(message: ChatMessage) -> dict[str, Any]:
     calls = [asdict(each) for each in message.tool_calls]
-    return {"role": message.role, "content": message.content, "tool_calls": calls}
-
-
-def written(message: ChatMessage) -> str:
-    """Return the content and the calls of a message as Qwen's chat templates write them."""
-    blocks = [
-        f'<tool_call>\n{{"name": {_json(call.name)}, "arguments":'
-        f" {call.arguments or '{}'}}}\n</tool_call>"
-        for call in message.tool_calls
-    ]
-    return "\n".join([message.content] * bool(message.content) + blocks)
+    beside = {"thought": message.thought, "name": message.name or None}
+    shown = {"role": message.role, "content": message.content, "tool_calls": calls}
+    return shown | {key: value for key, value in beside.items() if value is not None}
 
 
 def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
@@ -391,7 +356,7 @@ def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
     found = []
     for call in calls:
         arguments = call.arguments
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
         found.append((call.name, arguments))
     return found

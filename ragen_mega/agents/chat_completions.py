@@ -8,28 +8,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ragen_mega.agents.call_tree import Answer, ChatMessage, RequestError, ToolCall
+from ragen_mega.agents.call_tree import Answer
 from ragen_mega.agents.protocol import (
     COUNT,
     FLAG,
     SAMPLING,
-    TEXT,
     ChatRequest,
     Interface,
-    Reader,
     Refused,
     Reply,
     call_id,
     number,
-    read_list,
-    read_object,
-    read_parameters,
     read_stops,
-    read_text,
+    tools_reader,
+)
+from ragen_mega.environments.messages import (
+    Reader,
+    Table,
+    read_messages,
+    read_object,
+    read_string,
 )
 
 _MOST_ANSWERS = 128
-_ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant", "tool")}
 HARMLESS = frozenset(
     {
         "metadata",
@@ -60,9 +61,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _read(given: Mapping[str, Any]) -> ChatRequest:
-    read = read_parameters(
-        given, _READERS, required=("model", "messages"), neutral=_NEUTRAL, harmless=HARMLESS
-    )
+    read = PARAMETERS.read("", given)
     return ChatRequest(
         role=read["model"],
         messages=read["messages"],
@@ -83,57 +82,18 @@ def _usage(name: str, value: Any) -> bool:
     return bool(read_object(name, value).get("include_usage"))
 
 
-def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    for place, tool in enumerate(read_list(name, value)):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        is_function = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not is_function or tool.get("type") != "function":
-            raise RequestError(
-                f"tools[{place}] must be a function with a name, not {tool!r:.80}",
-                param=f"tools[{place}]",
-            )
-    return tuple(value)
-
-
-def _messages(name: str, value: Any) -> tuple[ChatMessage, ...]:
-    messages = read_list(name, value)
-    return tuple(_message(f"{name}[{place}]", each) for place, each in enumerate(messages))
-
-
-def _message(place: str, message: Any) -> ChatMessage:
-    if not isinstance(message, dict) or message.get("role") not in [*_ROLES]:
-        raise RequestError(
-            f"{place} must be a message with one of the roles {', '.join(_ROLES)}, not"
-            f" {message!r:.80}",
-            param=place,
-        )
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise RequestError(f"{place}.tool_calls must be a list", param=f"{place}.tool_calls")
-    return ChatMessage(
-        _ROLES[message["role"]],
-        read_text(f"{place}.content", message.get("content")),
-        tuple(_tool_call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(calls)),
-    )
-
-
-def _tool_call(place: str, call: Any) -> ToolCall:
-    function = call.get("function") if isinstance(call, dict) else None
-    named = function if isinstance(function, dict) else {}
-    name, arguments = named.get("name"), named.get("arguments", "{}")
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise RequestError(
-            f"{place} must have a function with a name and arguments as JSON text, not"
-            f" {call!r:.80}",
-            param=place,
-        )
-    return ToolCall(name, arguments)
-
-
+FUNCTION = Table(
+    dict.fromkeys(("name", "description"), read_string)
+    | dict.fromkeys(("parameters", "return"), read_object),
+    ("name",),
+    harmless=frozenset({"strict"}),  # a call cannot be forced on a policy
+)
+TOOLS = {"function": Table({"function": FUNCTION.read}, ("function",), harmless={"type"})}
+"""Type of a tool -> its keys."""
 _READERS: Mapping[str, Reader] = {
-    "model": TEXT,
-    "messages": _messages,
-    "tools": _tools,
+    "model": read_string,
+    "messages": read_messages,
+    "tools": tools_reader(TOOLS, "parameters"),
     "n": number(1, _MOST_ANSWERS, int),
     "stop": read_stops,
     "max_tokens": COUNT,
@@ -145,6 +105,7 @@ _READERS: Mapping[str, Reader] = {
     **SAMPLING,
 }
 """Parameter -> reader of its value."""
+PARAMETERS = Table(_READERS, ("model", "messages"), _NEUTRAL, HARMLESS)
 
 
 def error_body(refused: Refused) -> dict[str, Any]:

@@ -4,13 +4,24 @@ share. A request is kept to the letter or refused in one sentence.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ragen_mega.agents.call_tree import Answer, Call, ChatMessage, RequestError, ToolCall
-from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.agents.call_tree import Answer, Call
+from ragen_mega.environments.messages import (
+    ChatMessage,
+    Reader,
+    RequestError,
+    Table,
+    kind,
+    read_kind,
+    read_list,
+    read_string,
+)
+from ragen_mega.environments.tool_calls import check_tools, function_tool, is_deep
 
 _MOST_STOPS = 16
 
@@ -74,6 +85,8 @@ class Arrival(NamedTuple):
     """Digest that a repetition of the request shares."""
     is_retry: bool
     """The client says that it has sent the request before."""
+    num_retries: int
+    """Number of times that the client says it has."""
     connection: Connection
     reply: Future[Reply]
 
@@ -112,52 +125,25 @@ class Interface(NamedTuple):
     """Writer of an error."""
 
 
-Reader = Callable[[str, Any], Any]
-"""Function that reads the value of the parameter with a name. Raises RequestError."""
-
-
 def read_body(body: bytes) -> dict[str, Any]:
     """Return the parameters of a request that are not null. Raises RequestError if there are none
     to read.
     """
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body must be JSON ({error})", param="") from None
+        raise RequestError(f"the body must be JSON ({error!s:.100})", param="") from None
     if not isinstance(given, dict):
         raise RequestError("the body must be a JSON object", param="")
+    if is_deep(given):
+        raise RequestError("the body must not be nested so deeply", param="")
+    if _HALF.search(body):
+        read_string("the body", json.dumps(given, ensure_ascii=False))
     return {name: value for name, value in given.items() if value is not None}
 
 
-def read_parameters(
-    given: Mapping[str, Any],
-    readers: Mapping[str, Reader],
-    *,
-    required: Sequence[str],
-    neutral: Mapping[str, tuple[Any, ...]],
-    harmless: Collection[str],
-) -> dict[str, Any]:
-    """Return the values of the parameters with `readers`. `neutral`: parameters of which only some
-    values can be kept; `harmless`: parameters that change no sample. Raises RequestError.
-    """
-    for name in given.keys() - harmless - neutral.keys() - readers.keys():
-        raise RequestError(
-            f"{name} is not supported, for the trainer could not keep it; leave it out",
-            code="unsupported_parameter",
-            param=name,
-        )
-    for name, values in neutral.items():
-        if name in given and given[name] not in values:
-            raise RequestError(
-                f"{name} must be {' or '.join(map(json.dumps, values))}, not"
-                f" {given[name]!r:.60}, which the trainer could not keep; leave it out",
-                code="unsupported_value",
-                param=name,
-            )
-    for name in required:
-        if name not in given:
-            raise RequestError(f"{name} is missing", code="missing_required_parameter", param=name)
-    return {name: readers[name](name, given[name]) for name in readers if name in given}
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def number(low: float, high: float, kind: type) -> Reader:
@@ -174,21 +160,6 @@ def number(low: float, high: float, kind: type) -> Reader:
     return read
 
 
-def kind(type_: type, words: str) -> Reader:
-    """Return a reader of values of a type, which an error calls `words`."""
-
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, type_):
-            raise RequestError(f"{name} must be {words}, not {value!r:.60}", param=name)
-        return value
-
-    return read
-
-
-read_list = kind(list, "a list")
-read_object = kind(dict, "an object")
-
-
 def read_stops(name: str, value: Any) -> tuple[str, ...]:
     """Read a text or several that end an answer."""
     stops = [value] if isinstance(value, str) else value
@@ -199,48 +170,25 @@ def read_stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def read_text(place: str, content: Any) -> str:
-    """Read the text of a content, which is a text, nothing, or a list of parts with texts."""
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise RequestError(f"{place} must hold parts of type text alone", param=place)
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise RequestError(f"{place} must be a text, not {content!r:.60}", param=place)
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{place} must be valid Unicode", param=place) from None
-    return content
-
-
-def answer_message(
-    content: str, tool_calls: Sequence[ToolCall] = (), *, thought: str = ""
-) -> ChatMessage:
-    """Return a message of the assistant, with its thought as the tree reads it in a content."""
-    before = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-    return ChatMessage("assistant", before + content, tuple(tool_calls))
-
-
-def tools_reader(kind: str, schema: str, what: str, *, default: str | None = None) -> Reader:
-    """Return a reader of tools that have their name beside their type `kind`, and the schema of
-    their arguments under the key `schema`. `default`: the type of a tool without one; `what`: a
-    tool in the words of the error.
+def tools_reader(
+    tables: Mapping[str, Table], schema: str, *, default: str = ""
+) -> Callable[[str, Any], tuple[dict[str, Any], ...]]:
+    """Return a reader of tools whose type has a table, with the schema of their arguments under the
+    key `schema`. `default`: the type of a tool without one.
     """
 
     def read(name: str, value: Any) -> tuple[dict[str, Any], ...]:
         found = []
-        for place, tool in enumerate(read_list(name, value)):
-            is_known = isinstance(tool, dict) and tool.get("type", default) == kind
-            if not is_known or not isinstance(tool.get("name"), str):
-                raise RequestError(
-                    f"tools[{place}] must be {what} with a name, not {tool!r:.80}",
-                    param=f"tools[{place}]",
-                )
-            found.append(function_tool(tool["name"], tool.get("description"), tool.get(schema)))
+        for number, tool in enumerate(read_list(name, value)):
+            _, kept = read_kind(f"{name}[{number}]", tool, tables, default=default)
+            kept = kept.get("function", kept)
+            found.append(function_tool(kept["name"], kept.get("description"), kept.get(schema)))
+            if "return" in kept:
+                found[-1]["function"]["return"] = kept["return"]
+        try:
+            check_tools(found)
+        except ValueError as error:
+            raise RequestError(str(error), param=name) from None
         return tuple(found)
 
     return read
@@ -252,14 +200,10 @@ def typed_event(event: Mapping[str, Any]) -> str:
 
 
 def call_id(index: int, number: int) -> str:
-    """Return the `id` of a reply: call `index` of the episode, from its answer `number` on."""
+    """Return the `id` of answer `number` to call `index` of the episode; a reply has the `id` of
+    its first answer.
+    """
     return f"call-{index}-{number}"
-
-
-def index_of(name: object) -> int:
-    """Return the index of a call for its index or the `id` of its reply. Raises ValueError."""
-    text = str(name)
-    return int(text.split("-")[1] if text.startswith("call-") else text)
 
 
 SAMPLING: Mapping[str, Reader] = {
@@ -269,4 +213,4 @@ SAMPLING: Mapping[str, Reader] = {
 """Readers of parameters that all interfaces share."""
 COUNT = number(1, math.inf, int)
 FLAG = kind(bool, "true or false")
-TEXT = kind(str, "a text")
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -7,29 +7,80 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragen_mega.agents.call_tree import Answer, ChatMessage, RequestError, ToolCall
+from ragen_mega.agents.call_tree import Answer
 from ragen_mega.agents.chat_completions import HARMLESS, TOOL_CHOICES, error_body
 from ragen_mega.agents.protocol import (
     COUNT,
     FLAG,
     SAMPLING,
-    TEXT,
     ChatRequest,
     Interface,
-    Reader,
     Reply,
-    answer_message,
     call_id,
-    read_list,
-    read_parameters,
-    read_text,
     tools_reader,
     typed_event,
 )
+from ragen_mega.environments.messages import (
+    ChatMessage,
+    Given,
+    Reader,
+    RequestError,
+    Table,
+    ToolCall,
+    assistant_message,
+    paired,
+    read_arguments,
+    read_kind,
+    read_list,
+    read_object,
+    read_string,
+    read_text,
+)
 
-_ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant")}
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 """Kind of an item of the assistant -> its place in an answer."""
+_OF_ITEM = frozenset({"id", "type", "status", "phase"})
+_NOT_OURS: dict[str, tuple[Any, ...]] = {
+    "caller": ({"type": "direct"},),
+    "namespace": (),
+    "async": (False,),
+}
+ITEMS = {
+    "message": Table({"role": read_string, "content": read_text}, ("content",), harmless=_OF_ITEM),
+    "reasoning": Table(
+        {"content": read_text, "summary": read_text},
+        neutral={"encrypted_content": ()},
+        harmless=_OF_ITEM,
+    ),
+    "function_call": Table(
+        {"call_id": read_string, "name": read_string, "arguments": read_arguments},
+        ("call_id", "name", "arguments"),
+        neutral=_NOT_OURS,
+        harmless=_OF_ITEM | {"parsed_arguments"},
+    ),
+    "function_call_output": Table(
+        {"call_id": read_string, "output": read_text, "name": read_string},
+        ("call_id", "output"),
+        neutral=_NOT_OURS,
+        harmless=_OF_ITEM,
+    ),
+}
+"""Type of an item -> its keys."""
+ROLES = {"developer": "system"} | {name: name for name in ("system", "user", "assistant")}
+TOOLS = {
+    "function": Table(
+        dict.fromkeys(("name", "description"), read_string) | {"parameters": read_object},
+        ("name",),
+        neutral={
+            "allowed_callers": (["direct"],),
+            "defer_loading": (False,),
+            "output_schema": (),
+            "async": (False,),
+        },
+        harmless=frozenset({"type", "strict"}),
+    )
+}
+"""Type of a tool -> its keys."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),  # a thought comes in the clear
@@ -44,13 +95,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _read(given: Mapping[str, Any]) -> ChatRequest:
-    read = read_parameters(
-        given,
-        _READERS,
-        required=("model", "input"),
-        neutral=_NEUTRAL,
-        harmless=HARMLESS | {"stream_options"},
-    )
+    read = PARAMETERS.read("", given)
     instructions = read.get("instructions")
     system = [] if instructions is None else [ChatMessage("system", instructions)]
     return ChatRequest(
@@ -76,51 +121,59 @@ def _stateless(name: str, value: Any) -> None:
 def _input(name: str, value: Any) -> tuple[ChatMessage, ...]:
     """Return the messages of a text or of items; those of one answer are one message."""
     if isinstance(value, str):
-        return (ChatMessage("user", read_text(name, value)),)
-    messages: list[ChatMessage] = []
+        return (ChatMessage("user", read_string(name, value)),)
+    found: list[Given] = []
     last = -1  # order of the last item, if it is the assistant's
-    for place, item in enumerate(read_list(name, value)):
-        message = _item(f"{name}[{place}]", item)
-        if message.role != "assistant":
-            messages.append(message)
+    for number, item in enumerate(read_list(name, value)):
+        kind, given = _item(f"{name}[{number}]", item)
+        if given.message.role != "assistant":
+            found.append(given)
             last = -1
             continue
-        order = _ORDER[item.get("type", "message")]
+        order = _ORDER[kind]
         if -1 < last < order or last == order == _ORDER["function_call"]:
-            earlier = messages.pop()
-            calls = earlier.tool_calls + message.tool_calls
-            message = ChatMessage("assistant", earlier.content + message.content, calls)
-        messages.append(message)
+            given = _joined(found.pop(), given)
+        found.append(given)
         last = order
-    return tuple(messages)
+    return paired(found, directly=False)
 
 
-def _item(place: str, item: Any) -> ChatMessage:
-    given = item if isinstance(item, dict) else {}
-    match given.get("type", "message"):
-        case "message" if given.get("role") in [*_ROLES]:
-            content = read_text(f"{place}.content", given.get("content"))
-            return ChatMessage(_ROLES[given["role"]], content)
+def _joined(before: Given, given: Given) -> Given:
+    """Return two items of one answer as one message."""
+    first, then = before.message, given.message
+    calls = first.tool_calls + then.tool_calls
+    content, place = first.content + then.content, before.place
+    message = assistant_message(content, calls, first.thought, place=place)
+    return Given(before.place, message, before.ids + given.ids)
+
+
+def _item(place: str, item: Any) -> tuple[str, Given]:
+    kind, read = read_kind(place, item, ITEMS, default="message")
+    ids: tuple[str, ...] = (read["call_id"],) if "call_id" in read else ()
+    match kind:
         case "reasoning":
-            return answer_message("", thought=read_text(f"{place}.content", given.get("content")))
+            thought = read.get("content") or read.get("summary", "")
+            message = ChatMessage("assistant", "", thought=thought)
         case "function_call":
-            name, arguments = given.get("name"), given.get("arguments")
-            if isinstance(name, str) and isinstance(arguments, str):
-                return answer_message("", [ToolCall(name, arguments)])
+            call = ToolCall(read["name"], read["arguments"])
+            message = ChatMessage("assistant", "", (call,))
         case "function_call_output":
-            return ChatMessage("tool", read_text(f"{place}.output", given.get("output")))
-    raise RequestError(
-        f"{place} must be a message of {', '.join(_ROLES)}, a reasoning, a function_call with name"
-        f" and arguments or a function_call_output, not {item!r:.80}",
-        param=place,
-    )
+            message = ChatMessage("tool", read["output"], name=read.get("name", ""))
+        case _:
+            if (role := ROLES.get(read.get("role", ""))) is None:
+                raise RequestError(
+                    f"{place} must be a message of {', '.join(ROLES)}, not {item!r:.80}",
+                    param=place,
+                )
+            message = ChatMessage(role, read["content"])
+    return kind, Given(place, message, ids)
 
 
 _READERS: Mapping[str, Reader] = {
-    "model": TEXT,
+    "model": read_string,
     "input": _input,
     "instructions": read_text,
-    "tools": tools_reader("function", "parameters", "a function"),
+    "tools": tools_reader(TOOLS, "parameters"),
     "max_output_tokens": COUNT,
     "stream": FLAG,
     "conversation": _stateless,
@@ -128,6 +181,7 @@ _READERS: Mapping[str, Reader] = {
     **SAMPLING,
 }
 """Parameter -> reader of its value."""
+PARAMETERS = Table(_READERS, ("model", "input"), _NEUTRAL, HARMLESS | {"stream_options"})
 
 
 def _body(reply: Reply) -> dict[str, Any]:

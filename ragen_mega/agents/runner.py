@@ -5,27 +5,48 @@ completions at the door.
 tasks, seeds, groups and evaluations are those of any environment.
 """
 
-import asyncio
+import copy
 import inspect
 import json
 import math
+import os
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from queue import LifoQueue
+from textwrap import shorten
 from typing import Any
 
 import httpx2
 
-from ragen_mega.agents.protocol import index_of
+from ragen_mega.config.sections.agent import PREFIX
+from ragen_mega.data.scalars import as_number
+from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
-from ragen_mega.environments.adapters.tasks import Split, read_rows
-from ragen_mega.environments.protocol import check_seed, text_seed
+from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
+from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
 _MOST_BYTES = 1 << 20
+_VARIABLES = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
+"""Variables of the environment that name the door in the processes of agents."""
+_NOWHERE = "http://127.0.0.1:9/v1"
+Door = Callable[[str | None], AbstractContextManager[str]]
+"""Function that opens a door for the requests of an episode, with a key or a new one (None), and
+gives the key to the context.
+"""
 _FIELDS = ("reward", "success", "calls")
+_Place = tuple[int, int, int | None]
+"""Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
+the answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +55,9 @@ class AgentEpisode:
 
     task: Mapping[str, Any]
     calls: Sequence[Mapping[str, Any]]
-    """Calls in the order of their requests. Each has its index, answer, role, parent, the messages
-    that are new since the parent's answer, tools, reply and tool_calls.
+    """Answers in the order of their calls. Each has its `id`, which its reply had, the index of its
+    call, its number among the answers to this call (`answer`), role, parent (index and number of
+    the answer that the call continues), the messages that are new since then, tools and reply.
     """
     result: Any
     """Value that the agent returned."""
@@ -49,8 +71,10 @@ class Outcome:
 
     reward: float
     success: bool
-    call_rewards: Mapping[int, float] = field(default_factory=dict)
-    """Index of a call -> its own reward, beside that of the episode."""
+    call_rewards: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Index of a call and number of its answer -> the answer's own reward, beside the reward of the
+    episode.
+    """
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,27 +93,44 @@ class AgentProgram:
         split: Split = "train",
         validation: str | None = None,
         validation_share: float = 0.1,
+        processes: int = 0,
+        directory: str = "",
     ) -> None:
         """`tasks`: a file of JSON lines, or parquet; `validation`: another one for evaluations,
-        without which `validation_share` of the rows are kept for them.
+        without which `validation_share` of the rows are kept for them. `processes`: number of
+        processes in which the agent runs, one episode at a time in each (0: in this one).
+        `directory`: folder that relative paths begin in; a run sets its working directory.
 
         Raises ValueError for an agent that cannot be imported or called, and for a file without
         rows.
         """
         self.name = agent
-        self._function, self._takes_client = import_agent(agent)
+        self._function, self._takes_client = import_agent(agent, in_processes=processes > 0)
+        call = inspect.getattr_static(type(self._function), "__call__", None)  # of an object
+        self._is_coroutine = any(map(inspect.iscoroutinefunction, (self._function, call)))
+        is_here = self._function is not None
+        self._processes = _processes(agent, processes) if processes and is_here else None
         self._rows: Sequence[Mapping[str, Any]] = ()
+        self._parts: Sequence[Sequence[Mapping[str, Any]]] = ()
         if tasks is not None:
-            parts = [read_rows(tasks), read_rows(validation or tasks)]
-            if validation is None:
-                parts = _parts(parts[0], validation_share)
-            self._rows = parts[self.splits.index(split)]
+            other = validation and os.path.join(directory, validation)
+            self._parts = read_parts(os.path.join(directory, tasks), other, validation_share)
+            self._rows = self._parts[self.splits.index(split)]
             self.num_tasks = len(self._rows)
         self.task: dict[str, Any] = {}
+        self._awaited: Future[Any] | None = None
+        self._host: HostedEnvironment | None = None
+        self._is_stopped = False
+
+    @property
+    def split_note(self) -> str | None:
+        """See `overlap_note`."""
+        return overlap_note(*([*map(row_text, part)] for part in self._parts or ((), ())))
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
         """Take the task of a seed. The agent is started by `run`."""
         row = self._rows[check_seed(seed) % len(self._rows)] if self._rows else {}
+        self._awaited, self._is_stopped = None, False
         self.task = {"seed": seed, "outcome_seed": outcome_seed} | json.loads(json.dumps(row))
         return ""
 
@@ -97,40 +138,115 @@ class AgentProgram:
         """Raise TypeError: an agent does its steps itself."""
         raise TypeError("an agent is played through its door, not by steps")
 
-    def run(self, base_url: str, api_key: str, seconds: float | None) -> Any:
+    def run(self, base_url: str, door: Door) -> Any:
         """Play the episode with completions from a door, and return what the agent returns. Raises
-        what the agent raises; a coroutine is cancelled after `seconds`.
+        what the agent raises.
         """
-        if self._function is None:
-            return _ask(self.name, self.task, base_url, api_key, seconds)
-        if inspect.iscoroutinefunction(self._function):
-            return asyncio.run(asyncio.wait_for(self._play(base_url, api_key), seconds))
-        if not self._takes_client:
-            return self._function(self.task, base_url, api_key)
-        with _client("OpenAI", "DefaultHttpxClient", base_url, api_key) as client:
-            return self._function(self.task, client)
+        task = copy.deepcopy(self.task)  # which the agent may write into, and a reward reads
+        if self._processes is None:
+            with door(None) as api_key:
+                return self.play(task, base_url, api_key)
+        place = self._processes.get()  # once an episode of another seat has ended
+        try:
+            if self._is_stopped:
+                raise RuntimeError("the episode was ended before the agent had a process")
+            with door(place.key) as api_key:
+                self._host = place.host(base_url)
+                return self._host.play(task, base_url, api_key)
+        finally:
+            self._host = None
+            self._processes.put(place)
 
-    async def _play(self, base_url: str, api_key: str) -> Any:
+    def play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Let the agent play in this process; see `run`."""
+        if self._function is None:
+            return _ask(self.name, task, base_url, api_key, None)
+        if self._is_coroutine:
+            return self._settled(self._play(task, base_url, api_key))
         if not self._takes_client:
-            return await self._function(self.task, base_url, api_key)
+            return self._settled(self._function(task, base_url, api_key))
+        with _client("OpenAI", "DefaultHttpxClient", base_url, api_key) as client:
+            return self._settled(self._function(task, client))
+
+    def stop(self) -> None:
+        """End the episode: a coroutine is cancelled and a process killed. A plain function of this
+        process cannot be ended.
+        """
+        self._is_stopped = True
+        if self._awaited is not None:
+            self._awaited.cancel()
+        if self._host is not None:
+            self._host.end_host()
+
+    @property
+    def why_late(self) -> str:
+        """A clause about the cause for which the agent may be late; empty if none is known."""
+        return event_loop.standstill() if self._is_coroutine else ""
+
+    def _settled(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        self._awaited = event_loop.begin(value)
+        return self._awaited.result()
+
+    async def _play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        if not self._takes_client:
+            return await self._function(task, base_url, api_key)
         client = _client("AsyncOpenAI", "DefaultAsyncHttpxClient", base_url, api_key)
         async with client:
-            return await self._function(self.task, client)
+            return await self._function(task, client)
 
 
-def import_agent(agent: str) -> tuple[Callable[..., Any] | None, bool]:
+class _Place:
+    """A process of an agent, which has one key at the door for all its episodes, so that a client
+    that the agent keeps serves the next one too.
+    """
+
+    def __init__(self, agent: str) -> None:
+        self.key = f"process-{secrets.token_urlsafe(18)}"
+        self._agent = agent
+        self._host: HostedEnvironment | None = None
+
+    def host(self, base_url: str) -> HostedEnvironment:
+        """Return the proxy of the agent in its process, which is started if it is not there."""
+        if self._host is None or not self._host.is_alive:
+            variables = dict(
+                zip(_VARIABLES, (base_url, base_url.removesuffix("/v1"), self.key, self.key))
+            )
+            self._host = HostedEnvironment(f"{PREFIX}{self._agent}", {}, variables=variables)
+        return self._host
+
+
+@cache
+def _processes(agent: str, count: int) -> LifoQueue[_Place]:
+    """Return the places of the processes of an agent in which no episode is played."""
+    places: LifoQueue[_Place] = LifoQueue()
+    for _ in range(count):
+        places.put(_Place(agent))
+    return places
+
+
+def import_agent(
+    agent: str, *, in_processes: bool = False
+) -> tuple[Callable[..., Any] | None, bool]:
     """Return the function of an agent, None behind a URL, and whether it takes a client of
     OpenAI's. Imports all that a first call would import, in many threads at once. Raises ValueError
     for an agent that cannot be imported or called.
+
+    `in_processes`: the agent is called in others. Its module may make a client that reads the
+    environment, so that this one gets variables with an address where nobody answers.
     """
-    for server in ("starlette", "uvicorn"):
+    if in_processes:
+        for name in _VARIABLES:
+            os.environ.setdefault(name, _NOWHERE if name.endswith("URL") else "none")
+    for server in ("starlette.applications:Starlette", "uvicorn:Server"):
         required(server, "agents", purpose="agents")
     if "://" in agent:
         return None, False
     function = AGENTS.get(agent)
     takes_client = _takes_client(agent, function)
     if takes_client:
-        completions = "openai.resources.chat.completions"
+        completions = "openai.resources.chat.completions:AsyncCompletions"
         required(completions, "agents", purpose="agents that take a client")
     return function, takes_client
 
@@ -153,7 +269,7 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
     """Return a client of OpenAI's for the door alone: no proxy, certificates or time limit of its
     own, for a call waits as long as its episode may.
     """
-    openai = required("openai", "agents")
+    openai = required("openai:AsyncOpenAI", "agents")
     http = getattr(openai, transport)(verify=False, trust_env=False, timeout=None)
     return getattr(openai, kind)(base_url=base_url, api_key=api_key, timeout=None, http_client=http)
 
@@ -174,18 +290,6 @@ def _ask(
         raise RuntimeError(f"{url} must answer with JSON, not {text!r:.200}") from None
 
 
-def _parts(rows: Sequence[Mapping[str, Any]], share: float) -> list[Sequence[Mapping[str, Any]]]:
-    """Return the rows to train on and those to evaluate on, drawn by their text."""
-    ordered = sorted(rows, key=lambda row: text_seed(json.dumps(row, sort_keys=True, default=str)))
-    if not 0 < share < 1 or len(ordered) < 2:
-        raise ValueError(
-            f"validation_share ({share}) must be between 0 and 1, and leave rows on both sides of"
-            f" {len(ordered)}; name another file by the option validation"
-        )
-    size = min(max(1, round(share * len(ordered))), len(ordered) - 1)
-    return [ordered[size:], ordered[:size]]
-
-
 def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     """Return the rewards of an episode: by the function `reward`, or as the agent itself says.
     Raises ValueError for a value that is no reward, and for an agent that asked for nothing.
@@ -195,39 +299,94 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
             "the agent asked for no completion; let it use the client, or base_url and api_key,"
             " that it is given"
         )
+    named = _named(episode.calls)
     if reward is None:
-        outcome = _outcome(episode.result, "the agent")
-    else:
-        value = REWARDS.get(reward)(episode)
-        if value is None and episode.error is not None:
-            raise RuntimeError(episode.error)
-        outcome = _outcome(value, f"--agent-reward {reward}")
-    known = {call["index"] for call in episode.calls}
-    if unknown := outcome.call_rewards.keys() - known:
-        raise ValueError(f"calls names {sorted(unknown)}, and the episode has {sorted(known)}")
-    return outcome
+        return _outcome(episode.result, "the agent", named)
+    value = REWARDS.get(reward)(replace(episode, calls=copy.deepcopy(episode.calls)))
+    if value is None and episode.error is not None:
+        raise RuntimeError(episode.error)
+    return _outcome(value, f"--agent-reward {reward}", named)
 
 
-def _outcome(value: Any, who: str) -> Outcome:
+def _named(calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[_Place]]:
+    """Return every name of a reply -> its answer; the index of a call -> all answers to it."""
+    named: defaultdict[str, list[_Place]] = defaultdict(list)
+    for call in calls:
+        node, name = (call["index"], call["answer"]), call["id"]
+        named[str(call["index"])].append((*node, None))
+        named[name].append((*node, None))
+        for number in range(len(call["reply"]["tool_calls"])):
+            named[f"{name}-{number}"].append((*node, number))
+    return named
+
+
+def shared_client(num_elsewhere: int) -> str:
+    """Describe an agent that asked for nothing while other episodes of it were answered."""
+    return (
+        f"the agent asked for no completion under its own key, and {num_elsewhere} answers went to"
+        " the keys of other episodes: a client or OPENAI_API_KEY that the whole process shares has"
+        " the key of one of them. Let the agent use the client, or base_url and api_key, that each"
+        " episode is given, or set --environment-processes 8, under which each process plays one"
+        " episode at a time and has OPENAI_BASE_URL and OPENAI_API_KEY"
+    )
+
+
+def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Place]]) -> Outcome:
     given = dict(value) if isinstance(value, Mapping) else {"reward": value}
     reward = _number(given.get("reward"), who)
-    calls = given.get("calls") or {}
-    try:
-        call_rewards = {index_of(name): _number(own, who) for name, own in dict(calls).items()}
-    except (TypeError, ValueError, IndexError):
-        raise ValueError(
-            f"calls of {who} must map the index of a call or the id of its reply to a reward, not"
-            f" {calls!r:.80}"
-        ) from None
+    call_rewards = _call_rewards(given.get("calls") or {}, who, named)
     info = {name: own for name, own in given.items() if name not in _FIELDS}
     success = given.get("success", reward > 0)
-    return Outcome(reward, bool(success), call_rewards, json.loads(json.dumps(info, default=str)))
+    if math.isnan(as_number(success) or 0):  # which Python counts as true
+        raise ValueError(f"success of {who} must be true or false, not nan")
+    return Outcome(
+        reward, bool(success), call_rewards, json.loads(json.dumps(info, default=_known))
+    )
+
+
+def _known(value: Any) -> float | str:
+    """Return a value that JSON does not know as a number, else as a text."""
+    number = as_number(value)
+    return str(value) if number is None else number
+
+
+def _call_rewards(
+    calls: Any, who: str, named: Mapping[str, Sequence[_Place]]
+) -> Mapping[tuple[int, int], float]:
+    """Return the reward of each answer that `calls` names. Raises ValueError for a name of no
+    answer or of several, and for two names of one answer.
+    """
+    # Only here, for it brings torch, which a process of an agent does not need.
+    from ragen_mega.agents.protocol import call_id
+
+    try:
+        given = {name: _number(own, who) for name, own in dict(calls).items()}
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"calls of {who} must map the id of a reply, or the index of a call with one answer, to"
+            f" a reward, not {calls!r:.80}"
+        ) from None
+    names: dict[_Place, object] = {}
+    rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for name, own in given.items():
+        places = named.get(str(name), ())
+        if len(places) != 1:
+            ids = [call_id(*place[:2]) for place in places] or [n for n in named if "-" in n]
+            raise ValueError(
+                f"calls names {name!r:.40}, and must name one answer by the id of its reply:"
+                f" {shorten(', '.join(ids), 80)}"
+            )
+        if (known := names.setdefault(places[0], name)) is not name:
+            raise ValueError(f"calls names one answer twice, {known!r} and {name!r}; name it once")
+        rewards[places[0][:2]] += own
+    return rewards
 
 
 def _number(value: Any, who: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
         raise ValueError(
             f"{who} must return the reward, a finite number, or a dict with it as reward, not"
             f" {value!r:.80}"
         )
-    return float(value)
+    return number

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -40,12 +41,18 @@ _REMEMBERED_KEYS = 1 << 14
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open."""
 _BACKLOG = 2048
+_PAUSE = 0.5
+"""Seconds until a request of an episode that is over is answered, so that an agent that asks on
+takes little of the process.
+"""
 
 
 def episode_over() -> Refused:
     """Return the answer to a request of an episode that has ended."""
     return Refused(
-        "this episode is over and its key is closed; ask only before the agent returns",
+        "this episode is over and its key is closed; ask only before the agent returns, and by a"
+        " client that the present episode has made: one that the process keeps has the key of its"
+        " first episode (--environment-processes lets it)",
         status=403,
         code="episode_over",
         kind="permission_error",
@@ -94,9 +101,11 @@ class Door:
         run.start()
 
     @contextmanager
-    def open(self, visit: Visit) -> Iterator[str]:
-        """Give the key under which the requests of an agent reach `visit`, during the block."""
-        key = f"episode-{secrets.token_urlsafe(18)}"
+    def open(self, visit: Visit, key: str | None = None) -> Iterator[str]:
+        """Give the key under which the requests of an agent reach `visit`, during the block: a new
+        one, or the `key` of a process of the agent.
+        """
+        key = key or f"episode-{secrets.token_urlsafe(18)}"
         self._visits[key] = visit
         try:
             yield key
@@ -147,12 +156,13 @@ class Door:
         visit, body = self._visit(request), await _body(request)
         asked = interface.read(read_body(body))
         headers = request.headers
-        named = headers.get("idempotency-key", "")
+        named, retries = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count")
         connection = Connection()
         arrival = Arrival(
             asked,
-            identity=named or sha256(interface.path.encode() + body).hexdigest(),
-            is_retry=bool(named) or headers.get("x-stainless-retry-count", "0") != "0",
+            identity=sha256(f"{interface.path}\n{named}\n".encode() + body).hexdigest(),
+            is_retry=bool(named) or retries not in (None, "0"),
+            num_retries=int(retries[:9]) if retries and retries.isdecimal() else 0,
             connection=connection,
             reply=Future(),
         )
@@ -191,9 +201,22 @@ def _answered(
             refused = Refused(str(error), status=400, code=error.code, param=error.param)
             return JSONResponse(interface.error(refused), refused.status)
         except Refused as error:
+            if error.code == "episode_over":
+                await asyncio.sleep(_PAUSE)
             return JSONResponse(interface.error(error), error.status)
         except ClientDisconnect:
             return Response(status_code=400)
+        except Exception as error:
+            # The default filter of warnings shows each text once.
+            why = f"{type(error).__name__}: {error!s:.200}".encode("utf-8", "replace").decode()
+            warnings.warn(f"a request of an agent could not be answered: {why}", stacklevel=1)
+            failed = Refused(
+                f"the trainer could not answer this request ({why}); its log has the same line",
+                status=500,
+                code="internal_error",
+                kind="server_error",
+            )
+            return JSONResponse(interface.error(failed), failed.status)
 
     return answer
 

@@ -12,16 +12,15 @@ rewards with it.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
+from ragen_mega.data.scalars import as_number
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 
 IDENTITY = {"environment": 1.0}
@@ -230,11 +229,11 @@ def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
     """Return the rewards of the turns of each member."""
     if is_judge(name):
         answers = judge(name, group)
-    elif "group" in call(REWARDS, name, inspect.signature, reward := REWARDS.get(name)).parameters:
-        answers = call(REWARDS, name, reward, group)
+    elif "group" in call(REWARDS, name, partial(inspect.signature, REWARDS.get(name))).parameters:
+        answers = call(REWARDS, name, REWARDS.get(name), group)
     else:
-        answers = [call(REWARDS, name, reward, member) for member in group.trajectories]
-    if not hasattr(answers, "__len__") or len(answers) != len(group.trajectories):
+        answers = [call(REWARDS, name, REWARDS.get(name), each) for each in group.trajectories]
+    if not _is_row(answers) or len(answers) != len(group.trajectories):
         raise PlugInError(
             f"reward {name} must return an answer for each of the {len(group.trajectories)}"
             f" trajectories of a group, not {answers!r:.200}; mend it"
@@ -245,16 +244,20 @@ def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
     ]
 
 
+def _is_row(answer: Any) -> bool:
+    """Return whether an answer has several places: it is no scalar of NumPy or torch, no mapping
+    and no set.
+    """
+    is_scalar = getattr(answer, "ndim", 1) == 0 or not hasattr(answer, "__len__")
+    return not is_scalar and not isinstance(answer, (Mapping, Set))
+
+
 def _per_turn(name: str, answer: Any, num_turns: int) -> list[float]:
-    try:
-        rewards = torch.as_tensor(answer, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        rewards = torch.tensor(math.nan)
-    if rewards.dim() == 0 and num_turns:
-        rewards = torch.nn.functional.pad(rewards.reshape(1), (num_turns - 1, 0))
-    if rewards.shape != (num_turns,) or not torch.isfinite(rewards).all():
+    parts = answer if _is_row(answer) else [0.0] * (num_turns - 1) + [answer]
+    rewards = [math.nan if (part := as_number(each)) is None else part for each in parts]
+    if len(rewards) != num_turns or not all(map(math.isfinite, rewards)):
         raise PlugInError(
             f"reward {name} must return a finite number, or one for each of {num_turns} turns, not"
             f" {answer!r:.200}; mend it"
         )
-    return rewards.tolist()
+    return rewards

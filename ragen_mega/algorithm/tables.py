@@ -6,6 +6,7 @@ directory), an entry point of the table's group, or added by `register`. Nothing
 so that the configuration can check names quickly. `docs/extending.md` has the signatures.
 """
 
+import copy
 import inspect
 import math
 import re
@@ -202,7 +203,7 @@ def find_estimator(name: str) -> Estimator:
     found = ESTIMATORS.get(name)
     if isinstance(found, Estimator):
         return found
-    parameters = call(ESTIMATORS, name, inspect.signature, found).parameters
+    parameters = call(ESTIMATORS, name, lambda: inspect.signature(found)).parameters
     return Estimator(found, tuple(option for option in OPTIONS if option in parameters))
 
 
@@ -267,10 +268,12 @@ def parse_reward(text: str) -> dict[str, float]:
 def call(
     table: Registry, name: str, function: Callable[..., Any] | str, *args: Any, **options: Any
 ) -> Any:
-    """Call a function of a table. Raises PlugInError, which says where it failed."""
+    """Call a function of a table; one of the user's gets copies, since it may write into what it
+    gets. Raises PlugInError, which says where it failed.
+    """
     called = table.get(function) if isinstance(function, str) else function
     try:
-        return called(*args, **options)
+        return called(*(args if table.is_packaged(name) else copy.deepcopy(args)), **options)
     except _FAILURES as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(str(error).split())

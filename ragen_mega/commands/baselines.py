@@ -11,15 +11,16 @@ held-out tasks, else seeds 123, 124, ...
 import argparse
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.sections.environment import with_directory
 from ragen_mega.environments.boards import has_packaged_boards, held_out_seeds, load_boards
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.pool import briefly
+from ragen_mega.environments.processes import builder
 from ragen_mega.environments.protocol import Budget, Environment
 from ragen_mega.environments.reference_players import (
     EPISODES_PER_PROMPT,
@@ -28,7 +29,7 @@ from ragen_mega.environments.reference_players import (
     Prompt,
     baselines,
 )
-from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options, make
+from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options
 from ragen_mega.report.metrics import write_json
 
 _DEFAULT_NUM_SEEDS = 256
@@ -55,6 +56,7 @@ FLAGS = (
         "seconds that the environment may take to be built or to start (0: no limit)",
         EnvironmentConfig.environment_timeout,
     ),
+    flag("--environment-processes", "processes in which the environment lives (0: here)", 0),
     JSON,
 )
 
@@ -136,14 +138,18 @@ def _method(result: Baselines) -> str:
 def main(arguments: argparse.Namespace) -> None:
     options = held_out_options(arguments.environment) | dict(map(parse_option, arguments.option))
     protocol = EpisodeConfig(**{name: getattr(arguments, name) for name in BUDGET})
-    name, build = arguments.environment, partial(make, arguments.environment, **options)
-    world = EnvironmentConfig(environment_timeout=arguments.environment_timeout)  # checks it
+    name = arguments.environment
+    world = EnvironmentConfig(
+        environment_timeout=arguments.environment_timeout,
+        environment_processes=arguments.environment_processes,
+    )
+    build = builder(world, name, with_directory(name, options))
     with briefly(name, build, world.environment_timeout) as (_, environment):
         prompts, source = choose_prompts(
             name, environment, options, arguments.boards, arguments.num_prompts
         )
         budget = protocol.budget(environment)
-    result = baselines(name, prompts, protocol, options, timeout=world.environment_timeout)
+    result = baselines(name, prompts, protocol, timeout=world.environment_timeout, build=build)
     limits = {name: getattr(budget, name) for name in BUDGET}
     about = {"protocol": limits, "options": options, "prompts": source}
     if arguments.json:

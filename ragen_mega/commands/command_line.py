@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ragen_mega.data.paths import expanded
 from ragen_mega.ranks.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
 
 Flag = tuple[str, dict[str, Any]]
@@ -31,9 +32,24 @@ def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
     return name, {"help": about} | options
 
 
+def name_or_path(text: str) -> str:
+    """Return the value of a flag that may be a path, with the home directory in place of `~`."""
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def any_path(text: str) -> Path:
+    """Return the absolute path that a flag names: worlds and models that are played may change the
+    working directory.
+    """
+    return Path(os.path.abspath(name_or_path(text)))
+
+
 def target(text: str) -> Path:
     """Return a file that can be there; what takes minutes must not end with none."""
-    if (path := Path(text)).is_dir() or not path.parent.is_dir():
+    if (path := any_path(text)).is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
     return path
 
@@ -67,7 +83,8 @@ def parse(
         allow_abbrev=False,
     )
     for name, options in flags:
-        parser.add_argument(name, **options)
+        kind = options.get("type")
+        parser.add_argument(name, **options | ({"type": any_path} if kind is Path else {}))
     argv = sys.argv[1:] if argv is None else argv
     arguments, others = parser.parse_known_args(argv)
     if others and not takes_others:
@@ -91,8 +108,9 @@ def command(
                 status = work(parse(manual, *flags, argv=argv, takes_others=takes_others))
             except (ValueError, OSError, FloatingPointError) as error:
                 from ragen_mega.report.console import fail
+                from ragen_mega.storage.integrity import describe_error
 
-                fail(str(error))
+                fail(describe_error(error) if isinstance(error, OSError) else str(error))
             if status:
                 raise SystemExit(status)
 

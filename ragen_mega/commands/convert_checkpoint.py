@@ -57,12 +57,19 @@ from ragen_mega.storage.model_readers import (
     open_model,
 )
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes
+from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes, of_type
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Suffixes of the files beside the weights that are copied: configs, tokenizer, chat template."""
-NOT_CARRIED = ("config.json", MANIFEST, "metadata.json", "trainer_state.json")
+NOT_CARRIED = (
+    "config.json",
+    MANIFEST,
+    "metadata.json",
+    "trainer_state.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+)
 """Written anew, or useless beside other weights, as are indices of weights."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -153,11 +160,13 @@ def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) ->
         if path.is_file() and path.suffix in CARRIED and not is_anew:
             shutil.copyfile(path, directory / path.name)
     config = json.loads((source / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    dtype = config.get(key) if len(dtypes) > 1 else str(next(iter(dtypes))).removeprefix("torch.")
-    architecture = find_family(config["model_type"]).architecture
-    complete = config | {key: dtype, "architectures": [architecture]}
-    complete.pop("quantization_config", None)
+    dtype = None if len(dtypes) > 1 else str(next(iter(dtypes))).removeprefix("torch.")
+    complete = of_type(config, dtype)
+    if not {"dtype", "torch_dtype"} & complete.keys():
+        complete["dtype"] = dtype
+    complete["architectures"] = [find_family(config["model_type"]).architecture]
+    if config.get("num_key_value_heads") is None:  # transformers has another default than old files
+        complete["num_key_value_heads"] = ModelShape.from_config(config).num_kv_heads
     if config == complete:
         shutil.copyfile(source / "config.json", directory / "config.json")
     else:

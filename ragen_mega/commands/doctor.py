@@ -20,8 +20,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from ragen_mega.commands.command_line import command, flag
-from ragen_mega.extensions.extras import installed
+from ragen_mega.commands.command_line import command, flag, name_or_path
+from ragen_mega.data.paths import expanded
+from ragen_mega.extensions.extras import installed, lack
 
 _CONFIG = Path(__file__).parents[1] / "config"
 CONSTRAINTS = {"cpu": _CONFIG / "constraints.txt", "h100": _CONFIG / "constraints-h100.txt"}
@@ -121,7 +122,7 @@ def check_packages(target: str) -> list[Finding]:
 
 def check_gpu(target: str) -> list[Finding]:
     """Return the devices that torch sees, and whether they are of the target's architecture."""
-    if find_spec("torch") is None:
+    if lack("torch:cuda"):
         return []
     import torch
 
@@ -180,7 +181,7 @@ def check_fused_parts(target: str) -> list[Finding]:
         return Finding(name, "falls back", f"{there}; {instead}")
 
     engine, *others = (judge(*part) for part in PARTS)
-    if find_spec("transformer_engine"):
+    if installed("transformer-engine"):
         engine = loaded(engine, ASK_TRANSFORMER_ENGINE)
     return [engine, *others, apex_finding()]
 
@@ -188,7 +189,8 @@ def check_fused_parts(target: str) -> list[Finding]:
 def check_sglang(target: str, python: str | None) -> list[Finding]:
     """SGLang in the interpreter that would run its server, asked by starting it."""
     on_h100 = target == "h100"
-    chosen = python or os.environ.get("RAGEN_SGLANG_PYTHON") or (sys.executable if on_h100 else "")
+    named = expanded(os.environ.get("RAGEN_SGLANG_PYTHON", ""))
+    chosen = python or named or (sys.executable if on_h100 else "")
     absent = Finding(
         "SGLang",
         "missing" if on_h100 or python else "falls back",
@@ -225,7 +227,11 @@ def examine(target: str, sglang_python: str | None) -> dict[str, list[Finding]]:
 @command(
     __doc__,
     flag("--for", "what to be ready for", "cpu", dest="target", choices=("cpu", "h100")),
-    flag("--sglang-python", "of the environment with SGLang (default: RAGEN_SGLANG_PYTHON)"),
+    flag(
+        "--sglang-python",
+        "of the environment with SGLang (default: RAGEN_SGLANG_PYTHON)",
+        type=name_or_path,
+    ),
     flag("--json", "print JSON instead of lines", False),
 )
 def main(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ With --samples-per-prompt above 1 it also reports pass@k.
 import argparse
 from pathlib import Path
 
-from ragen_mega.commands.command_line import JSON, command, flag
+from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
 from ragen_mega.config.recorded import is_run, read_recorded
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.ranks import collectives
@@ -36,16 +36,18 @@ RULES = (
     flag("--system-prompt", "first words of the system message; default: the run's"),
     flag("--environment-options", "JSON object of options per environment; default: the run's"),
     flag("--environment-timeout", "seconds of a call; default: the run's, else 60", type=float),
+    flag("--environment-processes", "in which worlds live; default: the run's, else 0", type=int),
 )
 """Flags that replace the environment settings of a run."""
 FLAGS = (
     flag(
         "--load",
         "a run, a Hugging Face or megatron-format directory, a .gguf file, or a hub name",
+        type=name_or_path,
         required=True,
     ),
     flag("--environment", "one, or several: sokoban,frozen_lake; default: those of the run"),
-    flag("--boards", "boards file (JSON lines); default: the 256 packaged boards"),
+    flag("--boards", "boards file (JSON lines); default: the packaged boards", type=name_or_path),
     flag("--num-prompts", "boards or seeds to start from", 256),
     flag("--samples-per-prompt", "episodes from each; gives pass@k up to it", 8),
     flag("--temperature", "of sampling", 0.5),

@@ -29,6 +29,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ragen_mega.data.outputs import guard_outputs
+from ragen_mega.ranks.launcher import num_processors, refuse_copies
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -62,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the ranks; returns the exit code of the first that failed, 128 + signal if one was
     killed or the launcher was told to stop, and 2 if the nodes do not find each other.
     """
+    guard_outputs(is_needed=False)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is no error while torch is imported
     # Before torch is imported: it would tell of every address that has no name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -77,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     if args.module:
         os.environ.setdefault("PYTHONSAFEPATH", "1")  # as -P, which torchrun does not pass on
     num_ranks = run.determine_local_world_size(args.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_processors() // num_ranks)))
     logging.disable(logging.ERROR)  # in this process; the ranks log for themselves
     args.signals_to_handle = "SIGQUIT"  # its answer to the others is SIGKILL after 30 seconds
     for number in _FORWARDED:
@@ -90,6 +94,8 @@ def main(argv: Sequence[str]) -> int:
             args.log_dir = args.log_dir or folder
             is_alone = args.nnodes in ("1", "1:1")
             is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+            if is_alone:
+                refuse_copies()
             args.master_port = args.master_port or 29500  # torchrun's own, which it sets late
             if not is_alone and is_static:
                 _check_rendezvous(args)
@@ -257,7 +263,8 @@ def _end_in_time(ranks: list[psutil.Process], end: float) -> None:
     if alive and not _has_told:
         _has_told = True
         text = f"{len(alive)} rank(s) have not ended; they are killed in {left:.0f} s\n"
-        os.write(2, text.encode())
+        with suppress(OSError):  # its reader may have ended by the same signal
+            os.write(2, text.encode())
     _, alive = psutil.wait_procs(alive, left)
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_IGN)

@@ -9,15 +9,15 @@ ones are left out.
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from ragen_mega.commands.command_line import command, flag
+from ragen_mega.commands.command_line import any_path, command, flag
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.environments.boards import has_packaged_boards, load_boards
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
 from ragen_mega.environments.worlds.sokoban.world import Sokoban
+from ragen_mega.report.terminal import shown
 
 _WARM_START_SEEDS = 100_000
 
@@ -65,10 +65,10 @@ def draw_boards(
     flag("--environment-options", "JSON object of the environment's options", "{}"),
     flag("--first-seed", "of the boards", 5000),
     flag("--num-boards", "to draw", 256),
-    flag("--output", "boards file (JSON lines) to write", type=Path, required=True),
+    flag("--output", "boards file (JSON lines) to write", type=any_path, required=True),
 )
 def main(arguments: argparse.Namespace) -> None:
     options = json_object("environment_options", arguments.environment_options)
     lines = draw_boards(arguments.environment, options, arguments.first_seed, arguments.num_boards)
     arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{len(lines)} boards of {lines[0]['set']} in {arguments.output}")
+    print(f"{len(lines)} boards of {lines[0]['set']} in {shown(arguments.output)}")

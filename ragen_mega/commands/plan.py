@@ -20,21 +20,30 @@ import argparse
 import math
 from pathlib import Path
 
-from ragen_mega.commands.command_line import JSON, command, flag, target
+from ragen_mega.commands.command_line import JSON, command, flag, name_or_path, target
 from ragen_mega.planning import calibration, validation
 from ragen_mega.planning.answer import answer
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.report.metrics import write_json
 
 FLAGS = (
-    flag("--model", "a name of ragen_mega/planning/model_shapes.json (default: what --load names)"),
+    flag(
+        "--model",
+        "a name of ragen_mega/planning/model_shapes.json (default: what --load names)",
+        type=name_or_path,
+    ),
     flag(
         "--recipe",
         "a recipe as it is, whose flags come before the others, or none (default: that of --model,"
         " under the layout that is fastest)",
     ),
     flag("--num-gpus", "GPUs of the job (default: of the recipe, else 8)", type=int),
-    flag("--hardware", f"kind of GPU: {', '.join(HARDWARE)}; or what --calibrate wrote", "H100"),
+    flag(
+        "--hardware",
+        f"kind of GPU: {', '.join(HARDWARE)}; or what --calibrate wrote",
+        "H100",
+        type=name_or_path,
+    ),
     flag("--gpu-memory-gb", "GiB of one GPU (default: of --hardware)", type=float),
     flag(
         "--dollars-per-gpu-hour",

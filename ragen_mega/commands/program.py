@@ -1,11 +1,16 @@
 """`ragen-mega COMMAND [flags]`: everything that this package does from a shell.
 
-Nothing but the standard library is imported before the command is known.
+Nothing but the standard library is imported before the command is known, and what prepares the
+process.
 """
 
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+from ragen_mega.data.outputs import guard_outputs
+from ragen_mega.ranks.launcher import check_process
 
 COMMANDS = {
     "Train": {
@@ -31,6 +36,8 @@ COMMANDS = {
     },
 }
 """Heading -> command -> (its module here, what it does)."""
+IN_FILES = ("train", "launch", "study", "serve-environment")
+"""Commands whose results are in files, or that have none, so that they outlive standard output."""
 
 
 def manual() -> str:
@@ -45,6 +52,21 @@ def manual() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command that `argv` names with the words that follow it."""
     name, *flags = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    guard_outputs(is_needed=name not in IN_FILES)
+    try:
+        check_process()
+    except ValueError as error:
+        _fail(str(error))
+    try:
+        _run(name, flags)
+    finally:
+        try:
+            print(end="", flush=True)
+        except OSError as error:  # of standard output, which holds the last lines until now
+            _fail(str(error))
+
+
+def _run(name: str, flags: Sequence[str]) -> None:
     known = {
         name: module for commands in COMMANDS.values() for name, (module, _) in commands.items()
     }
@@ -59,8 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(status)
     else:
         close = importlib.import_module("ragen_mega.extensions.registry").did_you_mean(name, known)
-        print(f"error: no command {name!r}{close}; ragen-mega --help lists all", file=sys.stderr)
-        raise SystemExit(2)
+        _fail(f"no command {name!r}{close}; ragen-mega --help lists all")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

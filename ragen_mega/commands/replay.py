@@ -18,15 +18,14 @@ Exit code 0 if all numbers agree, 1 if some do not, 2 for bad input.
 
 import argparse
 import sys
-from pathlib import Path
 
-from ragen_mega.commands.command_line import JSON, command, flag, relaunch
+from ragen_mega.commands.command_line import JSON, any_path, command, flag, relaunch
 from ragen_mega.ranks.launcher import is_rank
 
 
 @command(
     __doc__,
-    flag("--run", "run directory", type=Path, required=True),
+    flag("--run", "run directory", type=any_path, required=True),
     flag("--step", "the step to repeat, as metrics.jsonl numbers it", type=int, required=True),
     flag("--tolerance", "of a number, relative to max(1, |logged|)", 1e-4),
     flag("--num-ranks", "of the replay (default: as many as the run had)", type=int),

@@ -10,7 +10,7 @@ import argparse
 import logging
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.config.sections.environment import json_object
+from ragen_mega.config.sections.environment import json_object, with_directory
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.ranks.launcher import open_many_files
 
@@ -26,7 +26,7 @@ FLAGS = (
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    required("openenv.core", "openenv")
+    required("openenv.core:GenericEnvClient", "openenv")
     import uvicorn
     from fastapi import WebSocketDisconnect
 
@@ -34,6 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ragen_mega.environments.adapters.web_guard import MOST_BYTES, ImpatientProtocol, guard
 
     options = json_object("--environment-options", arguments.environment_options)
+    options = with_directory(arguments.environment, options)
     open_many_files()  # every session is one
     app = application(arguments.environment, options, arguments.max_sessions)
     app = guard(app, arguments.idle_timeout)

@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragen_mega.commands.command_line import command, flag, report_folder
+from ragen_mega.commands.command_line import command, flag, name_or_path, report_folder
 from ragen_mega.config import parse
 from ragen_mega.extensions.extras import require
 from ragen_mega.planning.hardware import find_machine
+from ragen_mega.ranks.launcher import refuse_copies
 from ragen_mega.run.check import check_environments
 from ragen_mega.studies import price, tables
 from ragen_mega.studies.definitions import PRESETS, STUDIES, Study, find
@@ -47,7 +48,10 @@ from ragen_mega.studies.runs import (
 
 @command(
     __doc__,
-    ("study", {"nargs": "?", "help": "name that --list shows, or a .toml file"}),
+    (
+        "study",
+        {"nargs": "?", "type": name_or_path, "help": "name that --list shows, or a .toml file"},
+    ),
     flag("--list", "name the studies", False),
     flag(
         "--preset",
@@ -63,7 +67,11 @@ from ragen_mega.studies.runs import (
     ),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run, unless its arm names them", 1),
-    flag("--hardware", "the GPU of --predict, or what `ragen-mega plan --calibrate` wrote"),
+    flag(
+        "--hardware",
+        "the GPU of --predict, or what `ragen-mega plan --calibrate` wrote",
+        type=name_or_path,
+    ),
     flag("--predict", "only predict what the study takes and costs, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
@@ -107,6 +115,7 @@ def main(arguments: argparse.Namespace) -> int | None:
             seeds = found_seeds(study, folder)
         tables.write(study, folder, arguments.reports, seeds, mixed=mixed)
         return 0
+    refuse_copies()
     check_ranks(study, match, arguments.ranks)
     mixed = claim_folder(folder, study, match, mixed=arguments.mixed, ranks=arguments.ranks)
     jobs = find_jobs(study, seeds, folder, match, arguments.ranks)

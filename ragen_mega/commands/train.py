@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.ranks.launcher import PROGRAM, is_rank, ranks_command
+from ragen_mega.data.outputs import guard_outputs
+from ragen_mega.environments.processes import end_hosts
+from ragen_mega.ranks.launcher import PROGRAM, check_process, is_rank, num_processors, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
 
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> None:
     if finished := check_flags(argv, int(asked), int(asked)):
         print(finished)
         return
+    end_hosts()
     os.execv(sys.executable, ranks_command(int(asked), PROGRAM, "train", *argv))
 
 
@@ -39,6 +42,11 @@ def run_rank(argv: Sequence[str]) -> None:
     """Train in this process, which may be a rank of torchrun. Flags are checked before torch is
     imported.
     """
+    guard_outputs(is_needed=False)
+    try:
+        check_process()
+    except ValueError as error:
+        fail(str(error))
     ranks = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_flags(argv, *ranks)
     sys.argv = ["ragen-mega", "train", *argv]  # the run records this command
@@ -68,4 +76,4 @@ def default_ranks() -> int:
 
         # CUDA ignores everything behind the first that is none
         gpus = sum(1 for _ in takewhile(is_one, map(str.strip, visible.split(","))))
-    return gpus or min(2, len(os.sched_getaffinity(0)))
+    return gpus or min(2, num_processors())

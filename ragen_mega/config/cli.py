@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ragen_mega.config.flags import (
@@ -21,6 +21,7 @@ from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
+from ragen_mega.data.paths import expanded
 from ragen_mega.environments.registry import declares
 from ragen_mega.extensions.registry import did_you_mean
 
@@ -190,7 +191,7 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     found, rest = _take(argv, "--recipe")
     name = found.get("recipe")
     if name is not None or default != DEFAULT_RECIPE:
-        return default if name is None else name, rest
+        return default if name is None else expanded(name), rest
     if _value("--load", rest):
         return "none", rest
     about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
@@ -207,7 +208,7 @@ def split_resumed(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     found, rest = _take(argv, "--resume")
     run = found.get("resume")
-    return (Path(run), rest) if run else (None, [*argv])
+    return (Path(expanded(run)), rest) if run else (None, [*argv])
 
 
 def recipe_names(directory: Path = RECIPES) -> list[str]:
@@ -270,6 +271,14 @@ def read_flags(path: Path) -> list[str]:
         raise ValueError(f"{path} must hold flags as UTF-8 text ({error}); mend the file") from None
 
 
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Keep the working directory, which a user's module may change while it is imported."""
+    with contextlib.chdir("."):
+        yield
+
+
+@staying()
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     """Parse flat flags; a later flag wins. `recipe` is the default that --recipe replaces.
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ragen_mega.data.paths import named
+
 CONFIG_FILE = "config.json"
 _MOST_RUNS = 8
 _MOVED = {"max_response_length": ("rollout", "environment")}
@@ -57,8 +59,9 @@ def read_json(text: str) -> Any:
 def read_object(path: Path, remedy: str = "restore or delete it") -> dict[str, Any]:
     """Read the JSON object in a file. Raises ValueError, in one line, if it is none."""
     try:
-        value = read_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        with named(path):
+            value = read_json(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not {value!r:.60}; {remedy}")

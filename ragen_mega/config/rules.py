@@ -1,6 +1,7 @@
 """Rules among several sections of the configuration."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 from ragen_mega.algorithm.tables import find_filter
 from ragen_mega.config.sections.advantage import AdvantageConfig
@@ -38,6 +39,10 @@ class Sections:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def located(self) -> Self:
+        """Return the configuration with absolute paths."""
+        return replace(self, **{name: part.located() for name, part in vars(self).items()})
 
 
 def check_rules(config: Sections) -> None:
@@ -193,6 +198,12 @@ def _check_routing(config: Sections) -> None:
 def _check_placement(config: Sections) -> None:
     """Check that samples of earlier weights can be trained on."""
     rollout, loss, staleness = config.rollout, config.loss, config.rollout.max_staleness
+    if config.parallel.placement == "separate" and config.environment.curriculum_success:
+        raise ValueError(
+            f"curriculum_success {config.environment.curriculum_success} chooses tasks by the"
+            " success of the step before, which placement separate samples ahead of; drop one of"
+            " them"
+        )
     if rollout.carry_over > 0 and staleness < 2:
         raise ValueError(
             f"carry_over {rollout.carry_over} leaves trajectories for the next weights, for"
@@ -280,7 +291,6 @@ def _check_agents(config: Sections) -> None:
         return
     for name, value in (
         ("context_window", config.rollout.context_window),
-        ("environment_processes", config.environment.environment_processes),
         ("prompt_examples", config.environment.prompt_examples),
     ):
         if value:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
-from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.protocol import MAX_SEED, Environment
 from ragen_mega.environments.registry import make
 
 _WORLDS = Path(__file__).parent / "worlds"
@@ -146,7 +146,10 @@ def _parse_line(line: str) -> Board:
     are_rows = isinstance(rows, list) and rows and all(isinstance(r, str) and r for r in rows)
     for holds, rule in (
         (isinstance(name, str) and name.strip(), f"set must be a name, not {name!r:.60}"),
-        (type(seed) is int and seed >= 0, f"seed must be a non-negative integer, not {seed!r:.60}"),
+        (
+            type(seed) is int and 0 <= seed <= MAX_SEED,
+            f"seed must be a whole number from 0 to 2**63 - 1, not {seed!r:.60}",
+        ),
         (are_rows, f"board must be a list of rows, each a non-empty string, not {rows!r:.60}"),
     ):
         if not holds:

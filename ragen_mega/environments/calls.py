@@ -4,17 +4,24 @@ checks the returned value.
 Environments are user code: an error says which rule they broke.
 """
 
-import asyncio
 import inspect
 import json
-import threading
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from numbers import Real
 from typing import Any
 
-from ragen_mega.environments.protocol import Environment, Message, Observation, StepResult
+from ragen_mega.data.scalars import as_number
+from ragen_mega.environments import event_loop
+from ragen_mega.environments.messages import ChatMessage, Given, as_texts, paired, read_message
+from ragen_mega.environments.protocol import (
+    STEP_INFO,
+    Environment,
+    Message,
+    Observation,
+    StepResult,
+)
 
 MAX_OBSERVATION = 1_000_000
 """Most characters of an observation; no context is this long."""
@@ -22,9 +29,6 @@ MAX_REWARD = 1e30
 """Largest size of a reward; sums of larger ones are not finite in float32."""
 ROLES = ("system", "user", "tool", "assistant")
 """Roles of messages that an environment may give."""
-_LOOP = "environments"
-"""Name of the thread of the event loop."""
-_starting = threading.Lock()
 
 
 def reset(
@@ -51,9 +55,10 @@ def reset(
 
 
 def step(environment: Environment, action: Any) -> StepResult:
-    """Do one action; messages come back as a tuple of `Message`. Raises TypeError for an answer of
-    the wrong kind, FloatingPointError for a reward that is not finite or above `MAX_REWARD` in
-    size, and ValueError for an observation that is too long or not valid Unicode.
+    """Do one action; messages come back as a tuple of `Message`, numbers of NumPy and torch as
+    those of Python. Raises TypeError for an answer of the wrong kind, FloatingPointError for a
+    reward that is not finite or above `MAX_REWARD` in size and for a truth value that is NaN, and
+    ValueError for an observation that is too long or not valid Unicode.
     """
     result = settled(environment.step(action))
     if isinstance(result, tuple) and len(result) == 5:
@@ -64,11 +69,12 @@ def step(environment: Environment, action: Any) -> StepResult:
             f" not {result!r:.60}"
         )
     observation = _observation("step", result.observation)
-    if not isinstance(result.reward, Real):
+    reward = as_number(result.reward)
+    if reward is None:
         raise TypeError(f"the environment's reward must be a number, not {result.reward!r:.60}")
-    if not abs(result.reward) <= MAX_REWARD:  # nan included
+    if not abs(reward) <= MAX_REWARD:  # nan included
         raise FloatingPointError(
-            f"the environment's reward must be a finite number, not {result.reward}, and at most"
+            f"the environment's reward must be a finite number, not {reward:g}, and at most"
             f" {MAX_REWARD:g} in size; mend its formula, for example a division by 0"
         )
     if not isinstance(result.info, dict):
@@ -76,9 +82,21 @@ def step(environment: Environment, action: Any) -> StepResult:
     return replace(
         result,
         observation=observation,
-        terminated=bool(result.terminated),
-        truncated=bool(result.truncated),
+        reward=reward,
+        terminated=_truth("terminated", result.terminated),
+        truncated=_truth("truncated", result.truncated),
+        info=result.info
+        | {name: _truth(name, result.info[name]) for name in STEP_INFO if name in result.info},
     )
+
+
+def _truth(name: str, value: Any) -> bool:
+    """Return a truth value of a step. Raises FloatingPointError for NaN, which Python counts as
+    true.
+    """
+    if math.isnan(as_number(value) or 0):
+        raise FloatingPointError(f"{name} of a step must be true or false, not nan; mend it")
+    return bool(value)
 
 
 def parse(environment: Any, text: str) -> list[Any]:
@@ -125,6 +143,11 @@ def _observation(method: str, observation: Any) -> Observation:
     """Return a text unchanged; messages, in any accepted form, as a tuple of `Message`."""
     if isinstance(observation, str):
         return _text(method, observation)
+    parts = observation if isinstance(observation, (list, tuple)) else ()
+    if any(isinstance(part, Mapping) for part in parts) and not any(
+        isinstance(part, str) for part in parts
+    ):
+        observation = _read(method, parts)
     pairs = list(map(_pair, observation)) if isinstance(observation, (list, tuple)) else []
     if not pairs or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         raise TypeError(
@@ -137,16 +160,33 @@ def _observation(method: str, observation: Any) -> Observation:
                 f"a message of {method} must have one of the roles {', '.join(ROLES)}, not"
                 f" {role!r:.60}; the policy's answers are added for it"
             )
-    return tuple(Message(role, _text(method, content)) for role, content in pairs)
+    for _, content in pairs:
+        _text(method, content)
+    return tuple(
+        each if isinstance(each, Message) else Message(*pair)
+        for each, pair in zip(observation, pairs, strict=True)
+    )
+
+
+def _read(method: str, observation: Sequence[Any]) -> list[Any]:
+    """Return messages of which the mappings are read as chat completions has them, with results
+    of tools behind the calls that they are of. Earlier calls were the policy's.
+    """
+    found = []
+    for place, message in enumerate(observation):
+        where = f"message {place} of {method}"
+        if isinstance(message, (list, tuple)) and len(message) == 2:
+            message = dict(zip(("role", "content"), message, strict=True))
+        if isinstance(message, Message):
+            found.append(Given(where, ChatMessage(message.role, message.text, name=message.name)))
+        else:
+            found.append(read_message(where, message))
+    return [*as_texts(paired(found, is_whole=False))]
 
 
 def _pair(message: Any) -> Any:
-    """Return the role and content of a message in any accepted form; anything else unchanged."""
-    if isinstance(message, Message):
-        return message.role, message.content
-    if isinstance(message, Mapping):
-        return message.get("role"), message.get("content")
-    return message
+    """Return the role and content of a message; anything else unchanged."""
+    return (message.role, message.content) if isinstance(message, Message) else message
 
 
 def _text(method: str, observation: Any) -> str:
@@ -165,29 +205,5 @@ def _text(method: str, observation: Any) -> str:
 
 
 def settled(value: Any) -> Any:
-    """Return the value itself, or its result if awaited, on the event loop of all `async`
-    environments. Raises RuntimeError in an `async` method of one of them.
-    """
-    if not inspect.isawaitable(value):
-        return value
-
-    async def settle() -> Any:
-        try:
-            return await value
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all environments
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    with _starting:  # `cache` alone would let two threads start a loop each
-        loop = _loop()
-    if threading.current_thread().name == _LOOP:  # it would wait for itself
-        value.close()
-        raise RuntimeError("a method that waits must not be called in one that is async")
-    return asyncio.run_coroutine_threadsafe(settle(), loop).result()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Start a loop in its own thread, so that connections persist across calls from any thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
-    return loop
+    """Return the value itself, or its result if awaited, as `event_loop.begin` does."""
+    return event_loop.begin(value).result() if inspect.isawaitable(value) else value

@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from typing import Any, Literal, get_args
 
+from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
 from ragen_mega.environments.calls import close, reset, step
 from ragen_mega.environments.claims import check_claims
@@ -111,11 +111,11 @@ class EpisodeConfig:
     def penalty(self, environment: Any) -> float:
         """Return the penalty of a malformed answer. Raises ValueError unless finite and <= 0."""
         own = self._setting("format_penalty", environment)
-        penalty = FORMAT_PENALTY if own is None else own
-        if not isinstance(penalty, Real) or not math.isfinite(penalty) or penalty > 0:
+        penalty = as_number(FORMAT_PENALTY if own is None else own)
+        if penalty is None or not math.isfinite(penalty) or penalty > 0:
             raise ValueError(
                 "format_penalty is added to the reward and must be finite and <= 0, not"
-                f" {penalty!r:.60}; write -0.1 for a penalty of 0.1"
+                f" {own!r:.60}; write -0.1 for a penalty of 0.1"
             )
         return penalty
 
@@ -399,7 +399,7 @@ def quote(text: str) -> str:
 def quoted(message: Message) -> Message:
     """Return the message of a world, quoted."""
     content = quote(message.content)
-    return message if content == message.content else Message(message.role, content)
+    return message if content == message.content else replace(message, content=content)
 
 
 def _count(number: int, noun: str) -> str:

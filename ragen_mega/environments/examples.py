@@ -15,6 +15,7 @@ import numpy as np
 
 from ragen_mega.environments.actions import read_response
 from ragen_mega.environments.episode import Episode
+from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.random_player import is_drawn
 from ragen_mega.environments.scripted import scripted_response
@@ -84,12 +85,12 @@ def read_conversations(path: str | Path, environment: str | None = None) -> list
             continue
         try:
             row: Any = json.loads(line)
-            messages = tuple(Message(m["role"], m["content"]) for m in row["messages"])
+            messages = tuple(as_texts(read_messages("messages", row["messages"])))
             is_ours = environment is None or row.get("environment", environment) == environment
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except RequestError as error:
+            raise ValueError(f"{path}, line {number}: {error}; {rule}") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"{path}, line {number}: {rule}") from None
-        if not all(isinstance(message.content, str) for message in messages):
-            raise ValueError(f"{path}, line {number}: {rule}")
         roles = " ".join(str(message.role) for message in messages)
         if not re.fullmatch("(system )?user (user |tool |assistant )*assistant", roles):
             raise ValueError(

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,17 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from ragen_mega.environments import calls
+from ragen_mega.environments.event_loop import LIBRARIES
 
 MAX_THREADS = 256
 """Most environments of one kind that are open at a time, if each has its own thread."""
 
+_MAIN_THREAD = (
+    "give --environment-processes 1 or more: environments and their scores are then called in the"
+    " main thread of processes of their own"
+)
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
-_LIBRARIES = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 
 T = TypeVar("T")
 
@@ -51,7 +54,7 @@ def guarded(function: Callable[[], T]) -> T:
     except (KeyboardInterrupt, GeneratorExit):  # these end the process, not the environment
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        text = f"{type(error).__name__}: {error}{where(error)}"
+        text = f"{type(error).__name__}: {error}{where(error)}{advice(error)}"
         raise EnvironmentFailed(text, is_late=isinstance(error, TimeoutError)) from error
 
 
@@ -79,9 +82,17 @@ def where(error: BaseException) -> str:
     entered = 1 + max((at for at, (code, _) in enumerate(lines) if _is_ours(code)), default=-1)
     if not (inside := lines[entered:]):
         return ""
-    own = [line for line in inside if not line[0].co_filename.startswith(_LIBRARIES)] or inside
+    own = [line for line in inside if not line[0].co_filename.startswith(LIBRARIES)] or inside
     code, number = own[-1]
     return f" (in {own[0][0].co_name}, {code.co_filename}:{number})"
+
+
+def advice(error: BaseException) -> str:
+    """Return the remedy for code that works in the main thread of a process alone; nothing for any
+    other error.
+    """
+    is_signal = isinstance(error, ValueError) and "signal only works in main thread" in str(error)
+    return f"; {_MAIN_THREAD}" if is_signal else ""
 
 
 def is_refusal(error: BaseException | None) -> bool:
@@ -135,6 +146,10 @@ class Worker:
             answer.add_done_callback(lambda _: timer.cancel())
         return answer
 
+    def give_up(self, answer: asyncio.Future[Any], why: str) -> None:
+        """Let an answer fail because it takes too long; `why` is a clause about the cause."""
+        _settle(answer, None, self._too_late(why))
+
     def wait(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread and wait for its result, for callers that have no event
         loop.
@@ -173,8 +188,8 @@ class Worker:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _too_late(self) -> EnvironmentFailed:
-        return EnvironmentFailed(f"took longer than {self.seconds:g} s", is_late=True)
+    def _too_late(self, why: str = "") -> EnvironmentFailed:
+        return EnvironmentFailed(f"took longer than {self.seconds:g} s{why}", is_late=True)
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:

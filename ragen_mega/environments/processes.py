@@ -1,26 +1,50 @@
 """Environments in separate processes, for those that hold the GIL while they compute.
 
-A host process holds several environments and runs their calls one at a time; the proxy in this
-process forwards every call to its host. Environments are lost with their host; the next one that is
-built starts a new host.
+A host process holds several environments and runs their calls one at a time, in its main thread;
+the proxy in this process forwards every call to its host. Environments are lost with their host;
+the next one that is built starts a new host. An environment may start processes of its own: they
+end with its host, and this with the process that has started it.
 """
 
+import atexit
+import ctypes
 import itertools
 import multiprocessing
+import os
 import pickle
+import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
+from ragen_mega.config.sections.agent import is_agent
+from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
-from ragen_mega.environments.protocol import STEP_INFO, Observation, StepResult
+from ragen_mega.environments.protocol import STEP_INFO, Environment, Observation, StepResult
 from ragen_mega.environments.registry import make
 
 _METHOD = "a method"
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def builder(settings: Any, name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return a function that builds environment `name`: in host processes if the `settings`, an
+    `EnvironmentConfig`, name any, else in this process.
+    """
+    num_processes = settings.environment_processes
+    if is_agent(name):  # which has processes of its own
+        return partial(make, name, **dict(options) | {"processes": num_processes})
+    if not num_processes:
+        return partial(make, name, **options)
+    return partial(HostedEnvironment, name, options, num_processes, settings.environment_timeout)
 
 
 class HostTooLate(RuntimeError, TimeoutError):
@@ -33,12 +57,18 @@ class HostedEnvironment:
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], num_processes: int, timeout: float = 0.0
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        num_processes: int = 1,
+        timeout: float = 0.0,
+        *,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`timeout`: seconds per call (0: no limit), after which the host is killed. Raises
-        ValueError as `make` does.
+        """`timeout`: seconds per call (0: no limit), after which the host is killed; `variables`:
+        those of the environment of a host of its own. Raises ValueError as `make` does.
         """
-        self._host = _host(num_processes)
+        self._host = _host(num_processes) if variables is None else _Host(variables)
         self._timeout = timeout
         self._key: int | None = None
         self._key = self._ask("make", name, dict(options))
@@ -58,6 +88,15 @@ class HostedEnvironment:
         value = self._ask("get", name)
         return partial(self._ask, "call", name) if value == _METHOD else value
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the host runs."""
+        return self._host.is_alive
+
+    def end_host(self) -> None:
+        """End the host, and fail a call that it answers at present."""
+        self._host.end()
+
     def _ask(self, *request: Any) -> Any:
         return self._host.ask(self._timeout, self._key, *request)
 
@@ -65,13 +104,14 @@ class HostedEnvironment:
 class _Host:
     """The near end of a host process."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")  # threads and devices do not survive a fork
         self._pipe, far_end = context.Pipe()
         self._lock = threading.Lock()
-        self._process = context.Process(target=_serve, args=(far_end,), daemon=True)
+        self._process = context.Process(target=_serve, args=(far_end, variables or {}), daemon=True)
         self._process.start()
         far_end.close()
+        atexit.register(self.end)  # before multiprocessing ends the host alone
 
     @property
     def is_alive(self) -> bool:
@@ -86,11 +126,10 @@ class _Host:
             try:
                 self._pipe.send(request)
                 if is_late := not self._pipe.poll(timeout or None):
-                    self._process.kill()
+                    self.end()
                 answer, error = self._pipe.recv()
             except (OSError, EOFError) as gone:
-                self._process.kill()
-                self._process.join()
+                self.end()
                 if is_late:
                     raise HostTooLate(
                         f"took longer than {timeout:g} s; the process of the environment is gone"
@@ -99,6 +138,30 @@ class _Host:
         if error is not None:
             raise error
         return answer
+
+    def end(self) -> None:
+        """Kill the host with all that its environments have started."""
+        atexit.unregister(self.end)
+        _end_family(self._process.pid)
+        self._process.kill()  # which may not lead its session yet
+        self._process.join()
+
+
+def end_hosts() -> None:
+    """End all hosts; environments in them are lost."""
+    with _hosts_lock:
+        while _hosts:
+            _hosts.popitem()[1].end()
+
+
+def _end_family(leader: int) -> None:
+    """Kill a host, the processes below it, and those that are left of its session."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(leader).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 _hosts: dict[int, _Host] = {}
@@ -110,25 +173,47 @@ def _host(num_processes: int) -> _Host:
     """Return the host of the next environment, round-robin."""
     with _hosts_lock:
         place = next(_places) % num_processes
-        if place not in _hosts or not _hosts[place].is_alive:
+        if place in _hosts and not _hosts[place].is_alive:
+            _hosts.pop(place).end()
+        if place not in _hosts:
             _hosts[place] = _Host()
         return _hosts[place]
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
     """Answer requests, in the host, until the other end is gone."""
+    os.environ.update(variables)
+    _lead_family(pipe)
+    guard_outputs(is_needed=False)  # an environment may print
     environments: dict[int, Any] = {}
     while True:
         try:
             request = pipe.recv()
         except (OSError, EOFError):
-            return
+            _end_family(os.getpid())
         answer = error = None
         try:
             answer = guarded(partial(_act, environments, *request))
         except EnvironmentFailed as failed:
             error = _portable(failed.__cause__)
         pipe.send((answer, error))
+
+
+def _lead_family(pipe: Connection) -> None:
+    """Let environments of this process start processes, which end with it, and end it with its
+    parent, whatever it does then.
+    """
+    multiprocessing.current_process().daemon = False  # which may have no children
+    os.setsid()
+    if sys.platform == "linux":  # what loses its parent stays below this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.register_at_fork(after_in_child=pipe.close)  # or the parent would not see a host die
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        _end_family(os.getpid())
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
 
 
 def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any) -> Any:

@@ -26,6 +26,15 @@ class Message:
 
     role: str
     content: str
+    name: str = ""
+    """Name of the speaker, for chat templates that write it."""
+    calls: str = ""
+    """Calls of tools behind the content, in the form that environments read."""
+
+    @property
+    def text(self) -> str:
+        """The content and the calls."""
+        return "\n".join(filter(None, (self.content, self.calls)))
 
 
 Observation = str | Sequence[Message]
@@ -36,6 +45,8 @@ Action = str | dict[str, Any]
 """Argument of one `step`: the name of an action, a text, or an object that a parser returned."""
 
 
+MAX_SEED = 2**63 - 1
+"""Largest seed, which fits into a tensor."""
 STEP_INFO = ("success", "is_action_valid", "is_action_effective")
 """Entries of a step's info that are read."""
 
@@ -74,9 +85,9 @@ class Environment(Protocol):
     `format_penalty` by their names, `facts()` (the true state), `claims(thought)` (whether each
     claim about it holds), `close()`, `solver` (a `Solver`), `narrator` (a `Narrator`),
     `example_options` (options under which the examples in prompts are played),
-    `random_answer(generator)`, `splits`, `num_tasks`, `accepts_board(rows)` and `board_set` (see
-    boards.py), and `is_instant = True`, set in the class itself: its calls are too short to need a
-    thread.
+    `random_answer(generator)`, `difficulty` (a whole number, of the present state), `splits`,
+    `num_tasks`, `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True`, set
+    in the class itself: its calls are too short to need a thread.
     """
 
     def reset(self, seed: int) -> Observation:
@@ -189,9 +200,9 @@ def stable_seed(seed: int, purpose: str) -> int:
 
 
 def check_seed(seed: int) -> int:
-    """`seed` itself. Raises ValueError if it is negative."""
-    if seed < 0:
-        raise ValueError(f"a seed must be a non-negative integer, not {seed}")
+    """Return the seed itself. Raises ValueError unless it is from 0 to MAX_SEED."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"a seed must be a whole number from 0 to 2**63 - 1, not {seed}")
     return seed
 
 

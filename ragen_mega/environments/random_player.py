@@ -12,9 +12,12 @@ import numpy as np
 from ragen_mega.environments.actions import ACTION_SEPARATOR
 from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.protocol import Action, Observation, text_of
+from ragen_mega.environments.tool_calls import DEEPEST
 
 _WORD = re.compile(r"\w+")
 _RANGE = (0, 9)  # bounds of a number whose schema has none
+_DEEP = 12
+"""Schemas around one that is left out where this is allowed."""
 
 
 def is_drawn(episode: Episode) -> bool:
@@ -63,21 +66,24 @@ def random_call(
     parameters = function.get("parameters", {}) | {"type": "object"}
     return {
         "name": function["name"],
-        "arguments": _random_value(parameters, parameters.get("$defs", {}), words, draw),
+        "arguments": _random_value(parameters, parameters.get("$defs", {}), words, draw, 0),
     }
 
 
 def _random_value(
-    schema: Mapping[str, Any], parts: Mapping[str, Any], words: Sequence[str], draw: random.Random
+    schema: Any, parts: Mapping[str, Any], words: Sequence[str], draw: random.Random, depth: int
 ) -> Any:
     """Return a value that fits a JSON schema, which may refer to `parts` by name; where the schema
-    leaves it open, a word.
+    leaves it open, a word. `depth`: number of schemas around it, which bounds recursive ones.
     """
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return draw.choice(list(words))
+    depth += 1
     if "$ref" in schema:
         schema = parts.get(schema["$ref"].rpartition("/")[2], {})
     for choice in ("anyOf", "oneOf"):
         if choice in schema:
-            return _random_value(draw.choice(schema[choice]), parts, words, draw)
+            return _random_value(draw.choice(schema[choice]), parts, words, draw, depth)
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = draw.choice(kind)
@@ -96,10 +102,13 @@ def _random_value(
             return draw.uniform(low, high)
         return draw.randint(math.ceil(low), math.floor(high))
     if kind == "array":
-        return [_random_value(schema.get("items", {}), parts, words, draw)]
+        items = schema.get("items", {})
+        return [_random_value(items, parts, words, draw, depth)] if depth < _DEEP else []
     if kind == "object":
+        needed = schema.get("required", ())
         return {
-            name: _random_value(part, parts, words, draw)
+            name: _random_value(part, parts, words, draw, depth)
             for name, part in schema.get("properties", {}).items()
+            if depth < _DEEP or name in needed
         }
     return draw.choice(list(words))

@@ -8,7 +8,7 @@ solver; else the random player is measured by play, if that is cheap. Interval: 
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,22 +73,21 @@ def baselines(
     options: Mapping[str, Any] | None = None,
     *,
     timeout: float = 60.0,
+    build: Callable[[], Environment] | None = None,
 ) -> Baselines:
     """Return the baselines of environment `name` on the given prompts.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
     player uses all of it. `timeout`: seconds that the environment may take to be built or to start
-    (0: no limit). Raises ValueError for an unknown environment, option or board, if there
-    is no prompt, or if every call of the environment fails.
+    (0: no limit). `build`: function that builds it, in this process with these options by default.
+    Raises ValueError for an unknown environment, option or board, if there is no prompt, or if
+    every call of the environment fails.
     """
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
     errors_say = None
-
-    def build() -> Episode:
-        return Episode(make(name, **(options or {})), protocol)
-
-    with briefly(name, build, timeout) as (worker, episode):
+    build = build or partial(make, name, **(options or {}))
+    with briefly(name, lambda: Episode(build(), protocol), timeout) as (worker, episode):
         solver: Solver | None = getattr(episode.environment, "solver", None)
         if solver is None:
             rate, errors_say = _measure_random(name, worker, episode, prompts)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ragen_mega.environments.actions import ACTION_SEPARATOR, parse_response
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, is_refusal
 from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.tool_calls import check_tools
 from ragen_mega.extensions.registry import Registry
 
 _WORLDS = "ragen_mega.environments.worlds"
@@ -117,7 +118,7 @@ def make(name: str, **options: Any) -> Environment:
         raise ValueError(f"{name} must name a class or a function, not {constructor!r:.60}")
     if isinstance(constructor, type):
         _check_methods(name, constructor)  # before it is called: it may be anything
-    options = _IMPLIED.get(name, {}) | options
+    options = _copied(_IMPLIED.get(name, {}) | options)
     attributes = _check_options(name, constructor, options)
     member = ENVIRONMENTS.member(name)
     members = () if member is None else (member,)
@@ -139,6 +140,13 @@ def make(name: str, **options: Any) -> Environment:
         raise ValueError(f"environment {name} cannot be built: {error}") from error
     _check_members(name, environment)
     return environment
+
+
+def _copied(value: Any) -> Any:
+    """Return a value in containers of its own, so that no two environments share one."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
 
 
 def _check_methods(name: str, environment: Any) -> None:
@@ -192,6 +200,7 @@ def _check_members(name: str, environment: Any) -> None:
                 f"every schema in tools of environment {name} must have a name, itself or under"
                 f" function; {tool!r:.60} has none"
             )
+    check_tools(getattr(environment, "tools", ()))
 
 
 def _check_signature(name: str, method: str, taken: str, function: Any) -> None:

@@ -1,18 +1,22 @@
 """Optional packages, by the extra of `setup.py` that installs them."""
 
+import pkgutil
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 EXTRAS = {
-    "webshop": ("bm25s", "Stemmer", "rapidfuzz", "ijson"),
-    "gymnasium": ("gymnasium",),
-    "agents": ("openai", "starlette", "uvicorn"),
-    "mcp": ("mcp", "jsonschema"),
-    "studies": ("matplotlib", "scipy"),
-    "verifiers": ("verifiers",),
+    "webshop": ("bm25s:BM25", "Stemmer:Stemmer", "rapidfuzz:fuzz", "ijson:items"),
+    "gymnasium": ("gymnasium:make",),
+    "agents": ("openai:AsyncOpenAI", "starlette.applications:Starlette", "uvicorn:Server"),
+    "mcp": ("mcp:Client",),
+    "studies": ("matplotlib:use", "scipy.stats:t"),
+    "verifiers": ("verifiers.v1:TaskData",),
 }
-"""Extra -> the modules that it installs and that code of ours imports by statement."""
+"""Extra -> the modules that it installs and that code of ours imports by statement, each with
+something that is used of it.
+"""
 
 
 def installed(distribution: str) -> str | None:
@@ -23,22 +27,50 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def lack(use: str) -> str | None:
+    """Return why `module:attribute` cannot be used, None if it can. Only an import tells: a file or
+    a folder of the working directory may have the name of a package that is not installed.
+    """
+    try:
+        pkgutil.resolve_name(use)
+    except (ImportError, AttributeError) as error:
+        found = sys.modules.get(_top(use))
+        if isinstance(error, ModuleNotFoundError) and error.name == _top(use):
+            return "is not installed"
+        if found is None:
+            return f"cannot be imported ({error})"
+        place = getattr(found, "__file__", None) or next(iter(found.__path__))
+        return f"is {place} here, and not the package ({error}); rename that if it is yours"
+    return None
+
+
+def is_found(module: str) -> bool:
+    """Return whether a module is there, without importing it: no folder without code is one."""
+    found = find_spec(module)
+    return found is not None and found.origin is not None
+
+
 def require(extra: str, purpose: str) -> None:
     """Raise ValueError with the command that installs `extra` if one of its modules is missing.
 
     `purpose` is the subject of the message, in the plural: "plots".
     """
-    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    missing = [f"{_top(use)}, which {reason}" for use in EXTRAS[extra] if (reason := lack(use))]
     if missing:
-        raise ValueError(f"{purpose} need {', '.join(missing)}; run {install_command(extra)}")
+        raise ValueError(f"{purpose} need {', and '.join(missing)}; run {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra into the environment of this process."""
-    return f"{sys.executable} -m pip install 'ragen-mega[{extra}]'"
+    return shlex.join([sys.executable, "-m", "pip", "install", f"ragen-mega[{extra}]"])
 
 
 def extra_of(module: str | None) -> str | None:
     """Return the extra that installs a module; None for a module of no extra."""
-    top = (module or "").partition(".")[0]
-    return next((extra for extra, modules in EXTRAS.items() if top in modules), None)
+    top = _top(module or "")
+    return next((extra for extra, uses in EXTRAS.items() if top in map(_top, uses)), None)
+
+
+def _top(use: str) -> str:
+    """Return the name of the package that a module or a part of one is in."""
+    return use.partition(":")[0].partition(".")[0]

@@ -52,6 +52,7 @@ class Registry:
         self.kind = kind
         self.flag = flag
         self._known: dict[str, Any] = dict(builtin)
+        self._packaged = frozenset(builtin)
         self._families = families or {}
         self._known_elsewhere = known_elsewhere or {}
         self._forms = forms or {}
@@ -77,6 +78,10 @@ class Registry:
         """Return the text after the prefix of a family; None for any other name."""
         family, colon, member = name.partition(":")
         return member if colon and family in self._families else None
+
+    def is_packaged(self, name: str) -> bool:
+        """Return whether the thing with this name comes with the package."""
+        return name in self._packaged
 
     def names(self) -> list[str]:
         """Return every name that is known, import paths aside."""
@@ -164,7 +169,7 @@ class Registry:
             thing = pkgutil.resolve_name(path)
         except Exception as error:
             remedy = "check the name, and that the module is installed or in the working directory"
-            if isinstance(error, ModuleNotFoundError) and (extra := extra_of(error.name)):
+            if isinstance(error, ImportError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
             known, colon, _ = name.partition(":")
             if colon and known in self.names():

@@ -2,11 +2,14 @@
 
 import ctypes
 import logging
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from ragen_mega.extensions.extras import is_found
 
 # megatron-core says at import that Transformer Engine and Apex are absent, and on a CPU that CUDA
 # settings are missing.
@@ -35,5 +38,8 @@ def load_cudnn_of_torch() -> list[str]:
     return paths
 
 
-if find_spec("transformer_engine") and torch.cuda.is_available():
+if not is_found("transformer_engine"):
+    # megatron-core would take a folder of that name in the working directory for the package.
+    sys.modules["transformer_engine"] = None
+elif torch.cuda.is_available():
     load_cudnn_of_torch()

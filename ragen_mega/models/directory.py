@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from shlex import quote
 
 from ragen_mega.config.recorded import beside
 from ragen_mega.models.families import find_family
@@ -127,7 +128,13 @@ def _read_config(flag: str, path: Path) -> dict:
         if (path / "state.json").exists():
             what = (
                 f"is a checkpoint of a run; give the run's directory huggingface, or convert it:"
-                f" ragen-mega convert --from {path} --to DIRECTORY --format huggingface"
+                f" ragen-mega convert --from {quote(str(path))} --to DIRECTORY --format"
+                " huggingface"
+            )
+        elif (path / "adapter_config.json").exists():
+            what = (
+                "is an adapter of PEFT and no model; merge it into its model by merge_and_unload(),"
+                " and save that"
             )
         elif any(path.glob("step_*/state.json")):
             what = f"holds the checkpoints of a run; give {path.parent / 'huggingface'}"
@@ -136,7 +143,7 @@ def _read_config(flag: str, path: Path) -> dict:
                 f"is the hub's cache of a model; give {snapshots[-1].parent}, one of its versions"
             )
         raise ValueError(f"{flag} {path} {what}") from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{flag}: {path / 'config.json'} is no JSON object ({error}); copy it again"
         ) from None

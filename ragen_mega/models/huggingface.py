@@ -1,5 +1,6 @@
 """Hugging Face directories: configuration, tokenizer, random weights."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
+from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape
 
@@ -27,23 +28,48 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "s
 _TOKENIZER = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """One of these holds the vocabulary."""
 
-_WRONG_TYPE = (LookupError, TypeError, AttributeError)
+_ABSENT = frozenset(
+    "num_key_value_heads head_dim rms_norm_eps rope_theta tie_word_embeddings"
+    " max_position_embeddings".split()
+)
+"""Entries of config.json that are absent if they are null."""
+_WRONG_TYPE = (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that transformers raises for a computation with an entry of a wrong type."""
 
 
 def load_config(directory: str) -> PretrainedConfig:
     """Return the model configuration of a Hugging Face directory or hub name, as the weights are
-    read: a quantisation, which reading undoes, is not in it. Raises ValueError if it cannot be
-    read.
+    read: a quantisation, which reading undoes, is not in it, and what an old file leaves out is as
+    in `ModelShape`. Raises ValueError if it cannot be read.
     """
     try:
-        hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        values, _ = PretrainedConfig.get_config_dict(directory)
+        if values.get("model_type") in FAMILIES:
+            hf = _family_config(directory, values)
+        else:
+            hf = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError, *_WRONG_TYPE) as error:
         raise ValueError(
             f"cannot read a model configuration from {directory}: {brief(error)}"
         ) from None
     if fp8_block(vars(hf)):
         del hf.quantization_config
+    return hf
+
+
+def _family_config(directory: str, values: Mapping[str, Any]) -> PretrainedConfig:
+    """Build the configuration of a known family. transformers fills sizes that are missing with
+    those of one model of the family.
+    """
+    shape = ModelShape.from_config(values)
+    stated = {
+        name: value for name, value in values.items() if name not in _ABSENT or value is not None
+    }
+    kind = stated.pop("model_type")
+    hf = AutoConfig.for_model(kind, **stated, name_or_path=directory)
+    hf.num_key_value_heads = shape.num_kv_heads
+    if hasattr(hf, "head_dim"):
+        hf.head_dim = shape.head_dim
     return hf
 
 
@@ -89,10 +115,11 @@ def stop_tokens(directory: str) -> set[int]:
     """Return the tokens that end an answer by generation_config.json; the empty set without that
     file. Raises ValueError if it cannot be read.
     """
-    if not Path(directory, "generation_config.json").exists():
+    path = Path(directory, "generation_config.json")
+    if not path.exists():
         return set()
     try:
-        ids = GenerationConfig.from_pretrained(directory).eos_token_id
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, *_WRONG_TYPE) as error:
         raise ValueError(
             f"cannot read generation_config.json in {directory}: {brief(error)}; mend or delete it"

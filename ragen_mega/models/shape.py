@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ragen_mega.config.sections.parallel import ParallelSizes
 
 
+_MOST_LAYERS = 10_000
+
+
 def check_config(hf: PretrainedConfig) -> None:
     """Raise ValueError if a configuration asks for something that is not supported."""
     values = hf.to_dict()
@@ -77,18 +80,25 @@ class ModelShape:
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ModelShape:
         """Read the shape from the entries of a config.json, whether or not the trainer supports
-        them all. Raises ValueError if one is missing or the family is unknown.
+        them all; what older files leave out, or hold as null, has the value that it had then.
+        Raises ValueError if another one is missing or the family is unknown.
         """
         family = find_family(values.get("model_type"))
+        values = {name: value for name, value in values.items() if value is not None}
         # transformers 5 has moved base and scaling into one dictionary
-        rope = values.get("rope_parameters") or values | (values.get("rope_scaling") or {})
+        rope = values | values.get("rope_scaling", {}) | values.get("rope_parameters", {})
+        if (layers := values.get("num_hidden_layers", 0)) > _MOST_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers must be at most {_MOST_LAYERS}, not {layers}; is the file"
+                " damaged?"
+            )
         try:
             return cls(
                 model_type=family.model_type,
                 num_layers=values["num_hidden_layers"],
                 hidden_size=values["hidden_size"],
                 num_heads=values["num_attention_heads"],
-                num_kv_heads=values["num_key_value_heads"],
+                num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
                 head_dim=values.get("head_dim")
                 or values["hidden_size"] // values["num_attention_heads"],
                 ffn_size=values[family.ffn_entry],

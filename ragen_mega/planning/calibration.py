@@ -40,7 +40,7 @@ from ragen_mega.planning.time import (
 )
 from ragen_mega.planning.validation import solve
 from ragen_mega.ranks import collectives
-from ragen_mega.ranks.launcher import PROGRAM, run_ranks
+from ragen_mega.ranks.launcher import PROGRAM, num_processors, run_ranks
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.report.provenance import provenance
@@ -259,7 +259,7 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     """Measure this machine; returns it and the readings."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, itemsize = (torch.bfloat16, 2) if device == "cuda" else (torch.float32, 4)
-    cores = 0 if device == "cuda" else len(os.sched_getaffinity(0))
+    cores = 0 if device == "cuda" else num_processors()
     if cores:  # a rank is a core
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)

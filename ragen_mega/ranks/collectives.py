@@ -35,6 +35,9 @@ def start(timeout_minutes: float = 30.0) -> None:
     launcher.forget_foreign_ranks()
     launcher.open_many_files()  # connections of ranks are some
     launcher.keep_caches_at_home()
+    processors = launcher.num_processors()
+    if "OMP_NUM_THREADS" not in os.environ and processors < torch.get_num_threads():
+        torch.set_num_threads(processors)  # torch does not know of quotas
     timeout = datetime.timedelta(minutes=timeout_minutes)
     is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if is_alone:  # no other node has to reach this one, and nobody else may

@@ -9,8 +9,11 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from ragen_mega.data.paths import expanded
 
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
@@ -26,6 +29,24 @@ _OF_A_RANK = (
 )
 
 
+_OTHER_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "mpirun"),
+    ("", "PMIX_RANK", "mpirun"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun"),
+    ("", "PALS_RANKID", "aprun"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run"),
+)
+"""Variables with the number of processes, if there is one, and with the rank of this one, and the
+launchers that set them.
+"""
+_RESERVED = 2**31
+"""Numbers of Slurm's steps from here on are of the shells of sbatch and salloc."""
+_THREADS = "OMP_NUM_THREADS"
+
+
 def is_rank() -> bool:
     """Return whether torchrun started this process. Platforms set RANK and WORLD_SIZE too."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -34,8 +55,11 @@ def is_rank() -> bool:
 def forget_foreign_ranks() -> None:
     """Remove from the environment what a platform says of ranks, unless torchrun said it.
 
-    Raises ValueError where that promises other ranks, for which this process would wait in vain.
+    Raises ValueError where that promises other ranks, for which this process would wait in vain,
+    and for a copy of a job of one node.
     """
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        refuse_copies()
     if is_rank():
         return
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
@@ -49,17 +73,89 @@ def forget_foreign_ranks() -> None:
         os.environ.pop(name, None)
 
 
+def refuse_copies() -> None:
+    """Raise ValueError where srun, mpirun or another launcher has started several copies of this
+    process: each would be a whole run. A shell in an allocation, or a single process, is none.
+    """
+    for size, rank, launcher in _OTHER_LAUNCHERS:
+        if launcher == "srun" and size not in os.environ and _number("SLURM_STEP_ID") >= 0:
+            size = "SLURM_NTASKS"  # which shells of sbatch and salloc have too, without a step
+        if _number(size) > 1 or _number(rank) > 0:
+            given = [name for name in (size, rank) if name in os.environ]
+            said = ", ".join(f"{name} {os.environ[name]}" for name in given)
+            raise ValueError(
+                f"{launcher} has started several copies of this process ({said}), and each would be"
+                " a whole run; start one, whose ranks ragen-mega starts itself, or on several nodes"
+                " one `ragen-mega launch` a node (srun --ntasks-per-node=1, as in"
+                " examples/slurm/train.sbatch); for runs that are apart on purpose unset these"
+                " variables"
+            )
+
+
+def _number(variable: str) -> int:
+    """Return the number in a variable, -1 if it holds none or one that Slurm reserves."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and int(text) < _RESERVED else -1
+
+
+def check_process() -> None:
+    """Raise ValueError for a working directory that is gone and for a number of threads that is
+    none; an empty one is removed, since OpenMP complains of it.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        raise ValueError(
+            "the working directory does not exist any more (deleted, moved or unmounted); cd to"
+            " another directory"
+        ) from None
+    threads = os.environ.get(_THREADS, "").strip()
+    if not threads:
+        os.environ.pop(_THREADS, None)
+    elif not all(part.strip().isdecimal() and int(part) for part in threads.split(",")):
+        raise ValueError(
+            f"{_THREADS} must be a number of threads, at least 1, not {threads!r}; unset it, and"
+            " ranks share the processors"
+        )
+
+
+def num_processors(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the processors that this process may keep busy: those of its affinity, or fewer by the
+    quotas of its control groups, as a container has. `groups` names them, and `root` is their
+    mount.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, _quotas(groups, root))]))
+
+
+def _quotas(groups: Path, root: Path) -> Iterator[float]:
+    """Yield the processors that each control group allows, in either version of control groups."""
+    lines = groups.read_text().splitlines() if groups.exists() else ()
+    for kinds, group in (line.split(":", 2)[1:] for line in lines):
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        path = PurePosixPath(group)  # of the host, in a container of version 1: only `root` is here
+        for folder in (root / kinds / str(part).lstrip("/") for part in (path, *path.parents)):
+            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+                with suppress(OSError, ValueError):  # no such file, or `max` for no quota
+                    text = " ".join((folder / name).read_text() for name in names)
+                    quota, period = map(int, text.split())
+                    if quota > 0 < period:
+                        yield quota / period
+
+
 def keep_caches_at_home() -> None:
     """Have torch.compile keep its code under the user's home: its default, a folder of /tmp whose
     name is known beforehand, may be another user's.
     """
-    with suppress(OSError):  # a home that cannot be written to
+    with suppress(OSError, ValueError):  # a home that cannot be written to, or is not known
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor")))
 
 
 def cache_folder(name: str) -> Path:
     """Return this program's folder of that name in the user's cache, made if it is not there."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     folder = home / "ragen_mega" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

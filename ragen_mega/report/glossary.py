@@ -44,6 +44,8 @@ GLOSSARY = {
     "rollout/truncated_by_error": "Share of trajectories that an error of the environment ended.",
     "rollout/num_trajectories": "Trajectories of the step.",
     "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
+    "rollout/level": "Hardest difficulty of an environment from which tasks are drawn"
+    " (--curriculum-success).",
     "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
     "rollout/staleness": "Steps by which the weights had moved on since they sampled (placement"
     " separate), mean over sampled tokens.",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ragen_mega.config.recorded import CONFIG_FILE, read_json, read_recorded
+from ragen_mega.data.paths import named
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import sync, write_whole
@@ -230,8 +231,7 @@ class RunLogger:
         if not self._is_writer:
             return
         values = _finite(metrics, where=f"step {step}")
-        with (self.directory / METRICS_FILE).open("a") as file:  # a killed run leaves whole lines
-            file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        self._append(METRICS_FILE, {"step": step, **values})
         finite = {key: value for key, value in values.items() if value is not None}
         if self._uses_tensorboard:
             self._open_tensorboard(step)
@@ -255,8 +255,13 @@ class RunLogger:
     def note(self, step: int, text: str) -> None:
         """Append something that happened in a step, e.g. a warning, to events.jsonl."""
         if self._is_writer:
-            with (self.directory / EVENTS_FILE).open("a") as file:
-                file.write(json.dumps({"step": step, "text": text}) + "\n")
+            self._append(EVENTS_FILE, {"step": step, "text": text})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append a line and flush it, so that a killed run leaves whole lines."""
+        path = self.directory / name
+        with named(path), path.open("a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def drop_from(self, step: int) -> None:
         """Delete the rows of an earlier process for this step and later ones."""

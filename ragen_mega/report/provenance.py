@@ -57,13 +57,13 @@ def provenance() -> dict[str, Any]:
 
 
 def describe_start(
-    config: StarPOConfig, *, first_step: int, world_size: int, ranks_per_node: int
+    config: StarPOConfig, directory: str, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
-    """Return the record of a start of a run, as JSON values."""
+    """Return the record of a start of a run in a working directory, as JSON values."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
-        "directory": os.getcwd(),
+        "directory": directory,
         "recipe": config.logging.recipe,
         "first_step": first_step,
         **code(),

@@ -5,7 +5,7 @@ Trap.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ragen_mega.algorithm.filters import (
 )
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
+from ragen_mega.data.scalars import as_number
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.ranks.collectives import max_over_ranks
 from ragen_mega.report.metrics import Metrics
@@ -91,22 +92,15 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
     for name in names if groups else ():
         answer = call(METRICS, name, METRICS.get(name), groups)
         for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
-            number = _number(value)
-            if not isinstance(key, str) or not math.isfinite(number) or key in result:
+            number = as_number(value)
+            is_finite = number is not None and math.isfinite(number)
+            if not isinstance(key, str) or not is_finite or key in result:
                 raise PlugInError(
                     f"metric {name} must return a finite number, or name -> number with names of"
                     f" its own, not {key!r}: {value!r:.200}; mend it"
                 )
             result[key] = number
     return result
-
-
-def _number(value: Any) -> float:
-    """Return the value as a number; NaN for anything else, such as an array of several."""
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
 
 
 def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,11 +20,16 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def command_line(words: str) -> str:
-    """`ragen-mega WORDS` for a shell, after the activation of this environment where the shell does
-    not find the program.
+def shown(path: Path) -> str:
+    """Return a path as short as it can be typed in the working directory, if it lies there."""
+    return os.path.relpath(path) if path.is_relative_to(os.getcwd()) else str(path)
+
+
+def command_line(*words: object) -> str:
+    """Return `ragen-mega WORDS`, quoted for a shell, after the activation of this environment where
+    the shell does not find the program.
     """
     activate = Path(sys.executable).with_name("activate")
     is_found = shutil.which("ragen-mega") is not None or not activate.exists()
-    before = "" if is_found else f"source {os.path.relpath(activate)}; "
-    return f"{before}ragen-mega {words}"
+    before = "" if is_found else f"source {shlex.quote(shown(activate))}; "
+    return before + shlex.join(["ragen-mega", *map(str, words)])

@@ -13,6 +13,7 @@ from typing import Any
 from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.environments.processes import builder
 from ragen_mega.environments.reference_players import (
     Z_95,
     Baselines,
@@ -174,8 +175,8 @@ def reference_players(config: EnvironmentConfig, name: str, prompts: Sequence[Pr
         name,
         prompts,
         episode_config(config),
-        config.evaluation_options(name),
         timeout=config.environment_timeout,
+        build=builder(config, name, config.evaluation_options(name)),
     )
 
 

@@ -8,13 +8,23 @@ loss mask.
 import asyncio
 import contextlib
 import itertools
+import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Self, TypeVar
 
 from ragen_mega.agents.call_tree import Call
-from ragen_mega.agents.runner import AgentEpisode, AgentProgram, Outcome, judged
+from ragen_mega.agents.runner import (
+    AgentEpisode,
+    AgentProgram,
+    Door,
+    Outcome,
+    judged,
+    shared_client,
+)
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
@@ -78,8 +88,9 @@ class PlaySettings:
     """
     agent: AgentConfig = field(default_factory=AgentConfig)
     is_ordered: bool = False
-    """The embedded engine hands over the answers of slow environments only when nothing is left to
-    decode, so that the trajectories that are unfinished after some steps do not depend on speed.
+    """The embedded engine hands over the answers of slow environments, and the requests of agents,
+    only when nothing is left to decode, so that the trajectories that are unfinished after some
+    steps do not depend on speed.
     """
     answers: Sampler | None = None
     """Source of the answers to agents in place of the engine."""
@@ -141,12 +152,18 @@ class Seat:
             self.is_broken = True
             return failed_turn(error, self.episode.action)
 
-    def begin_agent(
-        self, base_url: str, api_key: str, seconds: float | None
-    ) -> asyncio.Future[Any]:
-        """Let the agent that this seat holds play; the future fails with EnvironmentFailed."""
-        self.worker.seconds = seconds or 0
-        return self.worker.call(partial(self.episode.environment.run, base_url, api_key, seconds))
+    def begin_agent(self, base_url: str, door: Door, seconds: float) -> asyncio.Future[Any]:
+        """Let the agent that this seat holds play; the future fails with EnvironmentFailed. Its
+        time is measured by a `Clock`; `seconds` bound later calls.
+        """
+        self.worker.seconds = 0.0
+        ending = self.worker.call(partial(self.episode.environment.run, base_url, door))
+        self.worker.seconds = seconds
+        return ending
+
+    def give_up(self, ending: asyncio.Future[Any]) -> None:
+        """Let the agent's episode fail because it takes too long."""
+        self.worker.give_up(ending, self.episode.environment.why_late)
 
     def close(self) -> None:
         """Close the environment, in the thread that calls it."""
@@ -165,6 +182,53 @@ class Seat:
         if self.worker is None:
             return guarded(function)
         return await self.meanwhile(self.worker.call(function))
+
+
+class Clock(contextlib.AbstractContextManager["Clock"]):
+    """The time of one episode of an agent, which counts from its start or from the last answer to
+    another episode of the agent, or the end of one. An episode that waits for others, as at a
+    semaphore or a limit of rates, is therefore not late while they go on.
+    """
+
+    def __init__(self, clocks: list[Self]) -> None:
+        """`clocks`: those of the agent's episodes that are played at present."""
+        self._clocks = clocks
+        self._watch: asyncio.Task[None] | None = None
+        self.num_elsewhere = 0
+        """Number of answers to other episodes in the meantime."""
+
+    def __enter__(self) -> Self:
+        self._clocks.append(self)
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clocks.remove(self)
+        for clock in self._clocks:
+            clock.start()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def start(self) -> None:
+        """Begin to count anew."""
+        self._start = time.monotonic()
+
+    def restart_others(self) -> None:
+        """Note an answer to this episode."""
+        for clock in self._clocks:
+            if clock is not self:
+                clock.num_elsewhere += 1
+                clock.start()
+
+    def watch(self, seconds: float, give_up: Callable[[], None]) -> None:
+        """Call `give_up` after so many seconds."""
+
+        async def wait() -> None:
+            while (left := self._start + seconds - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            give_up()
+
+        self._watch = asyncio.get_running_loop().create_task(wait())
 
 
 class Player:
@@ -188,6 +252,7 @@ class Player:
         self.advance = advance
         self._on_wait = on_wait
         self.has_weights = True
+        self._clocks: defaultdict[str, list[Clock]] = defaultdict(list)  # by agent
         self._resting: set[int] = set()  # sessions of trajectories with nothing in the engine
         self.further_session = partial(next, itertools.count(-1, -1))
         self._may_begin = asyncio.Event()
@@ -198,6 +263,8 @@ class Player:
         to the end of their turn.
         """
         self.has_weights = True
+        for clock in chain.from_iterable(self._clocks.values()):
+            clock.start()  # nothing was played since the last call
         self._loaded.set()
         self._loaded = asyncio.Event()
         if begin_turns:
@@ -230,7 +297,10 @@ class Player:
         if isinstance(seat.episode.environment, AgentProgram):
             return await self._host(attempt, seat, trajectory)
         context = Context(renderer, seat.episode, settings.context_window)
-        prompt = context.begin(messages)
+        try:
+            prompt = context.begin(messages)
+        except ValueError as error:  # what the chat template does not take costs this episode
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
         if len(prompt) >= max_context:
             why = EnvironmentFailed(no_room(task.environment, len(prompt), max_context))
             info = failed_turn(why).info | {TRUNCATED_BY: "context"}
@@ -256,13 +326,17 @@ class Player:
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             turn.info["max_tokens"] = max_tokens
-            result = await seat.respond(renderer.decode_action(completion.tokens))
+            result = await seat.respond(renderer.read_answer(completion.tokens, seat.episode.tools))
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
             is_over = not result.messages
             if not is_over:
-                observation, is_new_prompt = context.go_on(result.messages)
+                try:
+                    observation, is_new_prompt = context.go_on(result.messages)
+                except ValueError as error:
+                    turn.info |= failed_turn(error).info
+                    trajectory.truncated = is_over = True
                 if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
                     turn.info[TRUNCATED_BY] = "context"
@@ -283,7 +357,7 @@ class Player:
         limits = Limits(
             max_context=settings.max_context_length,
             max_tokens=budget.max_response_length,
-            max_calls=budget.max_turns,
+            max_answers=budget.max_turns,
             temperature=settings.temperature,
             top_p=1.0,
             stop_token_ids=self._renderer.stop_token_ids,
@@ -293,28 +367,39 @@ class Player:
         sampler = settings.answers or _Sessions(
             self, self._engine, attempt.session, trajectory.weight_version
         )
-        visit = Visit(self._renderer, sampler, limits, ("agent", *seed))
+        clock = Clock(self._clocks[task.environment])
+        visit = Visit(self._renderer, sampler, limits, ("agent", *seed), clock.restart_others)
         entrance = door(agent.listen_on(collectives.rank()))
         self.rest(attempt.session)
-        with entrance.open(visit) as key:
-            ending = seat.begin_agent(entrance.url, key, agent.agent_timeout)
+        with clock:
+            opened = partial(entrance.open, visit)
+            ending = seat.begin_agent(entrance.url, opened, agent.agent_timeout)
+            if agent.agent_timeout:
+                clock.watch(agent.agent_timeout, partial(seat.give_up, ending))
             try:
-                # Agents need this process between their calls: they and the engine take turns.
-                await visit.serve(ending, self._engine.meanwhile)
+                await visit.serve(ending, seat.meanwhile)
             finally:
                 self._resting.discard(attempt.session)
                 ending.cancel()
-        failure: EnvironmentFailed | None = ending.exception()
+                program.stop()
+        failure: EnvironmentFailed | None = (
+            EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
+            if visit.is_endless
+            else ending.exception()
+        )
         seat.is_broken = failure is not None
-        info, outcome = {}, Outcome(0.0, success=False)
-        if failure is not None and not failure.is_late and visit.limit_reached:
-            info = {TRUNCATED_BY: visit.limit_reached, "agent_error": str(failure)}
+        outcome, records = Outcome(0.0, success=False), visit.records()
+        info = {TRUNCATED_BY: visit.limit_reached} if visit.limit_reached else {}
+        if failure is not None and info and records:
+            info["agent_error"] = str(failure)
+        elif failure is None and not visit.tree.calls and clock.num_elsewhere:
+            info = failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
         else:
             try:
                 outcome = await seat.judge(
                     AgentEpisode(
                         program.task,
-                        visit.records(),
+                        records,
                         None if failure else ending.result(),
                         None if failure is None else str(failure),
                     ),
@@ -322,7 +407,7 @@ class Player:
                     agent.agent_reward,
                 )
             except EnvironmentFailed as error:
-                info = failed_turn(error).info
+                info = failed_turn(error).info | info
         trajectory = visit.tree.trajectory(
             trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
         )

@@ -10,7 +10,11 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,9 +22,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ragen_mega.environments.episode import quote
 from ragen_mega.environments.protocol import CUT, TAG, Message
-from ragen_mega.models.huggingface import load_tokenizer, stop_tokens
+from ragen_mega.environments.tool_calls import (
+    CALL_FORMAT,
+    HERMES,
+    OPEN,
+    CallForm,
+    function_tool,
+    is_deep,
+)
+from ragen_mega.models.huggingface import load_config, load_tokenizer, stop_tokens
+from ragen_mega.rollout.template_cost import check_cost
 
 _THINK = "<think>"
+_BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?$")
+"""Thought that a template begins before an answer, perhaps an empty one."""
 _BRACKETED = re.compile(r"<[^<>\s]+>")
 _BYTES_OF_TOKEN = 40  # in a list, with its integer
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
@@ -29,6 +44,24 @@ _DAY = "26 Jul 2024"
 on tomorrow. They take this one where they have no clock.
 """
 _PROBES = (Message("user", "first"), Message("user", "second"), Message("user", "third\n"))
+_COSTS: tuple[tuple[Any, ...], ...] = (
+    (_PROBES[:1],),
+    ((Message("system", "rule"), *_PROBES[:1]),),
+    ((_PROBES[0], Message("assistant", ""), _PROBES[1]),),
+    (_PROBES[:1], [function_tool("look", "look around", {"type": "object", "properties": {}})]),
+)
+"""Messages, and tools, by which a template's cost is told."""
+_CALLED = ("CALLED-TOOL", "ANOTHER-TOOL")
+_CALL_ID = "call0000"  # Mistral's have nine characters
+_TAKEN = {"PARAMETER": ["VALUE", 1, {}]}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _CALLED[0],
+        "description": "",
+        "parameters": {"type": "object", "properties": {"PARAMETER": {"type": "array"}}},
+    },
+}
 
 
 class _Remembered:
@@ -74,13 +107,16 @@ class ChatRenderer:
         special = {str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}
         controls = special | {*filter(_BRACKETED.fullmatch, map(str, added))}
         controls = {name for name in controls if name and not TAG.fullmatch(name)}
-        self._hidden = frozenset(tokenizer.convert_tokens_to_ids(sorted(special & controls)))
+        self._special = special & controls
+        self._hidden = frozenset(tokenizer.convert_tokens_to_ids(sorted(self._special)))
         longest_first = sorted({*controls, _ANSWER}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
+        check_cost(str(tokenizer.chat_template), [partial(self._parts, *probe) for probe in _COSTS])
         history, _ = self._parts(_answered(_PROBES[1]))
         # With which the template itself begins an answer, and which a history lacks.
-        self._opened = self._text(_PROBES[:1]).partition(history)[2]
-        opens_thought = self._opened.rstrip().endswith(_THINK)
+        beginning = self._text(_PROBES[:1])
+        self._opened = beginning.partition(history)[2]
+        opens_thought = beginning.rstrip().endswith(_THINK)
         if opens_thought and not think:
             raise ValueError(
                 "the chat template begins every answer with <think>, and --no-think asks for"
@@ -117,6 +153,8 @@ class ChatRenderer:
         """Return the first messages and all up to the first sampling position; `tools` are JSON
         schemas. Raises ValueError if the chat template has no place for them.
         """
+        if is_deep(tools):
+            raise ValueError("schemas of tools are nested too deeply for a chat template")
         schemas = json.dumps(tools, ensure_ascii=False) if tools else None
         return list(self._beginning(tuple(messages), schemas))
 
@@ -133,8 +171,9 @@ class ChatRenderer:
         """Return what a policy that gives this answer samples: without the `<think>` that the
         prompt ends with, and with the end of the turn.
         """
-        if begun := self._opened or self._forced:
-            text = text.removeprefix(begun).removeprefix(_THINK)
+        if self._opened or self.opens_thought:
+            text = text.removeprefix(self._opened).removeprefix(_THINK)
+        text = self.call_form.from_hermes(text)
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.end_of_turn]
 
     def decode_action(self, tokens: Sequence[int]) -> str:
@@ -143,6 +182,56 @@ class ChatRenderer:
             [token for token in tokens if token not in self._hidden],
             clean_up_tokenization_spaces=False,
         )
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """Form of calls of tools, as the chat template writes them in a history; that of Qwen's
+        where it writes none. Raises ValueError for a form that is no JSON object.
+        """
+        base, *called = (self._called(count) for count in range(3))
+        if base is not None and called[0] == base.replace(_ANSWER, ""):
+            return HERMES
+        before, behind = (base or _ANSWER).split(_ANSWER)
+        blocks = [
+            text[len(before) : len(text) - len(behind)]
+            for text in called
+            if text is not None and text.startswith(before) and text.endswith(behind)
+        ]
+        form = _form_of(blocks) if blocks else None
+        around = "" if form is None else f"{form.open}{form.between}{form.close}"
+        if form is None or any(name in around for name in (*self._special, _CALL_ID)):
+            writes = f"it writes {blocks[0][:120]!r}" if blocks else "it takes no such message"
+            raise ValueError(
+                "the chat template must write calls of tools as JSON objects with a name and"
+                f" arguments alone, in text without special tokens, and {writes}; use a model"
+                " whose template does, or no tools"
+            )
+        return form
+
+    def _called(self, count: int) -> str | None:
+        """Return the template's text of a history with so many calls of tools in an answer, which
+        is a text where there are none; None if it does not take this.
+        """
+        calls = [
+            {
+                "id": f"{_CALL_ID}{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": _TAKEN},
+            }
+            for number, name in enumerate(_CALLED[:count])
+        ]
+        said = {"role": "assistant", "content": "" if calls else _ANSWER}
+        user = {"role": "user", "content": _PROBES[0].content}
+        chat = [user, said | ({"tool_calls": calls} if calls else {}), user]
+        try:
+            return self._rendered(chat, [_PROBE_TOOL])
+        except ValueError:
+            return None
+
+    def read_answer(self, tokens: Sequence[int], tools: object) -> str:
+        """Return the text of one sampled turn, with calls of `tools` as environments read them."""
+        text = self.decode_action(tokens)
+        return self.call_form.to_hermes(text) if tools else text
 
     def thought_length(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens of a sampled turn up to its thought's end; all if none."""
@@ -161,6 +250,7 @@ class ChatRenderer:
                 "the chat template leaves out tools; use a model whose template takes them, or"
                 " describe them in the instruction"
             )
+        _ = self.call_form  # raises for a template whose calls could not be read
         return text
 
     def _delta(self, *messages: Message) -> str:
@@ -200,7 +290,15 @@ class ChatRenderer:
         return self._joined(self._parts(messages, tools), messages)
 
     def _joined(self, parts: Sequence[str], messages: Sequence[Message]) -> str:
-        answers = [self._cut(message.content) for message in messages if _is_answer(message)]
+        parts = list(parts)
+        answers = []
+        for number, message in enumerate(filter(_is_answer, messages)):
+            answer = self._cut(message.text)
+            if OPEN in answer:
+                answer = self.call_form.from_hermes(answer)
+            if answer.lstrip().startswith(_THINK) and (begun := _BEGUN.search(parts[number])):
+                parts[number] = parts[number][: begun.start()]
+            answers.append(answer)
         return "".join(chain.from_iterable(zip_longest(parts, answers, fillvalue="")))
 
     def _parts(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[str]:
@@ -210,24 +308,12 @@ class ChatRenderer:
         conversation = [
             {
                 "role": message.role,
-                "content": _ANSWER if _is_answer(message) else self._cut(message.content),
+                "content": _ANSWER if _is_answer(message) else self._told(message.content),
             }
+            | ({"name": self._cut(message.name)} if message.name else {})
             for message in messages
         ]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                conversation,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=self._think,
-                date_string=_DAY,
-            )
-        except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
-            raise ValueError(
-                f"the chat template does not take messages with the roles {roles}: {error}"
-            ) from error
+        text = self._rendered(conversation, tools)
         parts: list[str] = text.split(_ANSWER)
         if len(parts) != 1 + sum(map(_is_answer, messages)):
             raise ValueError(
@@ -235,6 +321,32 @@ class ChatRenderer:
                 " to it"
             )
         return parts
+
+    def _rendered(self, conversation: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return the template's text. Raises ValueError if it fails, which is a program."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self._think,
+                date_string=_DAY,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ValueError(
+                f"the chat template does not take messages with the roles {roles}: {kind}{error}"
+            ) from error
+
+    def _told(self, content: str) -> str:
+        """Return a content, cut, in which a format of calls is the template's."""
+        if CALL_FORMAT in content:
+            content = content.replace(CALL_FORMAT, self.call_form.described)
+        return self._cut(content)
 
     def _cut(self, content: str) -> str:
         """Return the content with a CUT in every control token, which only the template may write:
@@ -252,10 +364,55 @@ class ChatRenderer:
 
 
 def load_renderer(directory: str, *, think: bool) -> ChatRenderer:
-    """Return the renderer of a model's directory. Raises ValueError as `ChatRenderer` does, and for
-    a file that cannot be read.
+    """Return the renderer of a model's directory. Raises ValueError as `ChatRenderer` does, for a
+    file that cannot be read, and for a token for which the model has no row.
     """
-    return ChatRenderer(load_tokenizer(directory), think=think, stops=stop_tokens(directory))
+    tokenizer, config = load_tokenizer(directory), Path(directory, "config.json")
+    last = max(tokenizer.get_vocab().values())
+    if config.exists() and last >= (rows := load_config(directory).vocab_size):
+        raise ValueError(
+            f"the tokenizer of {directory} has the id {last}"
+            f" ({tokenizer.convert_ids_to_tokens(last)}), and the embedding {rows} rows"
+            " (vocab_size in config.json); copy the tokenizer that belongs to the model"
+        )
+    return ChatRenderer(tokenizer, think=think, stops=stop_tokens(directory))
+
+
+def _form_of(blocks: Sequence[str]) -> CallForm | None:
+    """Return the form of calls that a template writes as these texts, of the first call of the
+    probe and perhaps of both; None for any other than JSON objects.
+    """
+    found = [_object_with(blocks[0], _CALLED[0])]
+    found += [_object_with(blocks[1], name) for name in _CALLED] if len(blocks) > 1 else []
+    if None in found:
+        return None
+    (start, end, call), *both = found
+    names = [key for key, value in call.items() if value == _CALLED[0]]
+    keys = [key for key, value in call.items() if value == _TAKEN]
+    before, _, rest = blocks[0][start:end].partition(_CALLED[0])
+    taken = _object_with(rest, next(iter(_TAKEN)))
+    if len(names) != 1 or len(keys) != 1 or len(call) != 2 or taken is None:
+        return None
+    pieces = (before, rest[: taken[0]], rest[taken[1] :])
+    form = CallForm(blocks[0][:start], blocks[0][end:], None, pieces, names[0], keys[0])
+    if both:
+        form = replace(form, between=blocks[1][both[0][1] : both[1][0]])
+    arguments = rest[taken[0] : taken[1]]
+    for count, block in enumerate(blocks, start=1):
+        if form.write(*chain(*((name, arguments) for name in _CALLED[:count]))) != block:
+            return None
+    return form
+
+
+def _object_with(text: str, word: str) -> tuple[int, int, dict[str, Any]] | None:
+    """Return the start and end of the innermost JSON object around a word, and the object."""
+    start = at = text.find(word)
+    while (start := text.rfind("{", 0, max(start, 0))) >= 0:
+        with suppress(ValueError):
+            found, end = json.JSONDecoder().raw_decode(text, start)
+            if end > at:
+                return start, end, found
+    return None
 
 
 def _is_answer(message: Message) -> bool:

@@ -2,7 +2,6 @@
 in evaluation.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -13,6 +12,7 @@ import numpy as np
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import (
     Board,
@@ -24,10 +24,11 @@ from ragen_mega.environments.boards import (
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, briefly
-from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import Environment, text_seed
+from ragen_mega.environments.processes import builder
+from ragen_mega.environments.protocol import text_seed
 from ragen_mega.environments.reference_players import Prompt
-from ragen_mega.environments.registry import ENVIRONMENTS, make
+from ragen_mega.environments.registry import ENVIRONMENTS
+from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -38,6 +39,8 @@ ones.
 _EXAMPLE_SEEDS = range(900_000, 1_000_000)
 """Seeds of the examples in prompts: above those of scripted play, below those of training."""
 _REPEATED_STARTS = 5
+_PROBED = 256
+"""Training seeds whose difficulties are looked at before the first step."""
 _MOST_DRAWS = 1000
 """Seeds that are tried for an initial state that is not held out."""
 
@@ -69,14 +72,7 @@ def episode_maker(
     rules = episode_config(config)
     if options is None:
         options = config.options(name) if step is None else config.training_options(name, step)
-    if config.environment_processes:
-        hosting = (config.environment_processes, config.environment_timeout)
-        build = partial(HostedEnvironment, name, options, *hosting)
-    else:
-
-        def build() -> Environment:
-            return make(name, **copy.deepcopy(options))  # no two share what an option holds
-
+    build = builder(config, name, options)
     return lambda: Episode(build(), rules, prompt_examples(config, name))
 
 
@@ -118,11 +114,10 @@ def _worked_example(
 ) -> Conversation:
     """Play an example within the time limit of the environment."""
     rules = replace(episode_config(config), system_prompt="")
+    build = builder(config, name, config.options(name) | options)
 
-    def build() -> Episode:
-        return Episode(make(name, **config.options(name) | options), rules)
-
-    with briefly(name, build, config.environment_timeout) as (worker, episode):
+    with briefly(name, lambda: Episode(build(), rules), config.environment_timeout) as opened:
+        worker, episode = opened
         try:
             return worker.wait(partial(worked_example, episode, seeds, held_out))
         except EnvironmentFailed as error:
@@ -183,7 +178,9 @@ def play_settings(
 
 
 class TaskSampler:
-    """Groups of training tasks, a pure function of seed, step and round."""
+    """Groups of training tasks, a pure function of seed, step and round; with a curriculum by
+    success also of the success so far.
+    """
 
     def __init__(self, config: StarPOConfig) -> None:
         self.config = config
@@ -195,48 +192,118 @@ class TaskSampler:
             first: {name: held_out_states(world, name, boards, first) for name in shares}
             for first in sorted({0, *world.curriculum_steps})
         }
+        self.levels: dict[str, Levels] = {}
+        """Levels of difficulty of each environment that has several."""
+        if world.curriculum_success is not None:
+            found = {name: _levels(world, name) for name in world.worlds}
+            self.levels = {
+                name: Levels(levels, world.curriculum_success)
+                for name, levels in found.items()
+                if len(set(levels)) > 1
+            }
+            if not self.levels:
+                raise ValueError(
+                    f"curriculum_success needs an environment whose states have an attribute"
+                    f" difficulty with several values, and {', '.join(found)} has none; drop"
+                    " --curriculum-success"
+                )
+        self._drawn: dict[int, int] = {}  # level of each group of the latest rollout
+
+    def observe(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Record the success of the rollout that was sampled last; returns its metrics."""
+        results: dict[str, dict[int, list[bool]]] = {name: {} for name in self.levels}
+        for group in groups:
+            name = group.trajectories[0].environment
+            if name in results and group.group_id in self._drawn:
+                level = self._drawn[group.group_id]
+                successes = [member.success for member in group.trajectories]
+                results[name].setdefault(level, []).extend(successes)
+        for name, levels in self.levels.items():
+            levels.observe(results[name])
+        return {f"level/{name}": float(of.hardest_open) for name, of in self.levels.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, as JSON values."""
+        return {name: levels.state_dict() for name, levels in self.levels.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the success of a checkpoint."""
+        for name, levels in self.levels.items():
+            levels.load_state_dict(state.get(name, {}))
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
         """Return the P groups of N tasks of a step, or of a further round of it."""
         further = [sampling_round] if sampling_round else []
         generator = np.random.default_rng([self.config.train.seed, step, *further])
         num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        if not sampling_round:
+            self._drawn = {}
         first = (step * self.config.rollout.max_sampling_rounds + sampling_round) * num_groups
         makers = {
             name: episode_maker(self.config.environment, name, step) for name in set(self._names)
         }
         held_out = self._held_out[max(stage for stage in self._held_out if stage <= step)]
-        return [
-            tasks_for_group(
-                first + index,
-                name,
-                self._fresh_seed(name, makers[name], held_out[name], generator),
-                makers[name],
-                group_size=group_size,
-                outcome_seed=self.config.train.seed,
+        tasks = []
+        for group_id, name in enumerate(self._names, start=first):
+            seed, level = self._fresh_seed(name, makers[name], held_out[name], generator)
+            if level is not None:
+                self._drawn[group_id] = level
+            tasks.append(
+                tasks_for_group(
+                    group_id,
+                    name,
+                    seed,
+                    makers[name],
+                    group_size=group_size,
+                    outcome_seed=self.config.train.seed,
+                )
             )
-            for index, name in enumerate(self._names)
-        ]
+        return tasks
 
-    @staticmethod
     def _fresh_seed(
+        self,
         name: str,
         make_episode: Callable[[], Episode],
         held_out: frozenset[str],
         generator: np.random.Generator,
-    ) -> int:
-        """Return a training seed whose initial state is not an evaluation board. Raises ValueError
-        if environment `name` seems to draw no others.
+    ) -> tuple[int, int | None]:
+        """Return a training seed whose initial state is not an evaluation board, and whose
+        difficulty, which is returned too, the curriculum by success admits. Raises ValueError if
+        environment `name` seems to draw none.
         """
-        episode = make_episode() if held_out else None
+        levels = self.levels.get(name)
+        wanted = levels.wanted(generator.random()) if levels else frozenset()
+        episode = make_episode() if held_out or levels else None
         for _ in range(_MOST_DRAWS):
             seed = int(generator.integers(*TRAINING_SEEDS))
-            if episode is None or calls.reset(episode.environment, seed) not in held_out:
-                return seed
+            if episode is None:
+                return seed, None
+            if calls.reset(episode.environment, seed) in held_out:
+                continue
+            if levels is None:
+                return seed, None
+            level = int(episode.environment.difficulty)
+            if level in wanted:
+                return seed, level
+        others = f", or no state of difficulty {max(wanted)}" if wanted else ""
         raise ValueError(
-            f"{_MOST_DRAWS} training seeds of {name} drew only boards that it is evaluated on;"
-            " evaluate on other ones (--boards), or let reset draw from more"
+            f"{_MOST_DRAWS} training seeds of {name} drew only boards that it is evaluated"
+            f" on{others}; evaluate on other ones (--boards), or let reset draw from more"
         )
+
+
+def _levels(config: EnvironmentConfig, name: str) -> list[int]:
+    """Return the difficulties of some training seeds of environment `name`; none if its states have
+    none.
+    """
+    with briefly(name, episode_maker(config, name), config.environment_timeout) as (worker, each):
+        difficulties = []
+        for seed in range(TRAINING_SEEDS[0], TRAINING_SEEDS[0] + _PROBED):
+            worker.wait(partial(calls.reset, each.environment, seed))
+            if not hasattr(each.environment, "difficulty"):
+                return []
+            difficulties.append(int(each.environment.difficulty))
+        return difficulties
 
 
 def draws_by_outcome(
@@ -272,7 +339,7 @@ def held_out_states(
     if not held_out:
         return frozenset()
     options = config.options(name) if step is None else config.training_options(name, step)
-    build = partial(make, name, **options)
+    build = builder(config, name, options)
     with briefly(name, build, config.environment_timeout) as (worker, environment):
         reset = partial(calls.reset, environment)
         try:
@@ -293,7 +360,7 @@ def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Boa
     held_out: dict[Board, None] = {}
     for name in config.evaluated:
         options = config.evaluation_options(name)
-        build = partial(make, name, **options)
+        build = builder(config, name, options)
         with briefly(name, build, config.environment_timeout) as (_, environment):
             files = [None] if has_packaged_boards(environment) else []
         if boards is not None and name in config.shares:
@@ -327,7 +394,7 @@ def evaluation_prompts(
     Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
     options = config.evaluation_options(name)
-    build = partial(make, name, **options)
+    build = builder(config, name, options)
     with briefly(name, build, config.environment_timeout) as (_, environment):
         seeds = held_out_seeds(name, environment, num_prompts)
         takes_boards = boards is not None or has_packaged_boards(environment)
@@ -336,6 +403,23 @@ def evaluation_prompts(
     return [
         (board.seed, board.rows) for board in load_boards(boards, name, **options)[:num_prompts]
     ]
+
+
+def reference_notes(config: EnvironmentConfig) -> list[str]:
+    """Return a line for each environment that is trained on whose score does not take its own
+    references for right answers.
+    """
+    notes = []
+    for name in config.worlds:
+        make_episode = episode_maker(config, name)
+        with briefly(name, make_episode, config.environment_timeout) as (worker, episode):
+            if judge := getattr(episode.environment, "judge_references", None):
+                try:
+                    note = worker.wait(judge)
+                except EnvironmentFailed as error:
+                    note = f"the score of a reference failed: {error}"
+                notes += [f"{name}: {note}"] if note else []
+    return notes
 
 
 def check_first_prompts(

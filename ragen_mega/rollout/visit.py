@@ -8,10 +8,11 @@ from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
-from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply
+from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply, call_id
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.environments.protocol import text_seed
@@ -25,6 +26,10 @@ UNDELIVERED = "undelivered_answers"
 """Key of the last turn's info: number of completions that no connection was left for."""
 _LIMITS = {"context_length_exceeded": "context", "call_limit_exceeded": "budget"}
 """Code of a refused request -> cause of the end of an episode that it ended."""
+_MOST_REFUSALS = 256
+"""Number of requests that are refused for a limit, without an answer between them, after which an
+episode ends without its agent: the branches of an agent may meet the limit together.
+"""
 
 
 class Sampler(Protocol):
@@ -98,7 +103,7 @@ class Limits:
 
     max_context: int
     max_tokens: int
-    max_calls: int
+    max_answers: int
     temperature: float
     top_p: float
     stop_token_ids: tuple[int, ...]
@@ -109,8 +114,12 @@ class Limits:
 class _Pending:
     """A request, with every connection on which it was repeated."""
 
-    connections: list[Connection]
-    task: asyncio.Task[Reply]
+    connections: list[Connection] = field(default_factory=list)
+    task: asyncio.Task[Reply] | None = None
+    num_retries: int = 0
+    """Number of repetitions, as the client counts them."""
+    num_presumed: int = 0
+    """Number of connections whose client did not say that it repeats the request."""
     has_listener: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -126,9 +135,16 @@ class Visit:
     """
 
     def __init__(
-        self, renderer: ChatRenderer, sampler: Sampler, limits: Limits, seed: Sequence[object]
+        self,
+        renderer: ChatRenderer,
+        sampler: Sampler,
+        limits: Limits,
+        seed: Sequence[object],
+        on_answer: Callable[[], None] = lambda: None,
     ) -> None:
-        """`seed`: values that distinguish the episode from all others of the run."""
+        """`seed`: values that distinguish the episode from all others of the run; `on_answer` is
+        called after each answer.
+        """
         self.loop = asyncio.get_running_loop()
         self.tree = CallTree(renderer, max_context_length=limits.max_context)
         self.num_sampled = 0
@@ -139,10 +155,13 @@ class Visit:
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
         self._seed = tuple(seed)
+        self._on_answer = on_answer
         self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
         self._arrivals: deque[Arrival] = deque()
         self._has_arrival = asyncio.Event()
-        self._pending: dict[str, _Pending] = {}
+        self._num_asked = 0  # answers that were begun
+        self._num_refused = 0  # requests that a limit refused since the last answer was begun
+        self._pending: defaultdict[str, list[_Pending]] = defaultdict(list)  # by identity
         self._running: set[asyncio.Task[Reply]] = set()
         self._is_over = False
 
@@ -151,6 +170,11 @@ class Visit:
         """Names of models that were asked for, or that are trained."""
         asked = {call.role for call in tuple(self.tree.calls)}
         return tuple(sorted(asked | self._limits.agent.trained_roles))
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the agent goes on asking although a limit allows no answer."""
+        return self._num_refused >= _MOST_REFUSALS
 
     def arrive(self, arrival: Arrival) -> None:
         """Take a request; it is answered while the episode is served."""
@@ -165,11 +189,12 @@ class Visit:
         program: asyncio.Future[Any],
         meanwhile: Callable[[Awaitable[None]], Awaitable[None]],
     ) -> None:
-        """Answer requests until the program of the agent has ended. `meanwhile` waits for the agent
-        where no call of it is answered. Raises what a call raises, other than a refusal.
+        """Answer requests until the program of the agent has ended or asks endlessly. `meanwhile`
+        waits for the agent where no call of it is answered, and may keep an order. Raises what a
+        call raises, other than a refusal.
         """
         try:
-            while not program.done():
+            while not program.done() and not self.is_endless:
                 event, is_absent = self._event(program), not self._running
                 await (meanwhile(event) if is_absent else event)
                 for task in [task for task in self._running if task.done()]:
@@ -201,27 +226,23 @@ class Visit:
             arrival.cancel()
 
     def _begin(self, arrival: Arrival) -> None:
-        """Begin the answer to a request, or let it wait for that of an earlier one that it repeats:
-        the client says so, or the earlier one has lost its connection.
-        """
-        twin = self._pending.get(arrival.identity)
-        if twin is not None and (arrival.is_retry or twin.is_undelivered):
-            twin.connections.append(arrival.connection)
-            twin.has_listener.set()
+        """Begin the answer to a request, or let it wait for the answer to one that it repeats."""
+        equal = self._pending[arrival.identity]
+        pending = _repeated(equal, arrival) or _Pending()
+        pending.connections.append(arrival.connection)
+        pending.num_retries = arrival.num_retries
+        if pending.task is None:
+            equal.append(pending)
+            pending.task = self.loop.create_task(self._answer(arrival.request, pending))
+            self._running.add(pending.task)
         else:
-            twin = self._pending[arrival.identity] = _Pending([arrival.connection], None)
-            twin.task = self.loop.create_task(self._answer(arrival.request, twin))
-            self._running.add(twin.task)
-        twin.task.add_done_callback(lambda task: _hand_over(task, arrival))
+            pending.num_presumed += not arrival.is_retry
+            pending.has_listener.set()
+        pending.task.add_done_callback(lambda task: _hand_over(task, arrival))
 
     async def _answer(self, request: ChatRequest, pending: _Pending) -> Reply:
         """Return the answers to a request. Raises RequestError if the request is refused."""
-        try:
-            call = self._call(request)
-            self.limit_reached = None
-        except RequestError as error:
-            self.limit_reached = _LIMITS.get(error.code, self.limit_reached)
-            raise
+        call = self._call(request)
         tokens, asked = call.tokens, self._asked(request)
         prompt = tuple(tokens)
         # The last token before the call was sampled, and nothing has been recorded with it yet.
@@ -233,10 +254,10 @@ class Visit:
             *(self._sampler.complete(call, tokens, sampling) for sampling in samplings)
         )
         while pending.is_undelivered:  # what nobody reads has no part in the episode
-            self.num_undelivered += 1
+            self.num_undelivered += request.num_answers
             pending.has_listener.clear()
             await pending.has_listener.wait()
-            self.num_undelivered -= 1
+            self.num_undelivered -= request.num_answers
         first, agent = len(call.answers), self._limits.agent
         is_trained = not agent.trained_roles or call.role in agent.trained_roles
         is_trained = is_trained and not (asked and agent.agent_sampling == "agent")
@@ -246,7 +267,7 @@ class Visit:
             )
             self.num_sampled += len(answer.completion.tokens)
             is_read = answer.completion.finish_reason == "stop" and not (
-                call.tools and "<tool_call>" in answer.content
+                call.tools and self._renderer.call_form.is_begun(answer.content)
             )
             answer.info |= {
                 "finish_reason": answer.completion.finish_reason,
@@ -257,6 +278,7 @@ class Visit:
                 **({ASKED: asked} if asked else {}),
                 **info,
             }
+        self._on_answer()
         # Replies are kept for repetitions of their requests, and need no conversations.
         request = replace(request, messages=())
         reply = Reply(request, call, range(first, len(call.answers)), num_prompt=len(tokens))
@@ -267,13 +289,30 @@ class Visit:
         return replace(reply, token_texts=texts)
 
     def _call(self, request: ChatRequest) -> Call:
-        if len(self.tree.calls) >= self._limits.max_calls:
-            raise RequestError(
-                f"the episode may have {self._limits.max_calls} calls and has had them; let the"
-                " agent end, or raise --max-turns",
-                code="call_limit_exceeded",
-            )
-        return self.tree.begin(request.messages, request.tools, role=request.role)
+        """Return the call of a request, with its answers counted. Raises RequestError if the
+        request is refused.
+        """
+        begin = partial(self.tree.begin, request.messages, request.tools, role=request.role)
+        if not request.num_answers:  # tokens are counted
+            return begin(is_asked=False)
+        most, had = self._limits.max_answers, self._num_asked
+        try:
+            if had + request.num_answers > most:
+                raise RequestError(
+                    f"the episode may have {most} answers, has asked for {had} and now asks for"
+                    f" {request.num_answers}; let the agent end, or raise --max-turns",
+                    code="call_limit_exceeded",
+                )
+            call = begin()
+        except RequestError as error:
+            if error.code in _LIMITS:
+                self.limit_reached = _LIMITS[error.code]
+                self._num_refused += 1
+            raise
+        self.limit_reached = None
+        self._num_refused = 0
+        self._num_asked += request.num_answers
+        return call
 
     def _asked(self, request: ChatRequest) -> dict[str, float]:
         """Return the parameters of sampling that differ from the trainer's."""
@@ -309,10 +348,34 @@ class Visit:
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the record of every answer, in the order of the calls."""
+        """Return the record of every answer with its id, in the order of the calls."""
         return [
-            record(call, number) for call in self.tree.calls for number in range(len(call.answers))
+            {"id": call_id(call.index, number)} | record(call, number)
+            for call in self.tree.calls
+            for number in range(len(call.answers))
         ]
+
+
+def _repeated(equal: Sequence[_Pending], arrival: Arrival) -> _Pending | None:
+    """Return the earlier request that an equal one repeats; None if this is a further request.
+
+    An answer without a connection goes to the next request. If the client of this request did not
+    say that it repeats another one, and the first client comes again, both need an answer. Any
+    other repetition follows an answer that was lost on its way, for a client that still waits
+    repeats nothing.
+    """
+    equal = [known for known in equal if not (known.task.done() and known.task.exception())]
+    if lost := [known for known in equal if known.is_undelivered]:
+        return lost[0]
+    if not arrival.is_retry:
+        return None
+    for known in equal:
+        if known.num_presumed:
+            known.num_presumed -= 1
+            return None
+    before = [known for known in equal if known.num_retries == arrival.num_retries - 1] or equal
+    answered = [known for known in before if known.task.done()]
+    return answered[-1] if answered else next(iter(before), None)
 
 
 def _hand_over(task: asyncio.Task[Reply], arrival: Arrival) -> None:

@@ -139,6 +139,6 @@ class Batches:
 
     def _minibatch_ids(self, num_trajectories: int, step: int) -> list[list[int]]:
         train = self.config.train
-        generator = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed((train.seed * 1_000_003 + step) % 2**63)
         size, passes = train.minibatch_size, train.updates_per_rollout
         return list(minibatch_ids(num_trajectories, size, passes, generator))

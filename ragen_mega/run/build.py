@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
@@ -28,7 +28,7 @@ from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
-from ragen_mega.models.huggingface import load_config, load_tokenizer
+from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -51,6 +51,7 @@ from ragen_mega.run.check import (
     import_agents,
     recipe_note,
     sizes_without_effect,
+    split_notes,
 )
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
@@ -84,11 +85,12 @@ def build(config: StarPOConfig) -> Run | Sampler:
     """Return everything a run needs, warm start included; on a rank that only samples what that
     needs. Raises ValueError before any training if something cannot work.
     """
+    config, directory = config.located(), os.getcwd()  # which worlds may leave
     join_job(config)
     world_size = collectives.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))
     import_agents(config.environment)
-    config = locate(config)
+    config = with_models(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
     part = divide(config)
@@ -110,7 +112,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     references = known_references(config, checkpoint) or {
         name: find_references(config, name, prompts[name]) for name in names
     }
-    logger = open_log(config, first_step=checkpoint.step if checkpoint else 0)
+    logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
 
@@ -142,7 +144,8 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
-    for note in (recipe_note(config), sizes_without_effect(config)):
+    splits = on_main(lambda: split_notes(config.environment))
+    for note in (recipe_note(config), sizes_without_effect(config), *splits):
         if note:
             console.say(note)
     base = base_directory(config)
@@ -214,46 +217,28 @@ def build_sampling(
     return build_engine(config, hf), renderer, hf
 
 
-def locate(config: StarPOConfig) -> StarPOConfig:
-    """Return the configuration with absolute paths, so that it can be resumed from another
-    directory: those of hub models' downloads, which name the commit, in place of hub names, and
-    those of dequantised models in place of GGUF files. Collective.
+def with_models(config: StarPOConfig) -> StarPOConfig:
+    """Return the configuration with the directories of hub models' downloads, which name the
+    commit, in place of hub names, and of dequantised models in place of GGUF files. Collective.
     """
 
     def model(name: str | None) -> str | None:
         if name is None or Path(name).is_dir() and not find_gguf(Path(name)):
-            return name if name is None else os.path.abspath(name)
+            return name
         commit = on_main(lambda: local_directory(name).name)  # once: it may change meanwhile
         if os.environ.get("LOCAL_RANK", "0") == "0":
             local_directory(name, commit)
         collectives.barrier()
         return str(local_directory(name, commit, fetch=False))
 
-    python = config.rollout.sglang_python
-    if python is not None and os.sep in python:  # otherwise it is found in PATH
-        python = os.path.abspath(python)
-    boards, start = config.evaluation.boards, config.warm_start.warm_start_from
-    examples, imitated = config.environment.prompt_examples_file, config.warm_start.sft_file
-    return replace(
-        config,
-        model=replace(
-            config.model, load=model(config.model.load), critic_load=model(config.model.critic_load)
-        ),
-        environment=replace(
-            config.environment, prompt_examples_file=examples and os.path.abspath(examples)
-        ),
-        evaluation=replace(config.evaluation, boards=boards and os.path.abspath(boards)),
-        warm_start=replace(
-            config.warm_start,
-            warm_start_from=start and os.path.abspath(start),
-            sft_file=imitated and os.path.abspath(imitated),
-        ),
-        rollout=replace(config.rollout, sglang_python=python),
-    )
+    load, critic_load = map(model, (config.model.load, config.model.critic_load))
+    return replace(config, model=replace(config.model, load=load, critic_load=critic_load))
 
 
-def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
-    """Return the run's directory and its log, which rank 0 writes. Collective."""
+def open_log(config: StarPOConfig, directory: str, *, first_step: int) -> RunLogger:
+    """Return the run's directory and its log, which rank 0 writes. `directory`: folder in which the
+    run was started. Collective.
+    """
     opened: list[RunLogger] = []
     world_size = collectives.world_size()
 
@@ -267,6 +252,7 @@ def open_log(config: StarPOConfig, *, first_step: int) -> RunLogger:
         )
         start = describe_start(
             config,
+            directory,
             first_step=first_step,
             world_size=world_size,
             ranks_per_node=ranks_per_node(world_size),
@@ -409,7 +395,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         fp8=rollout.rollout_fp8,
         deterministic=rollout.rollout_deterministic,
         returns_routes=config.train.routing_replay == "engine",
-        random_seed=config.train.seed + rank,
+        random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
@@ -429,7 +415,8 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
     if config.model.load is not None:
-        check_loaded(config, hf, load_tokenizer(str(local_directory(config.model.load))))
+        load_renderer(str(local_directory(config.model.load)), think=config.environment.think)
+        check_context(config, hf)
     return fit_memory(config, ModelShape.of(hf))
 
 
@@ -445,20 +432,8 @@ def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
     return config
 
 
-def check_loaded(
-    config: StarPOConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise ValueError where the loaded model has no row for a token, or no position for the
-    context.
-    """
-    last = max(tokenizer.get_vocab().values())
-    if last >= hf.vocab_size:
-        token = tokenizer.convert_ids_to_tokens(last)
-        raise ValueError(
-            f"the tokenizer of {config.model.load} has the id {last} ({token}), and the embedding"
-            f" {hf.vocab_size} rows (vocab_size in config.json); copy the tokenizer that belongs to"
-            " the model"
-        )
+def check_context(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError where the loaded model has no position for the context."""
     if config.rollout.max_context_length > hf.max_position_embeddings:
         raise ValueError(
             f"max_context_length ({config.rollout.max_context_length}) must be at most"

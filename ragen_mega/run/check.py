@@ -2,19 +2,17 @@
 again, and `build` does so for callers from Python.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
-from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE
+from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE, staying
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
@@ -22,11 +20,13 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.processes import builder
+from ragen_mega.extensions.extras import is_found, lack
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.report.console import fail
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.run_directory import (
     BASE,
     WARM_START,
@@ -42,11 +42,12 @@ _SIZES = tuple(
 )
 
 
+@staying()
 def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """Raise ValueError, in one line, if the run cannot work on this many ranks, and Finished if it
     is done. Checks that need torch, a GPU or the network come later.
     """
-    config, _ = with_name(config)
+    config, _ = with_name(config.located())
     check_environments(config.environment)
     _check_example(config)
     trainers = config.parallel.num_trainers(num_ranks)
@@ -67,16 +68,16 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     asked = (
         config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"
     )
-    if asked and importlib.util.find_spec("transformer_engine") is None:
+    if asked and not is_found("transformer_engine"):
         raise ValueError(
             f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
             " needs Transformer Engine, which is not installed; drop them, or pip install"
             " --no-build-isolation -e '.[h100]' on a machine with GPUs"
         )
-    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+    if config.logging.wandb_project is not None and (reason := lack("wandb:init")):
         raise ValueError(
-            f"wandb_project {config.logging.wandb_project} needs the package wandb, which is not"
-            " installed; run pip install wandb or drop --wandb-project"
+            f"wandb_project {config.logging.wandb_project} needs the package wandb, which {reason};"
+            " run pip install wandb or drop --wandb-project"
         )
     check_directory(
         config.run_directory,
@@ -93,7 +94,7 @@ def import_agents(config: EnvironmentConfig) -> None:
     for name in filter(is_agent, config.evaluated):
         from ragen_mega.agents.runner import import_agent  # it needs the extra `agents`
 
-        import_agent(name.partition(":")[2])
+        import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
 
 
 def check_environments(config: EnvironmentConfig) -> None:
@@ -104,7 +105,7 @@ def check_environments(config: EnvironmentConfig) -> None:
     for step in (None, *config.curriculum_steps):
         for name in config.evaluated:
             options = config.options(name) if step is None else config.training_options(name, step)
-            with briefly(name, partial(make, name, **options), config.environment_timeout):
+            with briefly(name, builder(config, name, options), config.environment_timeout):
                 pass
 
 
@@ -168,6 +169,17 @@ def sizes_without_effect(config: StarPOConfig) -> str | None:
     return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
 
 
+def split_notes(config: EnvironmentConfig) -> list[str]:
+    """Return notes on tasks of files that are repeated, or trained on and evaluated."""
+    notes = []
+    for name in config.shares:
+        build = builder(config, name, config.options(name))
+        with briefly(name, build, config.environment_timeout) as (_, built):
+            if note := getattr(built, "split_note", None):
+                notes.append(f"{name}: {note}")
+    return notes
+
+
 def _check_warm_start(config: StarPOConfig) -> None:
     """Raise ValueError unless the run of warm_start_from has a warm start that fits this one."""
     if config.warm_start.warm_start_from is None:
@@ -208,7 +220,11 @@ def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_sglang(python: str | None) -> None:
     remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh makes"
-    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    # A folder without code has no origin.
+    program = (
+        "import importlib.util, sys;"
+        "sys.exit(getattr(importlib.util.find_spec('sglang'), 'origin', None) is None)"
+    )
     try:
         done = subprocess.run([python or sys.executable, "-c", program], capture_output=True)
     except OSError as error:
@@ -233,6 +249,8 @@ def check_flags(flags: Sequence[str], num_ranks: int, ranks_per_node: int) -> st
         check(parse(flags, recipe=DEFAULT_RECIPE), num_ranks, ranks_per_node)
     except Finished as done:
         return str(done)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        fail(describe_error(error))
+    except ValueError as error:
         fail(str(error))
     return None

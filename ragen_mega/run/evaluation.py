@@ -4,7 +4,9 @@ Hub model, played by the embedded engine.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
+from ragen_mega.data.paths import expanded
+from ragen_mega.environments.protocol import check_seed
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
@@ -81,12 +85,15 @@ def evaluate_sets(
         )
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be finite and at least 0 (greedy), not {temperature}")
+    check_seed(seed)
     options = json_object("environment_options", (rules or {}).get("environment_options", "{}"))
     if unknown := set(options) - set(environments):
         raise ValueError(
             f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
+    load, boards = expanded(str(load)), boards and os.path.abspath(expanded(boards))
+    load = os.path.abspath(load) if os.path.exists(load) else load  # worlds may change directories
     collectives.start()
     console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
@@ -94,10 +101,19 @@ def evaluate_sets(
     recorded = read_recorded(Path(load)) if is_run else None
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
     if not is_run:
-        directory = local_directory(str(load))
-    reader = open_model(directory)
+        directory = local_directory(load)
+    reader, hf = open_model(directory), load_config(str(directory))
+    rollout, think = next((c.rollout, c.environment.think) for c in settings.values())
+    renderer = load_renderer(str(directory), think=think)
+    if rollout.max_context_length > hf.max_position_embeddings:
+        console.say(
+            f"episodes end at {hf.max_position_embeddings} tokens, the positions of {load}"
+            f" (max_position_embeddings in config.json), and not at {rollout.max_context_length}"
+        )
+        rollout = replace(rollout, max_context_length=hf.max_position_embeddings)
     sets = {}
     for name, config in settings.items():
+        config = replace(config, rollout=rollout)
         prompts = evaluation_prompts(config.environment, name, num_prompts, boards)
         console.say(f"{name}: random and optimal play of {len(prompts)} initial states", "dim")
         reference = find_references(config, name, prompts)
@@ -110,14 +126,12 @@ def evaluate_sets(
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine
 
-    hf = load_config(str(directory))
     engine = EmbeddedEngine(
         hf,
-        max_context=config.rollout.max_context_length,
+        max_context=rollout.max_context_length,
         max_sessions=min(per_rank, MAX_SESSIONS),
         dtype=torch.bfloat16 if hf.dtype == torch.bfloat16 else torch.float32,
     )
-    renderer = load_renderer(str(directory), think=config.environment.think)
     sync = WeightSync(engine, lambda shard: ((name, reader(name)) for name in reader.names()))
     with engine.awake():
         sync.send()
@@ -135,7 +149,8 @@ def _settings(
     if environment in given:  # options of other sets do not apply
         rules["environment_options"] = json.dumps({environment: given[environment]})
     if recorded is None:
-        return Sections(environment=EnvironmentConfig(environments=environment, **rules))
+        own = EnvironmentConfig(environments=environment, **rules)
+        return Sections(environment=own.located())
     own = json.loads(recorded["environment"]["environment_options"]).get(environment)
     # Only the rules: worlds, rewards and estimators that the run names are not imported.
     played = recorded["environment"] | {
@@ -145,7 +160,7 @@ def _settings(
         "curriculum": "{}",
     }
     return Sections(
-        environment=EnvironmentConfig(**played | rules),
+        environment=EnvironmentConfig(**played | rules).located(),
         agent=AgentConfig(**recorded.get("agent", {})),
         rollout=RolloutConfig(**recorded["rollout"]),
     )

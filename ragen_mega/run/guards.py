@@ -13,10 +13,11 @@ from typing import Any
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.exchange import gather_batch
-from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.endings import environment_errors
+from ragen_mega.rollout.first_requests import begin_alike
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.rollout.visit import ASKED
 from ragen_mega.storage.sealed_files import write_sealed
@@ -24,6 +25,8 @@ from ragen_mega.storage.sealed_files import write_sealed
 FAULTS = "faults"
 MAX_FILES = 20
 """Bad batches that are kept; later ones are only counted."""
+_REPEATS = 3
+"""Times that an agent begins an episode again."""
 
 
 class UpdateGuard:
@@ -179,8 +182,14 @@ class CollapseGuard:
 class StartGuard:
     """Finds worlds in which the members of a group do not play the same task, and says so once."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        begins_again: Callable[[Trajectory, int], bool] = lambda episode, step: True,
+    ) -> None:
+        """`begins_again`: whether the agent of an episode of a step repeats its first request."""
         self.config = config
+        self._begins_again = begins_again
         self._settled: set[str] = set()  # environments of which it is known or was said
         self._quoted: set[str] = set()  # environments of whose markers it was said
         self._asked: set[str] = set()  # agents of whose sampling it was said
@@ -222,31 +231,54 @@ class StartGuard:
     def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """Warn of groups of a step, whose tokens this rank has, if their members differ in the
         first prompt, which follows from the seed. Differences that outcome seeds alone explain are
-        the world's intention.
+        the intention of the world or the agent.
         """
         said = []
         for group in groups:
-            first = group.trajectories[0]
-            if (name := first.environment) in self._settled or first.is_tree:
-                continue
             started = [member for member in group.trajectories if member.num_sampled_tokens]
-            # the tokens before the first answer
-            outcomes = {tuple(m.tokens[: m.turns[0].start]): m.outcome_seed for m in started}
-            if len(outcomes) < 2:
+            if not started or (name := started[0].environment) in self._settled:
                 continue
-            self._settled.add(name)
-            maker, limit = episode_maker(self.config, name, step), self.config.environment_timeout
-            if draws_by_outcome(maker, first.seed, [*outcomes.values()][:2], limit):
-                continue
-            said.append(
-                f"members of a group play different tasks: {name} gave seed {first.seed} more than"
-                " one first observation, so that returns of a group are compared across tasks. Let"
-                " reset(seed) draw the initial state from a generator of its own,"
-                " random.Random(seed), that step uses too: the global generators of random and"
-                " numpy are shared by all threads (or set --environment-processes, where calls"
-                " follow one another)"
-            )
+            first = started[0]
+            if other := next((each for each in started if not _begin_alike(first, each)), None):
+                self._settled.add(name)
+                check = self._agent if first.is_tree else self._world
+                said += check(step, first, other)
         return said
+
+    def _world(self, step: int, one: Trajectory, other: Trajectory) -> list[str]:
+        name, limit = one.environment, self.config.environment_timeout
+        maker = episode_maker(self.config, name, step)
+        if draws_by_outcome(maker, one.seed, [one.outcome_seed, other.outcome_seed], limit):
+            return []
+        return [
+            f"members of a group play different tasks: {name} gave seed {one.seed} more than"
+            " one first observation, so that returns of a group are compared across tasks. Let"
+            " reset(seed) draw the initial state from a generator of its own,"
+            " random.Random(seed), that step uses too: the global generators of random and"
+            " numpy are shared by all threads (or set --environment-processes, where calls"
+            " follow one another)"
+        ]
+
+    def _agent(self, step: int, one: Trajectory, other: Trajectory) -> list[str]:
+        repeats = [each for each in (one, other) for _ in range(_REPEATS)]
+        if all(self._begins_again(each, step) for each in repeats):
+            return []
+        return [
+            f"members of a group play different tasks: {one.environment} began the episodes of seed"
+            f" {one.seed} with outcome seeds {one.outcome_seed} and {other.outcome_seed} by"
+            " different requests, and by others again when they were repeated, so that returns of a"
+            " group are compared across tasks. Let the first request follow from the task alone:"
+            " from its row and seed, or from outcome_seed, but not from a clock, a counter or the"
+            " global generators of random and numpy, which all threads share"
+        ]
+
+
+def _begin_alike(one: Trajectory, other: Trajectory) -> bool:
+    """Return whether the first prompts of two members are equal."""
+    if one.is_tree:
+        return begin_alike(one, other)
+    first, others_first = (list(each.tokens[: each.turns[0].start]) for each in (one, other))
+    return first == others_first
 
 
 class HeldOutStarts:

@@ -155,7 +155,8 @@ class _Watch:
                 self._lost = "node 0 does not answer"
         if not self._is_over.is_set():
             text = f"error: {self._lost}; --resume goes on from the last checkpoint\n"
-            os.write(2, text.encode())
+            with suppress(OSError):
+                os.write(2, text.encode())
             os._exit(2)  # the other threads wait for the lost node
 
 

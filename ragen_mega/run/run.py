@@ -33,7 +33,7 @@ from ragen_mega.report.step_metrics import (
     observe,
     staleness,
 )
-from ragen_mega.report.terminal import command_line
+from ragen_mega.report.terminal import command_line, shown
 from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.endings import PolicyErrors, describe_errors
@@ -44,6 +44,7 @@ from ragen_mega.rollout.evaluate import (
     evaluate_each,
     mean_references,
 )
+from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
@@ -152,7 +153,9 @@ class Run:
             directory / FAULTS, max_consecutive=config.train.max_nonfinite_updates, report=say
         )
         self.collapse_guard = CollapseGuard(config.guard)
-        self.start_guard = StartGuard(config.environment)
+        self.start_guard = StartGuard(
+            config.environment, partial(begins_again, config, self.renderer)
+        )
         self.starts = HeldOutStarts()
         self.policy_errors = PolicyErrors()
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
@@ -169,6 +172,7 @@ class Run:
                 "empty_steps": Attribute(self, "empty_steps"),
                 "score_average": Attribute(self, "score_average"),
                 "starts": self.starts,
+                "curriculum": self.tasks,
             },
             {"references": {name: asdict(each) for name, each in self.references.items()}},
             models=self.models,
@@ -215,6 +219,7 @@ class Run:
         log.add("rollout", on_main(lambda: summarize(groups)))
         if config.rollout.max_sampling_rounds > 1:
             log.add("rollout", sampling_rounds=len(groups) / config.rollout.num_groups)
+        log.add("rollout", self.tasks.observe(groups))
         log.add("rollout", mean_references(self.references, config.environment.shares))
         log.add("custom", on_main(lambda: custom_metrics(groups, config.logging.metric_names)))
 
@@ -475,8 +480,9 @@ class Run:
         }
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
-        self.console.say(f"run directory: {self.logger.directory}")
-        self.console.say(f"to read it: {command_line(f'view {self.logger.directory}')}")
+        directory = shown(self.logger.directory)
+        self.console.say(f"run directory: {directory}")
+        self.console.say(f"to read it: {command_line('view', directory)}")
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:

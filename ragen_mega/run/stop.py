@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -97,7 +98,8 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         # Not by print: the signal may have come in the middle of one.
-        os.write(2, f"{line}\n".encode())
+        with suppress(OSError):  # the same Ctrl-C has ended the `tee` behind this process
+            os.write(2, f"{line}\n".encode())
 
 
 def end_with_launcher() -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
@@ -53,6 +54,8 @@ _ENTRIES = {
     "rope_theta": "rope.freq_base",
 }
 """Entry of config.json -> key in the file, without the architecture before it."""
+_MOST_ELEMENTS = 2**22
+"""Elements of a list in the header, such as tokens and merges of a vocabulary."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the rotary frequencies, in files of Llama 3.1 and later."""
 _LLAMA3_ROPE = {
@@ -129,10 +132,28 @@ def read_config(path: Path) -> PretrainedConfig:
     return _config(path, _open(path))
 
 
+class _Reader(GGUFReader):
+    """gguf's reader, which believes every count, within the bounds of the file."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"a value at byte {offset} would end at {end} of {len(self.data)}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            kind, count = self._get(orig_offs, np.uint32)[0], self._get(orig_offs + 4, np.uint64)[0]
+            if kind == GGUFValueType.ARRAY or count > _MOST_ELEMENTS:
+                what = "arrays" if kind == GGUFValueType.ARRAY else f"{count} elements"
+                raise ValueError(f"the list at byte {orig_offs} is one of {what}")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 def _open(path: Path) -> GGUFReader:
     try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        return _Reader(path)
+    except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
         raise ValueError(
             f"cannot read {path} as GGUF ({error}); the file is damaged or incomplete, copy it"
             " again"
@@ -151,13 +172,18 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
             f"general.architecture of {path} must be one of {', '.join(ARCHITECTURES)}, not"
             f" {architecture!r}; give another model"
         )
-    if _field(reader, "split.count", 1) > 1:
+    if _field(reader, "split.count", 1) not in (0, 1):
         raise ValueError(
             f"{path} is one of several parts of a model; join them by llama-gguf-split --merge"
         )
     shapes = {tensor.name: tensor.shape.tolist()[::-1] for tensor in reader.tensors}
     values = {entry: _field(reader, f"{architecture}.{key}") for entry, key in _ENTRIES.items()}
     values["vocab_size"] = shapes.get("token_embd.weight", [None])[0]
+    for entry, usual in (
+        ("num_key_value_heads", values["num_attention_heads"]),
+        ("rope_theta", 10_000.0),
+    ):  # which llama.cpp lets a file leave out
+        values[entry] = usual if values[entry] is None else values[entry]
     for entry, value in values.items():
         if not (type(value) in (int, float) and value > 0):
             raise ValueError(
@@ -174,6 +200,7 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
             f" {rotated} of {head_dim} with rope.scaling.type {scaling}; give another model"
         )
     factors = {tensor.name: tensor.data for tensor in reader.tensors}.get(_ROPE_FACTORS)
+    ModelShape.from_config(values | {"model_type": architecture})
     if factors is not None:
         values["rope_scaling"] = _LLAMA3_ROPE | {"factor": float(factors.max())}
     try:
@@ -260,7 +287,9 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
             " texts would get other tokens than in training; give another model"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
     except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
     state = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega import __version__
+from ragen_mega.data.paths import dangling, named
 
 MANIFEST = "manifest.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -25,20 +26,23 @@ _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN}
 _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
-def describe_error(error: OSError, directory: Path | str) -> str:
-    """Describe an error of the operating system for a run in `directory`: the unreadable or
-    unwritable path, the reason, and the remedy; other errors unchanged.
+def describe_error(error: OSError, directory: Path | str = "its output") -> str:
+    """Describe an error of the operating system in one line, for a run or a command that writes to
+    `directory`: the unreadable or unwritable path, the reason, and the remedy.
     """
-    if error.errno in _UNANSWERED and error.filename:
+    if error.filename and (problem := dangling(str(error.filename))):
+        return f"{problem}; make that folder or give another path"
+    if error.errno in _UNANSWERED:
+        place = error.filename or f"a file of {directory} or one that is read"
         return (
-            f"cannot read {error.filename}: {error.strerror}; nothing was deleted; start again once"
+            f"cannot read or write {place}: {error.strerror}; nothing was deleted; start again once"
             " the storage answers"
         )
     if error.errno == errno.EMFILE:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"{error}: each rank may have {limit}, sockets included; raise it by ulimit -n"
     if error.errno not in _FULL | _FORBIDDEN:
-        return str(error)
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     place = error.filename or directory
     return f"cannot write {place}: {error.strerror}; {write_remedy(error)}"
 
@@ -64,7 +68,8 @@ def sync(path: Path) -> None:
     """Return when the disk has the file, or the names in the directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -75,7 +80,8 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:
-        unfinished.write_bytes(data)
+        with named(path):
+            unfinished.write_bytes(data)
         sync(unfinished)
         unfinished.replace(path)
     except OSError:
@@ -88,6 +94,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when the block succeeds, and is deleted if
     it fails.
     """
+    if problem := dangling(str(target)):
+        raise ValueError(f"{problem}; make that folder or give another name")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(
             f"{target} exists already and stays untouched; delete it or give another name"
@@ -165,7 +173,7 @@ def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Return the size and SHA-256, as manifests hold them."""
-    with path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
             "sha256": hashlib.file_digest(file, "sha256").hexdigest(),

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import operator
 import re
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -41,6 +42,10 @@ VERSION = 1
 _BYTES_AT_ONCE = 2**22
 _FP8, _SCALE = "F8_E4M3", "_scale_inv"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_WRAPPERS = re.compile(
+    r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|base_model\.model|base_layer)\."
+)
+"""Parts of names that DistributedDataParallel, torch.compile, FSDP and PEFT put in."""
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers in old checkpoints that follow from config.json."""
 
@@ -92,8 +97,8 @@ def check_tensors(
     names = set(reader.names())
     if missing := [name for name in expected if name not in names and name not in optional]:
         raise ValueError(
-            f"{where} lacks {missing[0]}{_and_more(missing)}; is it a complete"
-            f" {shape.model_type} checkpoint?"
+            f"{where} lacks {missing[0]}{_and_more(missing)}; {_near_miss(missing, names)}is it a"
+            f" complete {shape.model_type} checkpoint?"
         )
     if unknown := sorted(names - allowed.keys()):
         raise ValueError(
@@ -113,6 +118,28 @@ def check_tensors(
             " tie_word_embeddings to false in config.json to keep both"
         )
     reader.release()
+
+
+def _near_miss(missing: Sequence[str], names: Set[str]) -> str:
+    """Return a note on tensors that have a missing name but for what a program has put before it,
+    or has left out; nothing if there are none.
+    """
+    for name in sorted(names):
+        wrapped, remedy = _WRAPPERS.search(name), "save the model in it, not the wrapper"
+        plain = _WRAPPERS.sub("", name)
+        others = {plain, f"model.{plain}", f"model.{plain.partition('.')[2]}"}
+        alike = [known for known in missing if known in others or plain.endswith(f".{known}")]
+        if not alike:
+            continue
+        if wrapped is None:
+            remedy = "save AutoModelForCausalLM, and neither a part of it nor a larger model"
+        elif wrapped[1].startswith("base_"):
+            remedy = "save what PEFT's merge_and_unload() returns"
+        return (
+            f"it holds {name}, which is {alike[0]} under another name: rename the tensors, or"
+            f" {remedy}, by save_pretrained(...); "
+        )
+    return ""
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -147,12 +174,14 @@ class HuggingFaceReader:
             try:
                 self._files = {
                     name: directory / file
-                    for name, file in json.loads(index.read_text())["weight_map"].items()
+                    for name, file in json.loads(index.read_text(), object_pairs_hook=_unique)[
+                        "weight_map"
+                    ].items()
                 }
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise ValueError(
-                    f"cannot read {index} ({type(error).__name__}); the file is damaged, copy it"
-                    " again"
+                    f"cannot read {index} ({type(error).__name__}: {error}); the file is damaged,"
+                    " copy it again"
                 ) from None
         elif single.exists():
             self._files = dict.fromkeys(self._handles[single].keys(), single)
@@ -355,6 +384,15 @@ def _verify_manifest(directory: Path) -> None:
             f"{directory} is damaged or no {FORMAT!r} of version {VERSION}: {error}; copy the"
             " directory again or convert it with the program that wrote it"
         ) from None
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the object of these entries. Raises ValueError if two have one key."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is there twice")
+    return entries
 
 
 def _and_more(names: list[str]) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ragen_mega.data.paths import named
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
@@ -31,6 +32,9 @@ MAX_SHARD_SIZE = 5 * 10**9
 """Default size of a file in bytes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BYTES_AT_ONCE = 2**22
+_DTYPES = ("dtype", "torch_dtype")
+"""Entries of config.json in transformers 5 and before."""
+_QUANTISATIONS = ("quantization_config", "compression_config")
 
 
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -66,7 +70,8 @@ class TensorFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors are aligned
         self._file = self._unfinished.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        with named(path):
+            self._file.write(len(text).to_bytes(8, "little") + text)
         self._start = self._file.tell()
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -75,19 +80,21 @@ class TensorFile:
         """
         (dtype, shape), start = self._ahead.pop(name)
         assert tensor.shape[1:] == shape[1:] and len(tensor) <= shape[0], (name, tensor.shape)
-        self._file.seek(self._start + start)
         rows = max(1, _BYTES_AT_ONCE * len(tensor) // max(1, tensor.nbytes))
-        for part in tensor.detach().split(rows):
-            check_finite(name, part)
-            data = part.to(device="cpu", dtype=dtype).contiguous()
-            self._file.write(data.reshape(-1).view(torch.uint8).numpy())
-        end = self._start + start + num_bytes((dtype, shape))
-        self._file.write(bytes(end - self._file.tell()))
+        with named(self._path):
+            self._file.seek(self._start + start)
+            for part in tensor.detach().split(rows):
+                check_finite(name, part)
+                data = part.to(device="cpu", dtype=dtype).contiguous()
+                self._file.write(data.reshape(-1).view(torch.uint8).numpy())
+            end = self._start + start + num_bytes((dtype, shape))
+            self._file.write(bytes(end - self._file.tell()))
 
     def close(self) -> None:
         """Give the file its name, once all of it is on disk."""
         assert not self._ahead, f"{self._path} is not complete"
-        self._file.close()
+        with named(self._path):
+            self._file.close()
         sync(self._unfinished)
         self._unfinished.replace(self._path)
 
@@ -130,6 +137,21 @@ class HuggingFaceWriter:
                 "weight_map": dict(sorted(self._weight_map.items())),
             }
             write_whole(self._index, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def of_type(values: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Return the entries of a config.json for weights of this type, None for several: every entry
+    that names a type, of a part of the model too, names this one, and none states a quantisation.
+    """
+    kept = {
+        name: of_type(value, dtype) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name not in _QUANTISATIONS
+    }
+    stated = [kept[name] for name in _DTYPES if kept.get(name) is not None]
+    if dtype is None and stated:
+        dtype = stated[0]
+    return kept | {name: dtype for name in _DTYPES if name in kept}
 
 
 def save_huggingface(
@@ -232,6 +254,7 @@ def _add_older_spellings(directory: Path) -> None:
     """
     path = directory / "config.json"
     values = json.loads(path.read_text())
+    values = of_type(values, values.get("dtype"))
     rope = values.get("rope_parameters") or {}
     if "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import CONFIG_FILE, is_run, read_object, read_recorded
+from ragen_mega.data.paths import dangling
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -82,6 +83,10 @@ def check_directory(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Raise ValueError if a run may not use this directory; nothing is touched."""
     summary = directory / SUMMARY_FILE
     for path in (directory, *directory.parents):
+        if problem := dangling(str(path)):
+            raise ValueError(
+                f"run directory {directory}: {problem}; make that folder or choose another --output"
+            )
         if path.exists() and not path.is_dir():
             raise ValueError(
                 f"run directory {directory}: {path} is a file; choose another --name or --output"

@@ -2,6 +2,7 @@
 answers.
 """
 
+import copy
 import json
 import random
 from collections import defaultdict
@@ -11,10 +12,11 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from ragen_mega.agents.call_tree import CALL, Call, ChatMessage, ToolCall, written
+from ragen_mega.agents.call_tree import CALL, Call
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Trajectory, in_groups
+from ragen_mega.environments.messages import ChatMessage, read_message, written
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
 from ragen_mega.extensions.registry import Registry
@@ -174,7 +176,8 @@ def _ideal(path: str) -> Example:
 
     def answer(call: Call, draw: random.Random) -> str:
         try:
-            said = guarded(lambda: function(_conversation(call), list(call.tools)))
+            tools = copy.deepcopy(list(call.tools))
+            said = guarded(lambda: function(_conversation(call), tools))
         except EnvironmentFailed as error:
             raise ValueError(f"--agent-example {path} failed: {error}") from error
         return written(_message(path, said))
@@ -186,17 +189,11 @@ def _message(path: str, said: Any) -> ChatMessage:
     """Read what an example returned. Raises ValueError if it is no message of the assistant."""
     given: Mapping[str, Any] = {"content": said} if isinstance(said, str) else said
     try:
-        calls = []
-        for call in given.get("tool_calls") or ():
-            function = call.get("function", call)
-            arguments = function.get("arguments", {})
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append(ToolCall(function["name"], text))
-        return ChatMessage("assistant", given.get("content") or "", tuple(calls))
-    except (AttributeError, KeyError, TypeError):
+        return read_message("its answer", given | {"role": "assistant"}).message
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"--agent-example {path} must return a text, or a message with content and tool_calls,"
-            f" each with name and arguments, not {said!r:.80}"
+            f" each with name and arguments, not {said!r:.80} ({error!s:.200})"
         ) from None
 
 

@@ -179,10 +179,10 @@ def said_in(played: ScriptedEpisode) -> Iterator[str]:
     """Yield the tools and messages of an episode, each as the text that the policy sees."""
     tools = played.messages and played.begun.tools or ()
     yield from (json.dumps(tool, ensure_ascii=False) for tool in tools)
-    yield from (message.content for message in played.messages)
+    yield from (message.text for message in played.messages)
     for response, result in played.turns:
         yield response
-        yield from (message.content for message in result.messages)
+        yield from (message.text for message in result.messages)
 
 
 def as_trajectory(
@@ -226,7 +226,7 @@ def recorded_trajectory(
             observation = renderer.observe(before, True)
         else:
             observation = renderer.start(before)
-        tokens = renderer.encode_answer(message.content)
+        tokens = renderer.encode_answer(message.text)
         if len(trajectory) + len(observation) + len(tokens) > max_context:
             trajectory.truncated = True
             break

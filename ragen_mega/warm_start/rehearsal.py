@@ -20,7 +20,7 @@ from ragen_mega.environments.pool import describe_failures
 from ragen_mega.environments.random_player import is_drawn
 from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
-from ragen_mega.rollout.tasks import episode_maker
+from ragen_mega.rollout.tasks import episode_maker, reference_notes
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.warm_start.agent_play import example_play, example_texts
 from ragen_mega.warm_start.clone import (
@@ -119,11 +119,12 @@ def _needed_by_agent(config: StarPOConfig, renderer: ChatRenderer, name: str) ->
 
 
 def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
-    """Return lines about errors in scripted play, and limits that it does not fit into. Raises
-    ValueError if an environment cannot read the answers of scripted play, or a reward, estimator,
-    filter or metric of the user's fails on it or answers with something else.
+    """Return lines about references that score nothing, errors in scripted play, and limits that it
+    does not fit into. Raises ValueError if an environment cannot read the answers of scripted play,
+    or a reward, estimator, filter or metric of the user's fails on it or answers with something
+    else.
     """
-    notes = []
+    notes = reference_notes(config.environment)
     for name in config.environment.worlds:
         rehearsed = list(rehearse(config, name))
         failures = [(each.seed, each.error) for each in rehearsed if each.error is not None]

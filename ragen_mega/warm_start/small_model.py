@@ -23,8 +23,8 @@ from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import Worker, briefly
+from ragen_mega.environments.processes import builder
 from ragen_mega.environments.protocol import Environment
-from ragen_mega.environments.registry import make
 from ragen_mega.environments.scripted import narration_note
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
@@ -118,6 +118,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     hf = small_model(config.model, vocab_size=-(-len(tokenizer) // rows) * rows)
     hf.eos_token_id, hf.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     hf.bos_token_id = None
+    hf.max_position_embeddings = max(hf.max_position_embeddings, config.rollout.max_context_length)
     weights = random_weights(hf, config.seed_of_warm_start)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
 
@@ -126,8 +127,8 @@ def _declared(
     config: StarPOConfig, name: str
 ) -> AbstractContextManager[tuple[Worker, Environment]]:
     """Return the environment `name`, for its declarations."""
-    build = partial(make, name, **config.environment.options(name))
-    return briefly(name, build, config.environment.environment_timeout)
+    world = config.environment
+    return briefly(name, builder(world, name, world.options(name)), world.environment_timeout)
 
 
 def warm_start(

@@ -359,7 +359,7 @@ def agents_episode(renderer) -> Trajectory:
         sample([*begun, ChatMessage("tool", result)], f"It is {result}.", role="planner")
     sample([ChatMessage("user", "Help.")], "No.", role="worker", is_trained=False)
     empty = Trajectory(0, environment="bandit", outcome_seed=1)
-    return tree.trajectory(empty, reward=1.0, call_rewards={1: 0.25})
+    return tree.trajectory(empty, reward=1.0, call_rewards={(1, 0): 0.25})
 
 
 @needs_browser
@@ -376,10 +376,14 @@ def test_the_calls_of_an_agent_are_a_tree(run: Path, page, tmp_path: Path) -> No
     opened.get_by_label("of").select_option("evaluation, bandit")
     top = opened.locator("#calls > ul > li")
     top.first.wait_for()
-    assert top.locator("> button").all_inner_texts() == ["call 1 of planner", "call 4 of worker"]
+    assert top.locator("> button").all_inner_texts() == [
+        "call-0-0 of planner",
+        "call-3-0 of worker",
+    ]
     assert 'add({"a": 1})' in top.first.inner_text() and "not trained" in top.last.inner_text()
     below = top.first.locator("li")
-    assert below.locator("button").all_inner_texts() == ["call 2 of planner", "call 3 of planner"]
+    names = ["call-1-0 of planner", "call-2-0 of planner"]
+    assert below.locator("button").all_inner_texts() == names
     assert "reward 0.25" in below.first.inner_text() and NEVER_SEEN in below.last.inner_text()
     # The branch shows its new message, and its whole prompt once it is opened.
     branch = opened.locator("details.message")

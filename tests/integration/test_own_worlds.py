@@ -142,6 +142,26 @@ class NeverAnswers(Guess):
 
         time.sleep(600)
 """
+WANDERER = """
+import os
+
+os.chdir("/")
+
+
+class Wanderer:
+    actions = ("stay", "go")
+
+    def __init__(self):
+        os.chdir("/usr")
+
+    def reset(self, seed):
+        os.chdir("/tmp")
+        return "Stay or go?"
+
+    def step(self, action):
+        os.chdir("/dev")
+        return "There.", float(action == "go"), True, False, {}
+"""
 FLAGS = """
     --output out --name mine --hidden-size 16 --ffn-hidden-size 32 --num-layers 1 --num-groups 2
     --group-size 4 --minibatch-size 4 --max-turns 2 --eval-prompts 4 --eval-samples 1
@@ -203,6 +223,27 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(
     evaluate.main(["--load", "out/mine", "--environment", f"{mine},bandit", *asked])
     sets = json.loads((folder / "evaluated.json").read_text())["sets"]
     assert sets[mine]["optimum"] is None and sets["bandit"]["optimum"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_world_may_leave_the_directory(folder: Path) -> None:
+    """Whenever it does, relative paths are those of the directory in which the run was started."""
+    (folder / "my_wanderer.py").write_text(WANDERER)
+    rows = [{"question": f"Is {n} odd?", "answer": n % 2} for n in range(20)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    names = "my_wanderer:Wanderer,tasks:rows.jsonl"
+    done = train(folder, names, "--num-steps", "1", "--name", "wandered")
+    assert done.returncode == 0, done.stderr
+    recorded = json.loads((folder / "out/wandered/config.json").read_text())
+    options = json.loads(recorded["environment"]["environment_options"])
+    assert options == {"tasks:rows.jsonl": {"directory": str(folder)}}
+    assert recorded["logging"]["output"] == str(folder / "out")
+    assert recorded["provenance"][0]["directory"] == str(folder)
+    program = str(Path(sys.executable).with_name("ragen-mega"))
+    asked = "--num-prompts 2 --samples-per-prompt 1 --json there.json --environment".split()
+    done = execute(folder, program, "evaluate", "--load", "out/wandered", *asked, names)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((folder / "there.json").read_text())["sets"]) == 2
 
 
 @pytest.mark.slow

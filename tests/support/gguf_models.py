@@ -123,7 +123,7 @@ def write_gguf(
     further: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a model and its tokenizer. Matrices get the named type; `keys` and tensors of `further`
-    are added, and a tensor is left out, as a damaged or unsupported file has them.
+    are added, a key of None and one tensor are left out, as a damaged or unsupported file has them.
     """
     hf, kind = model.config, GGMLQuantizationType[type_name]
     writer = GGUFWriter(path, architecture or hf.model_type)
@@ -140,6 +140,9 @@ def write_gguf(
         if hf.model_type == "llama":
             sizes["llama.rope.dimension_count"] = head_dim
     for name, value in (sizes | (keys or {})).items():
+        writer.kv_data[0].pop(name, None)
+        if value is None:
+            continue
         writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
     _write_tokenizer(writer, tokenizer, pre, template, hf.vocab_size)
     for name, weight in _stored(model):

@@ -60,8 +60,13 @@ def serve() -> None:
         if asked["method"] in ("initialize", "tools/list", "tools/call"):
             num_calls += asked["method"] == "tools/call"
             reply = {"result": answer(asked["method"], asked.get("params", {}), num_calls)}
-        if FAULT == "refuses" and asked["method"] == "tools/call":
-            reply = {"error": {"code": -32602, "message": "no such arguments"}}
+        if FAULT.startswith("refuses") and asked["method"] == "tools/call":
+            code = int(FAULT.partition(" ")[2] or -32602)
+            reply = {"error": {"code": code, "message": "no such arguments"}}
+        if FAULT == "notifies" and asked["method"] == "tools/call":
+            news = {"level": "info", "data": f"call {num_calls}"}
+            note = {"method": "notifications/message", "params": news}
+            print(json.dumps({"jsonrpc": "2.0", **note}), flush=True)
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **reply}), flush=True)
     if FAULT == STUBBORN:
         time.sleep(600)

@@ -223,7 +223,7 @@ def test_limits_of_an_answer_are_kept_and_told():
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "invalid_value",
-            "input[0].content",
+            "input[0].content[0]",
         ),
         ({"input": "x" * 5000}, "context_length_exceeded", "messages"),
     ],

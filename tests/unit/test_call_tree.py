@@ -451,9 +451,11 @@ def test_rewards_and_records_of_calls(qwen3: ChatRenderer) -> None:
     judged = tree.begin([SYSTEM, USER, said(answers[1]), USER], [LOOK], role="judge")
     tree.answer(judged, completion_of(qwen3, "good"), is_trained=False)
     answers[0].info["max_tokens"] = 7
-    rewards = {0: 0.5, 1: 0.25}
+    rewards = {(0, 0): 0.5, (0, 1): -4.0, (1, 0): 0.25}
     trajectory = tree.trajectory(Trajectory(0), reward=2.0, call_rewards=rewards)
-    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5 + 2.0 + 0.25]
+    assert trajectory.total_reward == 0.5 - 4.0 + 0.25 + 2.0
+    assert [turn.info[CALL]["answer"] for turn in trajectory.turns] == [0, 1]
+    assert [turn.reward for turn in trajectory.turns] == [0.5, -4.0 + 2.0 + 0.25]
     infos = {turn.info[CALL]["answer"]: turn.info for turn in trajectory.turns}
     assert infos[0]["max_tokens"] == 7 and infos[0][CALL]["tools"] == [LOOK]
     (other,) = trajectory.turns[-1].info[UNTRAINED]
@@ -462,8 +464,25 @@ def test_rewards_and_records_of_calls(qwen3: ChatRenderer) -> None:
     assert len(trajectory) == len(trajectory.segments) * len(call.tokens) + sum(
         len(answer.completion.tokens) for answer in answers
     ), "an untrained end is left out"
-    with pytest.raises(ValueError, match="calls name 2"):
-        tree.trajectory(Trajectory(0), reward=0.0, call_rewards={2: 1.0})
+    for unknown in ((2, 0), (0, 2)):
+        with pytest.raises(ValueError, match="which no answer of the tree is"):
+            tree.trajectory(Trajectory(0), reward=0.0, call_rewards={unknown: 1.0})
+
+
+def test_a_prompt_that_is_only_counted_has_no_part_in_the_episode(qwen3: ChatRenderer) -> None:
+    tree = CallTree(qwen3, max_context_length=40)
+    long = [ChatMessage("user", "the box " * 40)]
+    counted = tree.begin(long, None, is_asked=False)
+    whole = qwen3.tokenizer.apply_chat_template(
+        [{"role": "user", "content": long[0].content}], tokenize=False, add_generation_prompt=True
+    )
+    opened = qwen3.tokenizer.decode(qwen3.start([USER])).rpartition("assistant\n")[2]
+    assert counted.tokens == encoded(qwen3.tokenizer, whole + opened)
+    assert len(counted.tokens) > 40 and tree.calls == []
+    refused(tree, long, None)
+    tree.begin([USER], None, is_asked=False)
+    asked = tree.begin([USER], None)
+    assert tree.begin([USER], None, is_asked=False) is asked and tree.calls == [asked]
 
 
 def test_other_ranks_know_that_a_trajectory_is_a_tree(qwen3: ChatRenderer) -> None:

@@ -24,7 +24,7 @@ from ragen_mega.config import parse
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.run.build import known_references, locate
+from ragen_mega.run.build import known_references, with_models
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -524,12 +524,13 @@ def test_paths_are_absolute_and_a_hub_name_is_a_commit(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "critic").mkdir()
     flags = "--load owner/model --critic-load critic --boards b.jsonl --rollout-engine sglang"
-    config = locate(parse([*flags.split(), "--sglang-python", "venv/bin/python"]))
+    config = parse([*flags.split(), "--sglang-python", "venv/bin/python"]).located()
+    config = with_models(config)
     assert config.model.load == str(model / "snapshots" / commit)
     assert config.model.critic_load == str(tmp_path / "critic")
     assert config.evaluation.boards == str(tmp_path / "b.jsonl")
     assert config.rollout.sglang_python == str(tmp_path / "venv/bin/python")
     with pytest.raises(ValueError, match="--load owner/other is no directory here"):
-        locate(parse(["--load", "owner/other"]))
+        with_models(parse(["--load", "owner/other"]).located())
     said = "--load owner/other: there is no such directory, so the hub is asked for it"
     assert capsys.readouterr().err.count(said) == 1

@@ -4,6 +4,7 @@ survives its JSON.
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -325,7 +326,7 @@ def test_a_missing_wandb_is_an_error_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = parse(["--wandb-project", "starpo", "--output", str(tmp_path / "runs")])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ModuleNotFoundError
     with pytest.raises(ValueError, match="pip install wandb .*--wandb-project"):
         check(config, 1, 1)
     assert not (tmp_path / "runs").exists()

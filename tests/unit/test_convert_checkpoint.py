@@ -14,7 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.report.console import Console
@@ -166,6 +172,37 @@ def test_a_type_is_changed_only_when_asked_for(tmp_path: Path) -> None:
     assert_equal(
         read(wide), {name: value.bfloat16().float() for name, value in read(start).items()}
     )
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"dtype": "float32", "torch_dtype": "float32"},
+        {"torch_dtype": "float32"},
+        {"dtype": "float32", "text_config": {"dtype": "float32", "torch_dtype": "float16"}},
+        {"torch_dtype": "float16", "text_config": {"torch_dtype": "float32"}},
+        {},
+    ],
+)
+@pytest.mark.parametrize("format", ["huggingface", "megatron"])
+def test_a_converted_config_states_one_type(stated: dict, format: str, tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start", "qwen2_untied")
+    config = json.loads((start / "config.json").read_text())
+    del config["dtype"]
+    (start / "config.json").write_text(json.dumps(config | stated))
+    for name in ("hf_quant_config.json", "quantize_config.json"):  # which SGLang would believe
+        (start / name).write_text("{}")
+    target = convert(start, tmp_path / "target", format, dtype="bfloat16")
+    found: list[str] = []
+
+    def note(entries: dict) -> dict:
+        found.extend(value for name, value in entries.items() if name.endswith("dtype"))
+        return entries
+
+    after = json.loads((target / "config.json").read_text(), object_hook=note)
+    assert set(found) == {"bfloat16"} and stated.keys() <= after.keys()
+    assert AutoConfig.from_pretrained(target).dtype == torch.bfloat16
+    assert not [*target.glob("*quant*_config.json")]
 
 
 def flip_a_byte(path: Path, position: float) -> None:

@@ -276,7 +276,7 @@ def test_an_estimator_of_the_users_sees_everything_and_takes_its_options(played)
     config = AdvantageConfig(advantage_estimator="mine_for_credit", gamma=0.9)
     estimate = estimate_advantages(batch, trajectories, config)
     assert (seen["gamma"], seen["turn_gamma"], seen["patience"]) == (0.9, 0.5, 3)
-    assert seen["inputs"].trajectories is trajectories
+    assert seen["inputs"].trajectories == trajectories, "copies"
     for one, row in zip(trajectories, sampled(played, estimate.advantages)):
         assert flat([row]) == pytest.approx([one.total_reward] * len(flat([row])), abs=1e-5)
     with pytest.raises(ValueError, match="turn_lam .* mine_for_credit"):

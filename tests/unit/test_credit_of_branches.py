@@ -49,10 +49,10 @@ def play(renderer: ChatRenderer, group: int, rng: random.Random) -> tuple[Trajec
         follow = [ChatMessage("assistant", word), ChatMessage("user", rng.choice("xyz"))]
         histories.append([*histories[which], *follow])
         parents.append(node)
-    rewards = {call.index: rng.choice([0.0, rng.uniform(-2, 2)]) for call in tree.calls}
+    rewards = {node: rng.choice([0.0, rng.uniform(-2, 2)]) for node, *_ in nodes}
     reward = rng.uniform(-3, 3)
     trajectory = tree.trajectory(Trajectory(group), reward=reward, call_rewards=rewards)
-    total = reward + sum(rewards[node[0]] for node, *_ in nodes)
+    total = reward + sum(rewards.values())
     assert trajectory.total_reward == pytest.approx(total)
 
     def leads_to_training(node: Node, is_trained: bool) -> bool:
@@ -82,7 +82,7 @@ def play(renderer: ChatRenderer, group: int, rng: random.Random) -> tuple[Trajec
             if first is None:
                 break
             node, is_trained = first
-        earned = [rewards[call] for call, _ in path]
+        earned = [rewards[node] for node in path]
         earned[-1] += total - sum(earned)
         branches.append(Branch(path, earned))
         for other in rest:

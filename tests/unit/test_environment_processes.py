@@ -2,10 +2,15 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 
 from ragen_mega.config import EnvironmentConfig
@@ -45,17 +50,80 @@ class Odd:
 
     def parse(self, text):
         return int(text) and text
+
+
+class Parent:
+    # A world with a process of its own, which sleeps, and a process of that in another session.
+
+    def reset(self, seed):
+        import multiprocessing
+        import subprocess
+        import sys
+
+        nap = "import time; time.sleep(600)"
+        context = multiprocessing.get_context("fork")
+        answers = context.SimpleQueue()
+
+        def child():
+            orphan = subprocess.Popen([sys.executable, "-c", nap], start_new_session=True)
+            answers.put((os.getpid(), orphan.pid))
+            exec(nap)
+
+        context.Process(target=child).start()
+        return " ".join(map(str, (os.getpid(), *answers.get())))
+
+    def step(self, text):
+        if text == "die":
+            os._exit(3)
+        if text == "hang":
+            import time
+
+            print("hangs", flush=True)
+            time.sleep(600)
+        return text, 0.5, True, False, {}
+"""
+OWNER = """
+import sys
+import threading
+
+from ragen_mega.environments.processes import HostedEnvironment
+
+world = HostedEnvironment("odd_world:Parent", {}, 1)
+print(world.reset(0), flush=True)
+if sys.argv[1] == "hang":
+    threading.Thread(target=world.step, args=["hang"], daemon=True).start()
+if sys.argv[1] != "end":
+    sys.stdin.read()
 """
 
 
+def has_ended(pids: Iterable[int], seconds: float = 30.0) -> bool:
+    """Return whether all of these processes have ended, or do so soon."""
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if is_running(pid)]:
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Hosts have the path of the process that starts them."""
     folder = tmp_path_factory.mktemp("hosted")
     (folder / "odd_world.py").write_text(WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        yield
+        yield folder
 
 
 def test_episodes_are_those_of_this_process() -> None:
@@ -90,6 +158,43 @@ def test_a_host_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match="environment is gone"):
         stuck.step("hang")
     assert HostedEnvironment("odd_world:Odd", {}, 1).reset(0).isdigit()
+
+
+@pytest.mark.parametrize("how", ["end", "kill", "terminate", "hang"])
+def test_processes_of_a_world_end_with_the_run(how: str, folder: Path) -> None:
+    """Whether it ends, is killed, or is killed while a call of the world does not return."""
+    paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+        text=True,
+    )
+    family = [*map(int, owner.stdout.readline().split())]
+    assert len(family) == 3, "host, its child and its grandchild"
+    if how == "hang":
+        assert owner.stdout.readline() == "hangs\n"
+    if how in ("kill", "hang"):
+        owner.kill()
+    elif how == "terminate":
+        owner.terminate()
+    owner.stdin.close()
+    owner.wait()
+    assert has_ended(family)
+    owner.stdout.close()
+
+
+def test_processes_of_a_world_end_with_its_host() -> None:
+    for last in ("hang", "die"):
+        world = HostedEnvironment("odd_world:Parent", {}, 1, timeout=20.0 if last == "die" else 2.0)
+        family = [*map(int, world.reset(0).split())]
+        with pytest.raises(RuntimeError, match="environment is gone"):
+            world.step(last)
+        # The host can no longer name a process that has left both its parent and its session.
+        assert has_ended(family if last == "hang" else family[:2])
+        if last == "die" and is_running(family[2]):
+            os.kill(family[2], signal.SIGKILL)
 
 
 def test_a_call_that_waits_for_others_in_its_host_is_not_too_late() -> None:

@@ -17,7 +17,10 @@ from ragen_mega.environments.episode import failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.reference_players import wilson_interval
 from ragen_mega.rollout.evaluate import _score, pass_at_k, success_interval
+from ragen_mega.run import evaluation
 from ragen_mega.run.evaluation import _settings
+from ragen_mega.warm_start.tokenizer import train_tokenizer
+from tests.support.small_policy import tiny_qwen2
 
 
 @pytest.mark.parametrize("samples", [2, 8])
@@ -200,3 +203,43 @@ def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) ->
         found = {name: _settings(recorded, name, rules).environment.options(name) for name in own}
         assert found == {"sokoban": own["sokoban"], "frozen_lake": lake}
     assert given == {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}
+
+
+def saved_model(directory: Path, *, spare_rows: int = 0, positions: int = 64) -> Path:
+    tokenizer = train_tokenizer(["system user assistant first second third"])
+    model = tiny_qwen2(len(tokenizer) + spare_rows)
+    model.config.max_position_embeddings = positions
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_a_tokenizer_beyond_the_embedding_is_refused_before_anything_is_played(
+    tmp_path: Path,
+) -> None:
+    directory = saved_model(tmp_path, spare_rows=-1)
+    with pytest.raises(ValueError, match="the tokenizer of .* has the id .* copy the tokenizer"):
+        evaluation.evaluate(directory, "bandit")
+
+
+@pytest.mark.parametrize(("positions", "expected"), [(64, 64), (5000, 3600)])
+def test_no_episode_is_longer_than_the_positions_of_the_model(
+    positions: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory, played = saved_model(tmp_path, spare_rows=8, positions=positions), {}
+
+    def note(engine: object, renderer: object, console: object, sets: dict, **_: object) -> dict:
+        return played.setdefault("sets", sets)
+
+    monkeypatch.setattr(evaluation, "evaluate_each", note)
+    evaluation.evaluate_sets(directory, ["bandit", "frozen_lake"], num_prompts=1)
+    lengths = {each.settings.max_context_length for each in played["sets"].values()}
+    assert lengths == {expected}
+    said = f"episodes end at {positions} tokens, the positions of {directory}" in (
+        " ".join(capsys.readouterr().out.split())
+    )
+    assert said == (positions < 3600)

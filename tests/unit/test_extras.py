@@ -1,14 +1,20 @@
 """Optional packages: the default installation works without them, and errors name their extra."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import requires
+from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
-from ragen_mega.extensions.extras import EXTRAS
+from ragen_mega.extensions.extras import EXTRAS, lack
 
-BLOCKED = [module for modules in EXTRAS.values() for module in modules]
+MODULES = {
+    extra: [use.split(":")[0].split(".")[0] for use in uses] for extra, uses in EXTRAS.items()
+}
+BLOCKED = [module for modules in MODULES.values() for module in modules]
 WITHOUT = f"""
 import sys
 for module in {BLOCKED}:
@@ -26,7 +32,7 @@ def without_extras(code: str) -> str:
 def test_every_extra_installs_its_modules_and_the_default_installation_none():
     names = {"Stemmer": "PyStemmer"}
     declared = [Requirement(text) for text in requires("ragen-mega")]
-    for extra, modules in EXTRAS.items():
+    for extra, modules in MODULES.items():
         for module in modules:
             name = names.get(module, module)
             markers = [one.marker for one in declared if one.name.lower() == name.lower()]
@@ -65,3 +71,31 @@ def test_what_needs_a_missing_package_names_the_extra_that_installs_it():
         "ragen-mega[studies]'",
         "ragen-mega[verifiers]'",
     ]
+
+
+@pytest.mark.parametrize("kind", ["folder", "package", "file"])
+def test_a_namesake_in_the_working_directory_is_no_package(kind: str, tmp_path: Path) -> None:
+    name = "wandb_like"
+    (tmp_path / name).mkdir() if kind != "file" else (tmp_path / f"{name}.py").touch()
+    if kind == "package":
+        (tmp_path / name / "__init__.py").touch()
+    code = (
+        "from ragen_mega.extensions.extras import is_found, lack\n"
+        f"print(lack('{name}:init')); print(lack('{name}.part:Thing'))\n"
+        f"print(is_found('{name}')); print(lack('no_such_thing:init'))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    attribute, part, found, missing = done.stdout.splitlines()
+    for said in (attribute, part):
+        assert said.startswith(f"is {tmp_path / name}") and "rename that" in said
+    assert (found, missing) == (str(kind != "folder"), "is not installed")
+
+
+def test_what_a_package_is_asked_for_is_in_it() -> None:
+    for uses in EXTRAS.values():
+        for use in uses:
+            pytest.importorskip(use.partition(":")[0].partition(".")[0])
+            assert lack(use) is None

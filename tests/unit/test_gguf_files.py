@@ -2,6 +2,7 @@
 and the tokens of its tokenizer.
 """
 
+import struct
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFValueType
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from ragen_mega.commands import convert_checkpoint, plan
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.storage import gguf_files
+from ragen_mega.storage.gguf_files import read_config
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from tests.support.gguf_models import (
@@ -239,3 +241,73 @@ def test_commands_take_the_file_or_its_folder(
     write_gguf(path, random_model(), tokenizers["smollm"], "smollm")
     with pytest.raises(ValueError, match="a.gguf, b.gguf"):
         check_model_directory("--load", str(folder), needs_tokenizer=True)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def entry(key: str, kind: GGUFValueType, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def header(num_tensors: int, num_entries: int) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_entries)
+
+
+LLAMA = entry("general.architecture", GGUFValueType.STRING, text("llama"))
+LIST = GGUFValueType.ARRAY
+NESTED = struct.pack("<IQ", LIST, 1) * 100_000 + struct.pack("<IQ", GGUFValueType.UINT8, 0)
+DAMAGED = {
+    "entries": header(0, 2**63) + LLAMA,
+    "tensors": header(2**64 - 1, 1) + LLAMA,
+    "length of a name": header(0, 1) + struct.pack("<Q", 2**64 - 1) + b"a",
+    "length of a text": header(0, 1) + entry("a", GGUFValueType.STRING, struct.pack("<Q", 2**63)),
+    "elements": header(0, 1) + entry("a", LIST, struct.pack("<IQ", 0, 2**63)) + bytes(1000),
+    "texts": header(0, 1) + entry("a", LIST, struct.pack("<IQ", 8, 2**23)) + bytes(1000),
+    "lists in lists": header(0, 1) + entry("a", LIST, NESTED),
+    "empty lists without end": header(0, 1) + entry("a", LIST, struct.pack("<IQ", LIST, 2**40)),
+    "a type that is none": header(0, 1) + entry("a", 77, bytes(8)),
+    "an entry twice": header(0, 2) + LLAMA * 2,
+    "dimensions": header(1, 1) + LLAMA + text("t") + struct.pack("<I", 2**31) + bytes(64),
+    "sizes": header(1, 1) + LLAMA + text("t") + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0),
+    "place": header(1, 1) + LLAMA + text("t") + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(64),
+    "alignment": header(0, 1) + entry("general.alignment", 4, bytes(4)),
+    "a number of parts that is a text": header(0, 2) + LLAMA + entry("split.count", 8, text("x")),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_header_that_claims_too_much_is_refused_at_once(
+    case: str, tmp_path: Path, cache: Path
+) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(DAMAGED[case])
+    with pytest.raises(ValueError, match="cannot read .* as GGUF|several parts") as error:
+        local_directory(str(path))
+    assert "\n" not in str(error.value) and not list(cache.iterdir())
+
+
+def test_what_llama_cpp_lets_a_file_leave_out_is_as_it_reads_it(
+    tmp_path: Path, cache: Path, tokenizers
+) -> None:
+    changes = {"llama.attention.head_count_kv": None, "llama.rope.freq_base": None}
+    path = write_gguf(
+        tmp_path / "a.gguf", random_model(), tokenizers["smollm"], "smollm", keys=changes
+    )
+    with pytest.raises(ValueError, match="attn_k.weight .* must be"):  # heads are all of their own
+        local_directory(str(path))
+    config = read_config(path)
+    assert config.num_key_value_heads == config.num_attention_heads
+    assert config.rope_parameters["rope_theta"] == 10_000.0
+
+
+def test_too_many_layers_are_refused_before_they_are_counted(
+    tmp_path: Path, cache: Path, tokenizers
+) -> None:
+    path = write_gguf(
+        tmp_path / "a.gguf", random_model(), tokenizers["smollm"], "smollm",
+        keys={"llama.block_count": 2**31},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="num_hidden_layers must be at most"):
+        local_directory(str(path))

@@ -40,6 +40,31 @@ PLAIN = f"{sys.executable} -S {plain_mcp_server.__file__}"
 TEMPLATE = Path(__file__).parents[1] / "support" / "templates" / "qwen3.jinja"
 
 
+ENDLESS = """
+import json
+import sys
+
+page = 0
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("method") == "initialize":
+        version = request["params"]["protocolVersion"]
+        about = {"name": "endless", "version": "1"}
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+    elif request.get("method") == "tools/list":
+        page += 1
+        tool = {"name": f"tool_{page}", "inputSchema": {"type": "object"}}
+        result = {"tools": [tool], "nextCursor": CURSOR}
+    elif "id" in request:
+        error = {"code": -32601, "message": "no such method"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
+        continue
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+"""
+
+
 @contextmanager
 def serving(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """URL and process of our server over HTTP."""
@@ -200,13 +225,42 @@ def test_servers_that_cannot_be_used_are_one_line_at_the_start(
         ([f"{url}/no"], {}, "no' does not start .Not Found"),
         ([f"{PLAIN} 'no tools'"], {}, "must have tools, and names none"),
         ([f"{PLAIN} 'no list'"], {}, "failed in the list of tools .*should be a valid list"),
-        ([f"{PLAIN} 'no schema'"], {}, r"tool add of .* and \$\.properties\.a\.type of it is"),
+        ([f"{PLAIN} 'no schema'"], {}, r"tool add must .* and \$\.properties\.a\.type of it is"),
         ([PLAIN, f"{PLAIN} "], {}, "distinct names, and add is one of"),
         ([PLAIN], {"only": ["add", "sub"]}, "not sub; it has add"),
     ):
         with pytest.raises(ValueError, match=said) as failed:
             McpTools(*servers, **options)
         assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(("cursor", "num_pages"), [("'more'", 2), ("str(page)", 101)])
+def test_a_list_of_tools_without_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cursor: str, num_pages: int
+) -> None:
+    """A server that names the same next page for ever, and one that always names a new one."""
+    program = tmp_path / "endless.py"
+    program.write_text(ENDLESS.replace("CURSOR", cursor))
+    with pytest.raises(ValueError, match=f"has no end: after {num_pages} pages") as caught:
+        McpTools(f"{sys.executable} -S {program}")
+    assert "\n" not in str(caught.value)
+
+
+def test_programs_start_in_the_directory_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_server.py").write_text(Path(mcp_server.__file__).read_text())
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": 1}\n' * 2)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--tasks", "rows.jsonl", "--mcp", f"{sys.executable} my_server.py"]
+    config = parse(flags).environment.located()
+    monkeypatch.chdir("/")
+    options = config.options("tasks:rows.jsonl") | {"validation": "rows.jsonl"}
+    world = make("tasks:rows.jsonl", **options)
+    calls.reset(world, 0)
+    call = {"name": "add", "arguments": {"a": 20, "b": 3}}
+    assert calls.step(world, call).observation[0].content == "23"
+    world.close()
 
 
 def test_a_server_of_the_protocols_authors() -> None:
@@ -222,9 +276,33 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
     tools.close()
     assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
-    refusing = McpTools(f"{PLAIN} refuses")
-    assert ask(refusing, "add", a=1) == ask(refusing, "add", a=2) == "Error: no such arguments"
-    refusing.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_error_of_a_tool_is_its_answer_and_keeps_the_session(is_shared: bool) -> None:
+    """Whatever its code; the SDK uses -32000 for connections that are closed, and servers do for
+    errors of their own.
+    """
+    for code in (-32602, -32603, -32601, -32600, -32000, -32001, 7):
+        refusing = McpTools(f"{PLAIN} 'refuses {code}'", is_shared=is_shared)
+        assert ask(refusing, "add", a=1) == "Error: no such arguments"
+        (session,) = [s for s in refusing._sessions.values() if f"refuses {code}'" in s._server]
+        assert ask(refusing, "add", a=2) == "Error: no such arguments"
+        assert session in refusing._sessions.values() and not session.is_over
+        refusing.close()
+
+
+def test_a_call_that_cannot_be_sent_keeps_the_session() -> None:
+    tools = McpTools(f"{PLAIN} notifies")
+    assert ask(tools, "add", a=1) == "1 in call 1"
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    for odd in ("\ud83d", float("nan"), {1, 2}, deep):
+        assert ask(tools, "add", a=odd).startswith("Error: arguments must be valid JSON")
+    assert ask(tools, "sub", a=1) == "Error: there is no tool 'sub'"
+    assert ask(tools, "add", a=3) == "3 in call 2", "the same session"
+    tools.close()
 
 
 USE = """
@@ -284,7 +362,9 @@ def test_tasks_from_a_file_are_solved_with_tools(rows: str) -> None:
         assert said == [("tool", f"{left + 4} in call 1"), ("tool", "1 in call 2")]
         assert result.reward == 0 and not result.terminated and result.info["is_action_effective"]
         wrong = episode.respond(f"sum</think>{called(a=left, c=4)}")
-        assert not wrong.info["is_action_valid"] and "has no 'c'" in wrong.messages[0].content
+        assert (
+            not wrong.info["is_action_valid"] and "'c' was unexpected" in wrong.messages[0].content
+        )
         unread = episode.respond("sum</think>nine")
         assert not unread.info["is_format_valid"] and told in unread.messages[0].content
         right = episode.respond("sum</think>" + written.format(left + 4))

@@ -199,7 +199,10 @@ def test_a_file_gives_its_first_conversations_of_the_environment(tmp_path: Path)
         ("[1]", "line 1: must be an object"),
         (talk("only a question"), "line 1: a conversation must .* roles are user"),
         ({"messages": []}, "roles are none"),
-        ({"messages": [{"role": "user", "content": 3}]}, "line 1: must be an object"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            r"line 1: messages\[0\].content must be a text, not 3; must be an object",
+        ),
         (talk("a", "b", environment="sokoban"), "must hold conversations of bandit"),
         ("", "must hold conversations of bandit"),
     ],

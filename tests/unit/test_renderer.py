@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from ragen_mega.config import parse
 from ragen_mega.environments.episode import SYSTEM_PROMPT
 from ragen_mega.environments.protocol import Message
+from ragen_mega.rollout import template_cost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.tokenizer import train_tokenizer
@@ -201,3 +202,43 @@ def test_the_examples_of_the_documentation_ask_as_training_does(
         turn = episode.respond(said)
         chat += [{"role": one.role, "content": one.content} for one in turn.messages]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+COSTLY = {
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a large power": "{{ 9 ** (9 ** 9) }}",
+    "memory": "{{ 'a' * 10 ** 12 }}",
+    "text without end": "{% for i in range(99999) %}{{ 'a' * 10 ** 6 }}{% endfor %}",
+    "of the tools alone": "{% if tools %}{{ 9 ** (9 ** 9) }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_a_template_that_takes_all_time_or_memory_is_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_cost, "_SECONDS", 1)
+    tokenizer = new_tokenizer()
+    tokenizer.chat_template += COSTLY[case]
+    with pytest.raises(ValueError, match=r"the chat template takes more than (1 s|1024 MiB) to"):
+        ChatRenderer(tokenizer, think=True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[9].content }}",
+        "{{ messages | sum }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if %}",
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_an_error_of_a_template_is_one_of_its_model(code: str) -> None:
+    tokenizer = new_tokenizer()
+    tokenizer.chat_template += code
+    with pytest.raises(ValueError, match="the chat template does not take messages"):
+        ChatRenderer(tokenizer, think=True)

@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.weights import export_weights, load_weights
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.layout import split_experts
@@ -145,6 +148,39 @@ def write_fp8(directory: Path, family: str = "qwen2", **changes) -> Path:
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
+def rename(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def all_names(tensors: dict[str, Tensor]) -> None:
+        for name in [*tensors]:
+            tensors[change(name)] = tensors.pop(name)
+
+    return edit_tensors(all_names)
+
+
+def cut_file(share: float) -> Callable[[Path], None]:
+    def cut(directory: Path) -> None:
+        path = directory / FILE
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+    return cut
+
+
+def edit_header(
+    change: Callable[[dict[str, Any]], None], length: int | None = None
+) -> Callable[[Path], None]:
+    """Rewrite the header of the file, with a wrong length of itself if one is given."""
+
+    def edit(directory: Path) -> None:
+        data = (directory / FILE).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        size = (len(text) if length is None else length).to_bytes(8, "little")
+        (directory / FILE).write_bytes(size + text + data[end:])
+
+    return edit
+
+
 def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[Path], None]:
     return edit_tensors(lambda tensors: tensors.update({name: value(tensors).contiguous()}))
 
@@ -170,7 +206,10 @@ REFUSED: dict[str, tuple] = {
         ),
         "rope_parameters",
     ),  # fmt: skip
-    "rope without a base": (edit_config(rope_parameters=None, rope_theta=None), "rope_parameters"),
+    "rope without a base": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": None}),
+        "rope_parameters",
+    ),
     "type that is none": (edit_config(dtype="bf16"), "cannot read a model configuration from"),
     "no causal mask": (edit_config(is_causal=False), "is_causal in config.json must be true"),
     "layers of their own": (
@@ -254,6 +293,33 @@ REFUSED: dict[str, tuple] = {
     "scale that no config explains": (
         put(f"{K_PROJ}_scale_inv", lambda tensors: torch.ones(2, 2)), "holds .*_inv, for which",
     ),
+    **{
+        f"names with {what}": (
+            rename(change), rf"it holds {first}\S*, which is .*: rename .*{remedy}",
+        )
+        for what, change, first, remedy in (
+            ("module", lambda name: f"module.{name}", "module.lm_head.weight", "the wrapper"),
+            ("two wrappers", lambda name: f"module._orig_mod.{name}", "module", "the wrapper"),
+            ("an inner wrapper", lambda name: name.replace("mlp.", "mlp._orig_mod."),
+             "model.layers", "the wrapper"),
+            ("PEFT", lambda name: f"base_model.model.{name}", "base_model", "merge_and_unload"),
+            ("a base layer", lambda name: name.replace("q_proj.", "q_proj.base_layer."),
+             "model.layers.0.self_attn.q_proj.base_layer", "merge_and_unload"),
+            ("no model", lambda name: name.removeprefix("model."), "embed_tokens", "CausalLM"),
+            ("transformer", lambda name: name.replace("model.", "transformer."), "transformer",
+             "CausalLM"),
+            ("a larger model", lambda name: f"language_model.{name}", "language_model", "CausalLM"),
+        )
+    },
+    "half a file": (cut_file(0.5), "cannot read .*model.safetensors: .*; the file is missing or"),
+    "no file": (cut_file(0.0), "cannot read .*model.safetensors"),
+    "offsets below zero": (edit_header(lambda header: header[K_PROJ].update(data_offsets=[-8, 8])),
+        "cannot read .*model.safetensors"),
+    "offsets behind the end": (
+        edit_header(lambda header: header[K_PROJ].update(data_offsets=[0, 2**62])),
+        "cannot read .*model.safetensors"),
+    "a header without end": (edit_header(lambda header: None, length=2**63 - 1),
+        "cannot read .*model.safetensors"),
     "tied head": (
         put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"] + 1),
         "ties lm_head.weight to the embedding, and the two differ", "tied",
@@ -489,3 +555,84 @@ def test_a_critic_may_start_from_a_policy_and_a_policy_not_from_a_critic(tmp_pat
     edit_config(rms_norm_eps=1e-3)(critic)
     with pytest.raises(ValueError, match="policy's shape"):
         open_model(critic, hf, is_critic=True)
+
+
+OLD = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+       "max_position_embeddings")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("is_null", [False, True])
+def test_every_reader_takes_the_same_where_an_old_config_says_nothing(
+    family: str, is_null: bool, tmp_path: Path
+) -> None:
+    stated = {"model_type": family} | SIZES | OWN.get(family, {})
+    stated = {name: value for name, value in stated.items() if name not in OLD}
+    stated |= dict.fromkeys(OLD) if is_null else {}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    hf = load_config(str(tmp_path))
+    shape = ModelShape.of(hf)
+    assert shape == ModelShape.from_config(stated)
+    # Multi-head attention, over all channels: the model of arXiv:1706.03762.
+    assert (shape.num_kv_heads, shape.head_dim) == (4, 32 // 4)
+    assert (shape.rms_norm_eps, shape.rope_theta, shape.is_tied) == (1e-6, 1e4, False)
+    usual = CLASSES[family]().max_position_embeddings
+    assert (hf.num_key_value_heads, hf.max_position_embeddings) == (4, usual)
+
+
+def test_a_model_of_that_time_is_computed_as_transformers_does(tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start", "llama", num_key_value_heads=4)
+    reference = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64).eval()
+    config = json.loads((start / "config.json").read_text())
+    for name in ("num_key_value_heads", "head_dim", "rope_parameters", "tie_word_embeddings"):
+        config.pop(name)
+    (start / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        expected = reference(TOKENS[None]).logits[0]
+    converted = convert(start, tmp_path / "converted")
+    assert json.loads((converted / "config.json").read_text())["num_key_value_heads"] == 4
+    for directory in (start, converted):
+        assert_close(our_logits(directory), expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"weight_map": {"a": "x", "a": "y"}}', "a is there twice"),
+        ('{"weight_map": {"a": 3}}', "cannot read"),
+        ('{"weight_map": ["a"]}', "cannot read"),
+        ("[" * 100_000, "cannot read"),
+        ("{}", "cannot read"),
+    ],
+)
+def test_a_damaged_index_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start")
+    (start / FILE).rename(start / "model-00001-of-00001.safetensors")
+    (start / f"{FILE}.index.json").write_text(text)
+    with pytest.raises(ValueError, match=said) as refused:
+        open_model(start)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_adapter_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter of PEFT and no model; merge it"):
+        check_model_directory("--load", str(tmp_path), needs_tokenizer=True)
+
+
+def test_layers_without_end_are_refused_before_they_are_counted(tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start")
+    edit_config(num_hidden_layers=10**15)(start)
+    for read in (load_config, partial(check_model_directory, "--load", needs_tokenizer=False)):
+        with pytest.raises(ValueError, match="num_hidden_layers must be at most 10000, not 10+"):
+            read(str(start))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    start = write_model(tmp_path / "start")
+    shard = "model-00002-of-00002.safetensors"
+    names = dict.fromkeys(load_file(start / FILE), shard)
+    (start / FILE).unlink()
+    (start / f"{FILE}.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=f"cannot read .*{shard}: .*missing"):
+        open_model(start)

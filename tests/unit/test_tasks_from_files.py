@@ -2,24 +2,31 @@
 prompt, and scores that are compared with hand-made ones.
 """
 
+import datetime
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ragen_mega.config import parse
+from ragen_mega.config import EnvironmentConfig, parse
 from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.tasks import exact, read_rows
 from ragen_mega.environments.boards import held_out_seeds
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.processes import end_hosts
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks
+from ragen_mega.rollout.evaluate import reference_players
+from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks, reference_notes
+from ragen_mega.run.check import check_environments
 from tests.support.prompts import first_seeds
 
 SUMS = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(40)]
@@ -92,6 +99,45 @@ def test_a_file_of_its_own_for_the_evaluation(here: Path) -> None:
         ("", "0", 0),
         (".", "0", 0),
         ("1,23", "123", 0),
+        ("0.2", 0.20000000298023224, 1),  # a float32, as parquet gives it
+        ("0.20000000298023224", 0.20000000298023224, 1),
+        ("0.2000001", 0.20000000298023224, 0),
+        ("0.2", np.float32(0.2), 1),
+        ("3.1415927", np.float32(np.pi), 1),
+        ("3.141593", np.float32(np.pi), 0),
+        ("0.3", 0.1 + 0.2, 1),
+        ("0.3000001", 0.3, 0),
+        ("0.20", "0.2", 1),
+        ("1e3", 1000, 1),
+        ("1/2", 0.5, 1),
+        ("-3 / 4", "-0.75", 1),
+        ("1/3", 1 / 3, 1),
+        ("0.333", "1/3", 0),
+        ("1/0", "1/0", 1),
+        ("1/0", "0", 0),
+        ("\N{VULGAR FRACTION ONE HALF}", "0.5", 1),
+        ("2\N{VULGAR FRACTION ONE HALF}", "10.5", 0),
+        ("10\N{SUPERSCRIPT TWO}", "102", 0),
+        ("10\N{SUPERSCRIPT TWO}", "10^2", 1),
+        ("50%", 0.5, 1),
+        ("50 %.", "50%", 1),
+        ("50%", 50, 0),
+        ("\N{MINUS SIGN}5", -5, 1),
+        ("-$5", "$-5", 1),
+        ("+-5", "-5", 0),
+        ("\N{ARABIC-INDIC DIGIT FOUR}2", 42, 1),
+        (" 7.\n", np.int64(7), 1),
+        ("True.", np.bool_(True), 1),
+        ("1", True, 0),
+        ("123456789012345678901234567890", 123456789012345678901234567890, 1),
+        ("123456789012345678901234567891", 123456789012345678901234567890, 0),
+        ("9" * 5000, "9" * 5000, 1),
+        ("1e999", "1e998", 0),
+        ("inf", math.inf, 1),
+        ("b", ("a", "b"), 1),
+        ("2.50", np.array([1.5, 2.5]), 1),
+        ("0.5", Decimal("0.50"), 1),
+        ("3", [], 0),
     ],
 )
 def test_an_answer_is_compared_with_the_reference(answer: str, reference: Any, score: int) -> None:
@@ -209,7 +255,7 @@ def test_a_file_that_is_not_there_may_be_a_module(here: Path) -> None:
 
 def test_rows_for_a_world_of_ones_own_follow_the_file(here: Path) -> None:
     write(SUMS)
-    assert read_rows("my_data.jsonl") == tuple(SUMS)
+    assert [*read_rows("my_data.jsonl")] == SUMS
     write(SUMS[:3])
     assert len(read_rows("my_data.jsonl")) == 3
 
@@ -229,8 +275,156 @@ def test_parquet_holds_the_same_rows(here: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(SUMS), "my_data.parquet")
-    assert read_rows("my_data.parquet") == tuple(SUMS)
+    assert [*read_rows("my_data.parquet")] == SUMS
     assert prompts("tasks:my_data.parquet") == prompts(write(SUMS))
+
+
+def test_rows_have_the_values_of_json(here: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    from pyarrow import parquet
+
+    noon = datetime.datetime(2024, 5, 6, 12, 30)
+    row = {
+        "question": "?",
+        "answer": 0.2,
+        "day": noon.date(),
+        "at": noon,
+        "clock": noon.time(),
+        "span": datetime.timedelta(minutes=2),
+        "price": Decimal("1.50"),
+        "text": b"caf\xc3\xa9",
+        "image": {"bytes": b"\xff\xd8", "path": None},
+        "missing": math.nan,
+        "many": [math.inf, 1.0],
+        "map": [("a", 1)],
+    }
+    single, pairs = pyarrow.float32(), pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    types = {
+        name: pyarrow.infer_type([value])
+        for name, value in row.items()
+        if name not in ("answer", "map")
+    }
+    schema = pyarrow.schema({name: types.get(name, single) for name in row} | {"map": pairs})
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 2, schema), "my_data.parquet")
+    (first, _) = read_rows("my_data.parquet")
+    assert json.loads(json.dumps(first, allow_nan=False)) == first
+    assert first == {
+        "question": "?",
+        "answer": pytest.approx(0.2, abs=1e-8),
+        "day": "2024-05-06",
+        "at": "2024-05-06T12:30:00",
+        "clock": "12:30:00",
+        "span": 120.0,
+        "price": "1.50",
+        "text": "caf\N{LATIN SMALL LETTER E WITH ACUTE}",
+        "image": {"bytes": "/9g=", "path": None},
+        "missing": None,
+        "many": [None, 1.0],
+        "map": [["a", 1]],
+    }
+    assert exact("0.2", first["answer"], first) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('"\\ud83d"', "row 2 .*column answer: .*surrogates"),
+        ("NaN", "row 2 .*must have answer"),
+        ("-Infinity", "row 2 .*must have answer"),
+        ("1e999", "row 2 .*must have answer"),
+    ],
+)
+def test_a_value_that_json_does_not_know_is_named(here: Path, answer: str, words: str) -> None:
+    row = '{"question": "?", "answer": %s}\n'
+    (here / "my_data.jsonl").write_text(row % 1 + row % answer)
+    with pytest.raises(ValueError, match=words) as caught:
+        make("tasks:my_data.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_are_copies(here: Path) -> None:
+    name = write(SUMS)
+    for row in read_rows("my_data.jsonl"):
+        row.clear()
+    read_rows("my_data.jsonl")[0].clear()
+    assert [*read_rows("my_data.jsonl")] == SUMS and len(prompts(name)) == 36
+
+
+def test_a_score_may_write_into_its_row(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "my_pops.py").write_text(
+        "def pops(answer, reference, row):\n"
+        "    row['answer'].clear()\n"
+        "    return reference.pop() == answer\n"
+    )
+    name = write([{"question": f"{n}?", "answer": ["right"]} for n in range(2)])
+    world = make(name, score="my_pops:pops", validation="my_data.jsonl")
+    earned = []
+    for _ in range(4):
+        calls.reset(world, 0)
+        earned.append(calls.step(world, "right").reward)
+    assert earned == [1.0] * 4
+
+
+def test_the_start_says_that_references_do_not_score(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A score that bounds its time by a signal fails in a thread, and takes that for a wrong
+    answer.
+    """
+    monkeypatch.syspath_prepend(here)
+    (here / "my_alarm.py").write_text(
+        "import signal\n\n\n"
+        "def judge(answer, reference, row):\n"
+        "    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n"
+        "    signal.alarm(5)\n"
+        "    signal.alarm(0)\n"
+        "    return float(answer == str(reference))\n\n\n"
+        "def quiet(answer, reference, row):\n"
+        "    try:\n        return judge(answer, reference, row)\n"
+        "    except Exception:\n        return 0.0\n\n\n"
+        "def of_parts(answer, reference, row):\n    return 0.0\n"
+    )
+    end_hosts()  # of other tests, which have another path
+    name = write(SUMS)
+
+    def start(score: str, *flags: str) -> EnvironmentConfig:
+        options = json.dumps({name: {"score": f"my_alarm:{score}"}})
+        return parse(["--environments", name, "--environment-options", options, *flags]).environment
+
+    (said,) = reference_notes(start("quiet"))
+    assert "12 of 12 references do not score 1" in said and "What is" in said
+    assert "needs --environment-processes" in said
+    for score in ("quiet", "judge"):
+        config = start(score, "--environment-processes", "1")
+        check_environments(config)
+        assert reference_notes(config) == []
+        assert reference_players(config, name, [(0, None)]).errors_say is None
+    with pytest.raises(ValueError, match="give --environment-processes 1 or more"):
+        check_environments(start("judge"))
+    assert reference_notes(parse(["--environments", name]).environment) == []
+    write([{"question": f"{n}?", "answer": {"tests": n}} for n in range(9)])
+    assert reference_notes(start("of_parts")) == [], "such a reference is no answer"
+    write([{"question": f"{n}?", "answer": "</answer>"} for n in range(9)])
+    (said,) = reference_notes(parse(["--environments", name]).environment)
+    assert "8 of 8" in said, "no answer can be this reference"
+
+
+def test_paths_outlast_a_change_of_the_directory(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = write(SUMS)
+    Path("more.jsonl").write_text(Path("my_data.jsonl").read_text())
+    config = parse(["--tasks", "my_data.jsonl"]).environment.located()
+    assert config.located() == config and config.options(name) == {"directory": str(here)}
+    elsewhere = here / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert config.located() == config, "as a run that goes on from another directory"
+    assert len(prompts(name, **config.options(name))) == 36
+    assert len(prompts(name, **config.options(name), validation="more.jsonl")) == 40
+    with pytest.raises(ValueError, match="module of yours"):
+        make(name)
 
 
 PAGE = (Path(__file__).parents[2] / "docs/adapters.md").read_text()

@@ -62,7 +62,9 @@ def measure(
     """Return the report; both players take turns. Raises ValueError if a trajectory was cut."""
     torch.set_num_threads(arguments.threads)
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, trust_remote_code=False
+    ).eval()
     model.generation_config.eos_token_id = None
     renderer = DeafRenderer(load_tokenizer(str(directory)))
     prompts = [(seed, None) for seed in range(123, 123 + arguments.groups)]

@@ -183,13 +183,17 @@ def train_trl(settings: Settings, pace: StepClock) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(
+        settings.model, padding_side="left", trust_remote_code=False
+    )
     renderer, size = DeafRenderer(tokenizer), settings.groups * settings.group_size
     sampler = TaskSampler(settings.config())
     groups = list(itertools.chain(*map(sampler.sample, range(settings.num_steps + 1))))
     prompts = [tokenizer.decode(first_prompt(renderer, group[0])[1]) for group in groups]
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=dtype, trust_remote_code=False
+    )
     model.generation_config.eos_token_id = None
     by_prompt = {prompt: iter(group) for prompt, group in zip(prompts, groups, strict=True)}
 

@@ -24,7 +24,8 @@ class AgentConfig(Section):
     """
     agent_timeout: NonNegative = 600.0
     """Seconds that an agent may take for an episode, its completions included, before this is
-    closed as truncated (0: no limit).
+    closed as truncated (0: no limit). They count from the last answer to another episode of the
+    agent, for an episode may wait for others.
     """
     agent_listen: str = "127.0.0.1:0"
     """HOST:PORT at which agents ask; port 0 is any free one, and another port is raised by the

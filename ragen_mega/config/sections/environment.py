@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
 
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.section import (
@@ -13,7 +15,9 @@ from ragen_mega.config.sections.section import (
     Natural,
     NonNegative,
     OnlyWith,
+    PathName,
     Section,
+    Share,
 )
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
@@ -59,6 +63,11 @@ class EnvironmentConfig(Section):
     that step on. Evaluation never uses them. E.g. '{"0": {"sokoban": {"max_shortest": 5}}, "30":
     {}}'.
     """
+    curriculum_success: Share | None = None
+    """Curriculum by success: tasks of a difficulty are drawn once this share of the episodes of the
+    difficulty below is solved; half of the tasks are of the hardest one that is open. For
+    environments whose states have an attribute `difficulty`, a whole number. E.g. 0.8.
+    """
     max_turns: Count | None = None
     """Turns per trajectory, K (default: the environment's, else 5)."""
     max_actions_per_turn: Count | None = None
@@ -88,7 +97,7 @@ class EnvironmentConfig(Section):
     where answers are names of actions, else the whole episode.
     """
     prompt_examples_file: Annotated[
-        str | None, OnlyWith("prompt_examples", "--prompt-examples 2")
+        PathName | None, OnlyWith("prompt_examples", "--prompt-examples 2")
     ] = None
     """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
     ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of
@@ -106,7 +115,8 @@ class EnvironmentConfig(Section):
 
     environment_processes: Natural = 0
     """Processes of each rank in which environments live that hold the interpreter while they
-    compute (0: none, they live in threads).
+    compute (0: none, they live in threads). An agent runs in as many, one episode at a time in
+    each, with OPENAI_BASE_URL, OPENAI_API_KEY and Anthropic's alike in its environment.
     """
 
     def check(self) -> None:
@@ -119,6 +129,13 @@ class EnvironmentConfig(Section):
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
             self._check_options("curriculum", options)
+
+    def located(self) -> Self:
+        given = json.loads(self.environment_options)
+        found = {name: with_directory(name, given.get(name, {})) for name in self.evaluated}
+        found = {name: options for name, options in found.items() if options != given.get(name, {})}
+        text = json.dumps(given | found) if found else self.environment_options
+        return replace(super().located(), environment_options=text)
 
     def _check_options(self, flag: str, options: Any) -> None:
         if not isinstance(options, dict) or not all(
@@ -187,6 +204,19 @@ class EnvironmentConfig(Section):
     def curriculum_steps(self) -> set[int]:
         """List the steps from which on other tasks are played."""
         return set(map(int, json.loads(self.curriculum)))
+
+
+def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an environment. If it reads files, their relative paths begin in its
+    option `directory`, by default the working directory.
+    """
+    family = name.partition(":")[0]
+    options = dict(options)
+    if family == "tasks" or (family == "agent" and "tasks" in options):
+        options["directory"] = os.path.abspath(options.get("directory", ""))
+    if family == "webshop" and options.get("data"):
+        options["data"] = os.path.abspath(options["data"])
+    return options
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:

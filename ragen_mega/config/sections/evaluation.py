@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ragen_mega.config.sections.section import Count, Natural, NonNegative, Section
+from ragen_mega.config.sections.section import Count, Natural, NonNegative, PathName, Section
 
 
 @dataclass(frozen=True)
@@ -17,5 +17,5 @@ class EvaluationConfig(Section):
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
     eval_temperature: NonNegative = 0.5
     """Sampling temperature of evaluation."""
-    boards: str | None = None
+    boards: PathName | None = None
     """Boards file to evaluate on instead of the packaged one."""

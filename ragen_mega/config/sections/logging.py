@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ragen_mega.algorithm.tables import METRICS
-from ragen_mega.config.sections.section import Natural, Section
+from ragen_mega.config.sections.section import Natural, PathName, Section
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class LoggingConfig(Section):
     name: str | None = None
     """Name of the run; its files go to <output>/<name> (default: environment, estimator and seed).
     """
-    output: str = "runs"
+    output: PathName = "runs"
     """Directory of all runs."""
     recipe: str = "none"
     """The recipe that the flags began with, for the record."""

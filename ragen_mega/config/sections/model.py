@@ -1,20 +1,23 @@
 """Flags of the model that is trained."""
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ragen_mega.config.sections.section import Bounds, Count, OnlyWith, Section
+from ragen_mega.config.sections.section import Bounds, Count, OnlyWith, PathOf, Section
+
+_PATH_OR_NAME = PathOf(when=os.path.exists)
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
     """Model that is trained, loaded or built."""
 
-    load: str | None = None
+    load: Annotated[str | None, _PATH_OR_NAME] = None
     """Model to start from: a directory in Hugging Face's format, a .gguf file, or a name on the
     hub. Without it a small Qwen2 is built and warm-started.
     """
-    critic_load: str | None = None
+    critic_load: Annotated[str | None, _PATH_OR_NAME] = None
     """Model that the critic starts from, named as by --load (default: what the policy starts
     from).
     """

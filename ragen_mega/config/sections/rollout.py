@@ -1,10 +1,19 @@
 """Flags of sampling: the trajectories of a step, their limits and their engine."""
 
+import os
 import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ragen_mega.config.sections.section import BelowOne, Count, Natural, OnlyWith, Positive, Section
+from ragen_mega.config.sections.section import (
+    BelowOne,
+    Count,
+    Natural,
+    OnlyWith,
+    PathOf,
+    Positive,
+    Section,
+)
 
 _SERVER = OnlyWith("rollout_engine", "--rollout-engine sglang")
 _SEPARATE = OnlyWith("placement", "--placement separate --rollout-ranks 1")
@@ -42,7 +51,7 @@ class RolloutConfig(Section):
     """Engine that samples: `embedded` decodes in this process with a key-value cache per
     trajectory; `sglang` is a server of this rank or of several, kept between rollouts.
     """
-    sglang_python: Annotated[str | None, _SERVER] = None
+    sglang_python: Annotated[str | None, _SERVER, PathOf(when=lambda name: os.sep in name)] = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
     """

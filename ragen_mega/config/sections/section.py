@@ -5,10 +5,14 @@ ValueError that names the rule, the values and the remedy.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_type_hints
+
+from ragen_mega.data.paths import expanded
+from ragen_mega.environments.protocol import MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,12 @@ class Bounds:
     high: float = math.inf
     is_open: bool = False
     """Whether `low` itself is excluded."""
+    is_whole: bool = False
+    """Whether only whole numbers lie in it."""
 
     def __contains__(self, value: float) -> bool:
+        if self.is_whole and type(value) is not int:
+            return False
         return (self.low < value if self.is_open else self.low <= value) and value <= self.high
 
 
@@ -36,10 +44,22 @@ class OnlyWith:
     """Values of the setting with which it has one; none are named: all but the default."""
 
 
+@dataclass(frozen=True)
+class PathOf:
+    """A file or folder, whose `~` becomes the home directory. A run knows it by its absolute path,
+    because environments may change the working directory, and a run may be resumed from another.
+    """
+
+    when: Callable[[str], bool] = bool
+    """Whether a value is a path, where it may be the name of something else."""
+
+
 Count = Annotated[int, Bounds("at least 1", 1)]
 Natural = Annotated[int, Bounds("at least 0", 0)]
 Positive = Annotated[float, Bounds("positive", 0, is_open=True)]
 NonNegative = Annotated[float, Bounds("at least 0", 0)]
+Seed = Annotated[int, Bounds("a whole number from 0 to 2**63 - 1", 0, MAX_SEED, is_whole=True)]
+PathName = Annotated[str, PathOf()]
 Share = Annotated[float, Bounds("from 0 to 1", 0, 1)]
 BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]
 Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
@@ -49,9 +69,12 @@ class Section:
     """A section of the configuration, checked when it is built."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that is not finite or out of bounds, for a field that does
-        nothing, and for a broken rule.
+        """Expand paths. Raise ValueError for a path without a home directory, for a number that is
+        not finite or out of bounds, for a field that does nothing, and for a broken rule.
         """
+        for name in _declared(type(self), PathOf):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, expanded(path))
         bounds = _declared(type(self), Bounds)
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -65,6 +88,15 @@ class Section:
 
     def check(self) -> None:
         """Raise ValueError if fields do not go together."""
+
+    def located(self) -> Self:
+        """Return the section with absolute paths."""
+        paths = {
+            name: os.path.abspath(value)
+            for name, item in _declared(type(self), PathOf).items()
+            if (value := getattr(self, name)) and item.when(value)
+        }
+        return replace(self, **paths)
 
 
 def check_effects(*sections: Section) -> None:

@@ -11,6 +11,7 @@ from ragen_mega.config.sections.section import (
     NonNegative,
     Positive,
     Section,
+    Seed,
 )
 
 MOST_TOKENS = 16384
@@ -84,8 +85,8 @@ class TrainConfig(Section):
     """Steps in a row of which the filter may keep nothing; after that many the run stops and says
     why (0: it goes on).
     """
-    seed: Natural = 0
-    """Seed of initial states, outcomes, sampling and minibatches."""
+    seed: Seed = 0
+    """Seed of initial states, outcomes, sampling and minibatches, from 0 to 2**63 - 1."""
 
     @property
     def microbatch_tokens(self) -> int:

@@ -7,9 +7,11 @@ from ragen_mega.config.sections.section import (
     Count,
     Natural,
     OnlyWith,
+    PathName,
     Positive,
     Probability,
     Section,
+    Seed,
 )
 
 _TUNED = OnlyWith("sft_steps", "--sft-steps 200")
@@ -57,11 +59,11 @@ class WarmStartConfig(Section):
     """
     warm_start_skill: Probability = 0.0
     """Probability that the scripted player acts optimally instead of uniformly at random."""
-    warm_start_seed: Natural | None = None
+    warm_start_seed: Seed | None = None
     """Seed of the small model's first weights and of the minibatches that it is taught with
     (default: that of --seed), so that runs of several seeds can begin alike.
     """
-    warm_start_from: str | None = None
+    warm_start_from: PathName | None = None
     """Directory of a run whose warm start is taken instead of making one (only without --load), so
     that runs differ by reinforcement learning alone. Its model and worlds must be the same.
     """
@@ -73,7 +75,7 @@ class WarmStartConfig(Section):
     """
     sft_lr: Annotated[Positive, _TUNED] = 2e-5
     """Peak learning rate of this fine-tuning."""
-    sft_file: Annotated[str | None, _TUNED] = None
+    sft_file: Annotated[PathName | None, _TUNED] = None
     """File of conversations that are imitated instead, JSON lines as --prompt-examples-file takes
     them; a conversation may begin with a system message.
     """

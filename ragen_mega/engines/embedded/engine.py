@@ -26,8 +26,10 @@ from ragen_mega.engines.embedded.slots import Prefill, SlotTable
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
 
-MAX_PATIENCE = 30.0
-"""Seconds for which the engine pauses for ordered answers. A later one is taken when it comes."""
+MAX_PATIENCE = 8.0
+"""Most seconds without a further answer for which the engine pauses once one of the ordered answers
+has come. A later one is taken when it comes.
+"""
 _PASSES = 8
 """Passes of the event loop in which a caller that was answered has asked again, or is absent."""
 
@@ -90,6 +92,8 @@ class EmbeddedEngine(RolloutEngine):
         self._waiting: dict[int, _Request] = {}  # by session, in order of arrival
         self._running: dict[int, _Request] = {}  # by session
         self._absences: deque[_Absence] = deque()  # in order of their start
+        self._patience = MAX_PATIENCE
+        self._caller: asyncio.Future[None] | None = None  # done once another caller has come
         self._step = 0
         self._has_news = False  # a caller was answered since the last passes
         self._last_step = math.inf  # before the next `limit`
@@ -175,7 +179,8 @@ class EmbeddedEngine(RolloutEngine):
         really came: the number of steps before the caller goes on does not depend on its speed.
 
         Other requests are decoded meanwhile. With nothing left to do the engine waits for all
-        answers together, so that slow ones overlap.
+        answers together, so that slow ones overlap. Callers may wait for one another, so it goes on
+        with the answers that have come once no further one does.
         """
         absence = _Absence(
             asyncio.ensure_future(answer), asyncio.get_running_loop().create_future()
@@ -236,6 +241,8 @@ class EmbeddedEngine(RolloutEngine):
                 request.future.cancel()
 
     def _wake_scheduler(self) -> None:
+        if self._caller is not None and not self._caller.done():
+            self._caller.set_result(None)
         is_idle = self._scheduler is None or self._scheduler.done()
         if is_idle and self._step < self._last_step:
             self._scheduler = asyncio.get_running_loop().create_task(self._schedule())
@@ -270,16 +277,31 @@ class EmbeddedEngine(RolloutEngine):
                 self._answer(self._slots.decode(self._decoder))
                 self._step += 1
                 self.counts.steps += 1
-            elif awaited := [
-                absence.answer for absence in self._absences if not absence.is_overdue
-            ]:
-                await asyncio.wait(awaited, timeout=MAX_PATIENCE)
-                self._end_absences(overdue=False)
             elif self._absences:
-                answers = [absence.answer for absence in self._absences]
-                await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+                if await self._until_answered():
+                    self._end_absences(overdue=False)
             elif not admitted:
                 return
+
+    async def _until_answered(self) -> bool:
+        """Wait for an answer, then for those that are not overdue while they keep coming. Each
+        pause in vain halves the next one, and each that is not doubles it. Returns False if another
+        caller has come meanwhile.
+        """
+        self._caller = asyncio.get_running_loop().create_future()
+        answers = {absence.answer for absence in self._absences}
+        left = {a.answer for a in self._absences if not a.is_overdue}
+        came, _ = await asyncio.wait({*answers, self._caller}, return_when=asyncio.FIRST_COMPLETED)
+        while (left := left - came) and not self._caller.done():
+            came, _ = await asyncio.wait(
+                {*left, self._caller},
+                timeout=self._patience,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._patience = min(MAX_PATIENCE, self._patience * (2 if came else 0.5))
+            if not came:
+                return True
+        return not self._caller.done()
 
     def _end_absences(self, *, overdue: bool) -> None:
         """Resume the absences whose answer has come, in order, among the overdue ones or the others
@@ -299,6 +321,12 @@ class EmbeddedEngine(RolloutEngine):
         once, first.
         """
         admitted: list[_Request] = []
+        lacking = [session for session in self._waiting if session not in self._slot_of]
+        if not self._running and len(lacking) == len(self._waiting):
+            # Nothing runs that will free a slot, and those who idle may wait for these requests.
+            idle = list(self._slot_of)[: max(0, len(lacking) - len(self._free))]
+            for session in idle:
+                self.release(session)
         for session, request in list(self._waiting.items()):
             if session not in self._slot_of:
                 if not self._free:

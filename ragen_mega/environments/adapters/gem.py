@@ -24,7 +24,7 @@ class GemEnvironment:
         """`options` are keywords of the environment. Raises ValueError for an environment that is
         unknown or cannot be made, and if gem-llm is not installed.
         """
-        gem = required("gem", "gem")
+        gem = required("gem:make", "gem")
         self._random = ProcessRandomness()
         try:
             with self._random.installed():

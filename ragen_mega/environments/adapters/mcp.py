@@ -5,6 +5,7 @@ Interface: the official SDK, mcp 2.0 to 2.3 (Model Context Protocol, modelcontex
 """
 
 import asyncio
+import copy
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
-from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.environments.tool_calls import check_tools, function_tool
 from ragen_mega.extensions.extras import require
 
 MAX_RESULT = 20_000
@@ -26,6 +27,8 @@ MAX_RESULT = 20_000
 _SECONDS_TO_START = 50.0  # less than the default of --environment-timeout
 _SECONDS_TO_CLOSE = 8.0  # the SDK takes at most 7 to end a program that does not end by itself
 _SECONDS_TO_LIST = 5.0
+_MOST_PAGES = 100
+"""Most pages of a list of tools."""
 _PAUSES = (0.5, 2.0, 8.0)
 """Seconds between attempts to begin a session."""
 _LAUNCH = """import ctypes, os, sys
@@ -48,10 +51,12 @@ class McpTools:
         timeout: float = 20.0,
         is_shared: bool = False,
         max_result: int = MAX_RESULT,
+        directory: str = "",
     ) -> None:
         """`servers`: commands or URLs; `only`: names of the tools that the policy may call, all if
         empty; `timeout`: seconds for a call; `is_shared`: all environments of this process use one
-        session of each server, which outlives episodes; `max_result`: characters of a result.
+        session of each server, which outlives episodes; `max_result`: characters of a result;
+        `directory`: folder that programs start in, else the working directory.
 
         Raises ValueError, in one line, if a server does not start, names no tool or one of another
         server, or gives a schema that is none, and if the SDK is not installed.
@@ -59,13 +64,13 @@ class McpTools:
         require("mcp", "tools of MCP servers")
         for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._timeout, self._max_result = timeout, max_result
+        self._timeout, self._max_result, self._directory = timeout, max_result, directory
         self._sessions: dict[str, _Session] = _shared if is_shared else {}
         self._server_of: dict[str, str] = {}
         self.tools: list[dict[str, Any]] = []
         """Schemas for the chat template; parameters are the server's, unchanged."""
         for server in servers:
-            for tool in _listed(server):
+            for tool in copy.deepcopy(_listed(server, directory)):
                 name = tool["function"]["name"]
                 if name in self._server_of:
                     raise ValueError(
@@ -89,7 +94,10 @@ class McpTools:
         Raises TimeoutError for a call that takes too long, ConnectionError if the server does not
         start, is gone or breaks the protocol.
         """
-        text, is_error = settled(self._call(call["name"], call["arguments"]))
+        if call["name"] in self._server_of:
+            text, is_error = settled(self._call(call["name"], call["arguments"]))
+        else:
+            text, is_error = f"Error: there is no tool {call['name']!r:.60}", True
         if len(text) > self._max_result:
             text = f"{text[: self._max_result]}\n[cut: it has {len(text)} characters]"
         return StepResult(
@@ -110,7 +118,7 @@ class McpTools:
         server, is_shared = self._server_of[name], self._sessions is _shared
         for pause in (*_PAUSES, None):
             if server not in self._sessions or self._sessions[server].is_over:
-                self._sessions[server] = _Session(server, is_shared)
+                self._sessions[server] = _Session(server, is_shared, self._directory)
             session = self._sessions[server]
             try:
                 await session.opened()
@@ -130,8 +138,8 @@ class _Session:
     binds it. A program ends with its session, and with this process.
     """
 
-    def __init__(self, server: str, is_shared: bool) -> None:
-        self._server = server
+    def __init__(self, server: str, is_shared: bool, directory: str) -> None:
+        self._server, self._directory = server, directory
         # Only the older handshake gives a client of HTTP a session; later protocols have none.
         self._mode = "legacy" if _is_url(server) and not is_shared else "auto"
         self._end = asyncio.Event()
@@ -160,17 +168,21 @@ class _Session:
         over if the server answers no other request either.
         """
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS
+        from mcp.types import CONNECTION_CLOSED
 
         async def request(client: Any) -> tuple[str, bool]:
             try:
                 result = await client.call_tool(name, dict(arguments))
-            except MCPError as error:
-                if error.code != INVALID_PARAMS:
+            except MCPError as error:  # the SDK and servers share this code
+                if error.code == CONNECTION_CLOSED and not await _answers(client):
                     raise
                 return f"Error: {error}", True
             return _text(result), bool(result.is_error)
 
+        try:  # what cannot be sent would end the session
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            return f"Error: arguments must be valid JSON ({error!s:.100})", True
         try:
             return await self.ask(f"tool {name}", request, seconds)
         except TimeoutError:
@@ -214,9 +226,18 @@ class _Session:
         if _is_url(self._server):
             transport = streamable_http_client(self._server)
         else:
-            launch = ["-I", "-S", "-c", _LAUNCH, *shlex.split(self._server)]
+            launch = [
+                "-I",
+                "-S",
+                "-c",
+                _LAUNCH,
+                *map(os.path.expanduser, shlex.split(self._server)),
+            ]
             program = StdioServerParameters(
-                command=sys.executable, args=launch, env=dict(os.environ)
+                command=sys.executable,
+                args=launch,
+                env=dict(os.environ),
+                cwd=self._directory or None,
             )
             transport = stdio_client(program, errlog=self._log)
         with CancelScope(deadline=current_time() + _SECONDS_TO_START) as scope:
@@ -246,41 +267,44 @@ async def _close(sessions: Iterable[_Session]) -> None:
 
 
 @cache
-def _listed(server: str) -> list[dict[str, Any]]:
+def _listed(server: str, directory: str) -> list[dict[str, Any]]:
     """Return the tools of a server as the chat template takes them. They are asked for once, so
-    that environments can be built while the server is down.
+    that environments can be built while the server is down. They are shared: do not write into
+    them.
 
     Raises ValueError, in one line, if it cannot be asked, has none, or a schema is invalid.
     """
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
-
     try:
-        tools = settled(_ask_for_tools(server))
+        tools = settled(_ask_for_tools(server, directory))
     except OSError as error:
         raise ValueError(f"{error}; try the command by hand, or start the server") from error
-    for tool in tools:
-        try:
-            validator_for(tool.input_schema).check_schema(tool.input_schema)
-        except SchemaError as error:
-            raise ValueError(
-                f"tool {tool.name} of {server!r} must have a valid JSON schema, and"
-                f" {error.json_path} of it is none ({error.message:.200}); mend it in the server"
-            ) from None
     if not tools:
         raise ValueError(f"MCP server {server!r} must have tools, and names none; give another")
-    return [function_tool(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+    found = [function_tool(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+    try:
+        check_tools(found)
+    except ValueError as error:
+        raise ValueError(f"MCP server {server!r}: {error}") from None
+    return found
 
 
-async def _ask_for_tools(server: str) -> list[Any]:
-    """Return all that a server says of its tools, page by page. Raises as `_Session.ask`."""
-    session = _Session(server, is_shared=True)
+async def _ask_for_tools(server: str, directory: str) -> list[Any]:
+    """Return all that a server says of its tools, page by page. Raises as `_Session.ask`, also for
+    a server whose pages do not end.
+    """
+    session = _Session(server, is_shared=True, directory=directory)
 
     async def request(client: Any) -> list[Any]:
         page = await client.list_tools()
-        tools = page.tools
-        while page.next_cursor:
-            page = await client.list_tools(cursor=page.next_cursor)
+        tools, cursors = page.tools, set()
+        while cursor := page.next_cursor:
+            if cursor in cursors or len(cursors) == _MOST_PAGES:
+                raise ValueError(
+                    f"its list of tools has no end: after {len(cursors) + 1} pages the cursor of"
+                    f" the next one is {cursor!r:.60}; a last page has none"
+                )
+            cursors.add(cursor)
+            page = await client.list_tools(cursor=cursor)
             tools += page.tools
         return tools
 
@@ -290,12 +314,27 @@ async def _ask_for_tools(server: str) -> list[Any]:
         await session.close()
 
 
+async def _answers(client: Any) -> bool:
+    """Return whether the server of a client still answers."""
+    from anyio import BrokenResourceError, ClosedResourceError
+    from mcp import MCPError
+
+    broken = (MCPError, OSError, RuntimeError, ValueError, BrokenResourceError, ClosedResourceError)
+    try:
+        async with asyncio.timeout(_SECONDS_TO_LIST):
+            await client.list_tools()
+    except broken:
+        return False
+    return True
+
+
 def _text(result: Any) -> str:
     """Return a result in words: its parts, else its structured content."""
     parts = [_words(part) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return "\n".join(parts) or "[the tool says nothing]"
+    said = "\n".join(parts).encode("utf-8", "replace").decode()
+    return said or "[the tool says nothing]"
 
 
 def _words(part: Any) -> str:

@@ -43,7 +43,7 @@ class OpenEnvWorld:
         episode, with pauses that outlast the restart of a server. Raises ValueError if the server
         does not answer or openenv-core is not installed.
         """
-        core = required("openenv.core", "openenv")
+        core = required("openenv.core:GenericEnvClient", "openenv")
         from websockets.exceptions import WebSocketException
 
         self._troubles = (*_TROUBLES, WebSocketException)

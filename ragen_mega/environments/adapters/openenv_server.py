@@ -26,6 +26,7 @@ from ragen_mega.environments.episode import LIMITS, EpisodeConfig, is_success
 from ragen_mega.environments.protocol import STEP_INFO, Message, StepResult
 from ragen_mega.environments.protocol import Observation as Words
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.tool_calls import HERMES
 
 
 class WorldObservation(Observation):
@@ -166,5 +167,7 @@ def _step_observation(results: Sequence[StepResult]) -> WorldObservation:
     return observation
 
 
-def _as_json(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
+def _as_json(message: Message) -> dict[str, Any]:
+    calls, _ = HERMES.split(message.calls)
+    said = {"role": message.role, "content": message.content}
+    return said | ({"tool_calls": calls} if calls else {})

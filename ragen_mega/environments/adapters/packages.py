@@ -11,26 +11,26 @@ from types import ModuleType
 
 import numpy as np
 
-from ragen_mega.extensions.extras import install_command
+from ragen_mega.extensions.extras import install_command, lack
 
 _swapping = threading.Lock()
 MAX_SEED = 2**32
 """Exclusive bound on seeds of NumPy's legacy generators, which many packages seed."""
 
 
-def required(module: str, extra: str, *, purpose: str = "") -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra that installs it; `purpose` is
-    what needs it, by default environments of the package.
+def required(use: str, extra: str, *, purpose: str = "") -> ModuleType:
+    """Import the module of an optional package of which the caller uses `module:attribute`. Raises
+    ValueError naming the extra that installs it; `purpose` is what needs it, by default
+    environments of the package.
     """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        purpose = purpose or f"environments of {error.name}"
+    module = use.partition(":")[0]
+    if reason := lack(use):
+        package = module.partition(".")[0]
         raise ValueError(
-            f"{purpose} need a package that is not installed; run {install_command(extra)}"
-        ) from None
+            f"{purpose or f'environments of {package}'} need {package}, which {reason}; run"
+            f" {install_command(extra)}"
+        )
+    return importlib.import_module(module)
 
 
 class ProcessRandomness:

@@ -28,7 +28,7 @@ class ReasoningTask:
         """
         if attempts < 1:
             raise ValueError(f"attempts must be at least 1, not {attempts}")
-        self._create = required("reasoning_gym", "reasoning-gym").create_dataset
+        self._create = required("reasoning_gym:create_dataset", "reasoning-gym").create_dataset
         self._task, self._options = task, options
         self.max_turns = attempts
         try:

@@ -4,23 +4,34 @@ answer is compared with.
 The columns that are looked for are those of verl's and TRL's data sets.
 """
 
+import base64
+import copy
+import datetime
 import json
+import math
+import os
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
+from fractions import Fraction
 from functools import lru_cache
-from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from uuid import UUID
 
+import numpy as np
+
+from ragen_mega.data.paths import expanded
+from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import ROLES
+from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import (
-    Message,
     Observation,
     StepResult,
     check_seed,
@@ -35,10 +46,27 @@ PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
 """Columns that are looked for, the first that a row has; a dot leads into an object."""
 SCORES = Registry("task score", "--score", {"exact": f"{__name__}:exact"})
-_NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?")
+_NUMBER = re.compile(
+    r"([-+]?)[$\u20ac\u00a3\u00a5]?([-+]?)"  # $, euro, pound, yen
+    r"((?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?: ?/ ?(\d+))? ?(%?)"
+)
+_LONGEST_NUMBER = 4000
+"""Characters of a number; Python's integers read at most 4300 digits."""
+_DIGITS = Context(prec=15)
+"""Decimal digits that every float64 holds."""
+_SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2212\u2044\u2215", "-----//")
+"""Hyphens, minus signs and fraction bars of Unicode."""
+_RAISED = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u2070-\u2079])")
+_FRACTION = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")
+"""Places between a digit and a raised digit, or a fraction in one character, which are no further
+digits of its number.
+"""
 _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
+_NUM_JUDGED, _SECONDS_TO_JUDGE = 16, 10.0
+"""Rows whose references a start has judged, at most, and the time after which it stops."""
 
+T = TypeVar("T")
 Split = Literal["train", "validation"]
 Score = Callable[[str, Any, Mapping[str, Any]], float]
 _File = tuple[str, int, int]
@@ -87,23 +115,28 @@ class FileTasks:
         mcp_timeout: float = 20.0,
         mcp_shared: bool = False,
         mcp_max_result: int = MAX_RESULT,
+        directory: str = "",
     ) -> None:
         """`validation`: another file, for the evaluation; without one, `validation_share` of the
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
         import path of a function `score(answer, reference, row)`. `mcp`: commands or URLs of
-        servers; the other options about them are those of `McpTools`.
+        servers; the other options about them are those of `McpTools`. `directory`: folder that
+        relative paths begin in, and that servers start in; a run sets its working directory.
 
         Raises ValueError for a file without usable rows, and for a score of the first row's
         reference that is no number from 0 to 1.
         """
         columns = _Columns(prompt_column, answer_column, answer_after)
+        file = _file(os.path.join(directory, path))
         if validation is None:
-            parts = _parts(_file(path), columns, validation_share)
+            parts = _parts(file, columns, validation_share)
         else:
-            parts = [_tasks(_file(path), columns), _tasks(_file(validation), columns)]
+            other = _file(os.path.join(directory, validation))
+            parts = [_tasks(file, columns), _tasks(other, columns)]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
-        self._score = _checked_score(score, _file(path), columns)
+        self._parts = parts
+        self._score = _checked_score(score, file, columns)
         self.instruction = instruction
         self._after = answer_after
         self._server = None
@@ -119,17 +152,23 @@ class FileTasks:
                 timeout=mcp_timeout,
                 is_shared=mcp_shared,
                 max_result=mcp_max_result,
+                directory=directory,
             )
             self.tools = self._server.tools
             self.parse = self._parse
             answer = getattr(self, "answer_format", "<answer> [your answer] </answer>")
             self.answer_format = f"{CALL_FORMAT} or {answer}"
-        if _is_short(_file(path), columns):
+        if _is_short(file, columns):
             self.random_answer = self._random_answer
 
     @property
     def num_tasks(self) -> int:
         return len(self._tasks)
+
+    @property
+    def split_note(self) -> str | None:
+        """See `overlap_note`."""
+        return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
@@ -139,13 +178,40 @@ class FileTasks:
     def step(self, action: str | dict[str, Any]) -> StepResult:
         if isinstance(action, dict):
             return self._server.step(action)
-        score = _number(self._score(action, self._task.reference, self._task.row))
+        score = _judged(self._score, action, self._task)
         verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
         return StepResult(verdict, score, terminated=True, info={"success": score == 1})
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+
+    def judge_references(self) -> str | None:
+        """Return a line if references do not score 1 as answers, for a sample of the rows; None if
+        they do, or are no answers.
+        """
+        wrong, num_judged, deadline = [], 0, time.monotonic() + _SECONDS_TO_JUDGE
+        for task in self._tasks[:: -(-len(self._tasks) // _NUM_JUDGED)]:
+            references = _listed(task.reference)
+            if not references or isinstance(references[0], Mapping) or time.monotonic() > deadline:
+                continue
+            num_judged += 1
+            try:
+                score = _judged(self._score, self._parse(self._written(references[0])), task)
+            except ValueError as error:
+                score = str(error)
+            if score != 1:
+                wrong.append((task, references[0], score))
+        if not wrong:
+            return None
+        task, reference, score = wrong[0]
+        return (
+            f"{len(wrong)} of {num_judged} references do not score 1 when they are the answer, the"
+            f" first {reference!r:.60} ({score if isinstance(score, str) else f'{score:.3g}'}) of"
+            f" the prompt {text_of(task.prompt)!r:.60}: if references are answers, no policy"
+            " succeeds there; mend the score or the reference. A score that bounds its time by"
+            " signal.alarm needs --environment-processes"
+        )
 
     def _parse(self, text: str) -> str | list[dict[str, Any]]:
         if self._server is not None and OPEN in text:
@@ -166,15 +232,23 @@ class FileTasks:
         """
         if self._server is not None and draw.random() < 0.5:
             return random_call(self.tools, words_of(self._task.prompt), draw)
-        answer = str(_listed(draw.choice(self._trained).reference)[0])
-        if self._after is None and self._server is not None:
+        answer = _listed(draw.choice(self._trained).reference)[0]
+        is_bare = self._after is None and self._server is None  # the tags are added
+        return str(answer) if is_bare else self._written(answer)
+
+    def _written(self, answer: Any) -> str:
+        """Return an answer in the form that the prompt asks for."""
+        if self._after is None:
             return f"<answer> {answer} </answer>"
-        return f"{self._after} {answer}" if self._after else answer
+        return f"{self._after} {answer}".strip()
 
 
 def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
     """1 if the answer is the reference, or one of a list of references, else 0. Numbers are
-    compared as numbers, other texts without letter case, kinds of spaces and a last full stop.
+    compared by their values, other texts without letter case, kinds of spaces and a last full stop.
+
+    1,000, 1e3, $1000 and 2000/2 are one number, 50% is 0.5. A reference that is a float counts to
+    15 digits, and as the shortest number that has its float32, where it is one.
     """
     if isinstance(reference, Mapping):
         raise ValueError(
@@ -182,20 +256,61 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
             " its part by the option answer_column, such as reward_model.ground_truth"
         )
     given = _normal(answer)
-    return float(any(given == _normal(str(accepted)) for accepted in _listed(reference)))
+    return float(any(_agrees(given, accepted) for accepted in _listed(reference)))
 
 
-def read_rows(path: str) -> tuple[dict[str, Any], ...]:
+def read_rows(path: str) -> Sequence[dict[str, Any]]:
     """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
-    are kept in memory until the file changes, and shared: do not write into them.
+    are kept in memory until the file changes; a row that is looked up is a copy. Values are those
+    of JSON, see `_as_json`.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
+    return _Copies(shared_rows(path))
+
+
+def shared_rows(path: str) -> tuple[dict[str, Any], ...]:
+    """Return the rows of `read_rows` themselves, for callers that do not write into them."""
     return _rows(_file(path))
+
+
+def read_parts(
+    path: str, validation: str | None, share: float
+) -> list[Sequence[Mapping[str, Any]]]:
+    """Return the rows to train on, and those to evaluate: all of the file `validation`, or
+    this share of the different rows of `path`. Raises ValueError as `read_rows` and `held_out` do.
+    """
+    if validation is not None:
+        return [shared_rows(path), shared_rows(validation)]
+    return _row_parts(_file(path), share)
+
+
+@lru_cache(maxsize=16)
+def _row_parts(file: _File, share: float) -> list[Sequence[Mapping[str, Any]]]:
+    return divided(file[0], _rows(file), row_text, share)
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """Return the text by which rows are equal."""
+    return json.dumps(row, sort_keys=True, default=str)
+
+
+class _Copies(Sequence[dict[str, Any]]):
+    """Rows that many hold: each look-up gives a copy."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return copy.deepcopy(self._rows[index])
 
 
 def _file(path: str) -> _File:
     try:
+        path = expanded(path)
         found = Path(path).stat()
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
@@ -213,7 +328,11 @@ def _unreadable(path: str, error: OSError) -> str:
 def _rows(file: _File) -> tuple[dict[str, Any], ...]:
     path = file[0]
     try:
-        rows = tuple(_parquet_rows(path) if path.endswith(".parquet") else _json_rows(path))
+        found = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
+        rows = tuple(
+            {name: _value(number, path, name, value) for name, value in row.items()}
+            for number, row in enumerate(found, start=1)
+        )
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
     if not rows:
@@ -238,15 +357,63 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _parquet_rows(path: str) -> list[dict[str, Any]]:
-    parquet = required("pyarrow.parquet", "parquet", purpose="files in parquet")
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    parquet = required("pyarrow.parquet:read_table", "parquet", purpose="files in parquet")
+    remedy = "write it anew, or as JSON, one object a line, in a file that ends in .jsonl"
     try:
-        return parquet.read_table(path).to_pylist()
+        table = parquet.read_table(path)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} must be a table in parquet ({reason}); {remedy}") from None
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns[name] = column.to_pylist()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ValueError(
+                f"column {name} of {path} cannot be read ({str(error).splitlines()[0]}); {remedy}"
+            ) from None
+    return (dict(zip(columns, values)) for values in zip(*columns.values()))
+
+
+def _value(number: int, path: str, column: str, value: Any) -> Any:
+    try:
+        return _as_json(value)
     except ValueError as error:
         raise ValueError(
-            f"{path} must be a table in parquet ({str(error).splitlines()[0]}); write it anew, or"
-            " as JSON, one object a line, in a file that ends in .jsonl"
+            f"row {number} of {path}, column {column}: {error}; write it as a text"
         ) from None
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value of a row as JSON has it: dates and times as ISO texts, spans of time in
+    seconds, decimals as texts, bytes as UTF-8 or else base64, numbers that are not finite as null.
+    Raises ValueError for any other value that JSON does not know.
+    """
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case str():
+            value.encode()  # raises for a lone surrogate, which no tokenizer takes
+            return value
+        case bytes():
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                return base64.b64encode(value).decode()
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case Decimal() | UUID():
+            return str(value)
+        case list() | tuple():
+            return [_as_json(item) for item in value]
+        case dict():
+            return {str(name): _as_json(item) for name, item in value.items()}
+    raise ValueError(f"JSON knows no {type(value).__name__} such as {value!r:.60}")
 
 
 @lru_cache(maxsize=16)
@@ -264,15 +431,45 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
 
 @lru_cache(maxsize=16)
 def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ...]]:
-    """Return the tasks to train on, and those to evaluate: this share of the prompts, drawn by
-    their text, so that the order of rows decides nothing and no prompt is in both.
+    """Return the tasks to train on, and those to evaluate: this share of the prompts."""
+    return divided(file[0], _tasks(file, columns), _prompt_text, share)
+
+
+def divided(
+    name: str, rows: Sequence[T], text: Callable[[T], str], share: float
+) -> list[Sequence[T]]:
+    """Return the rows of `name` to train on, and those to evaluate: this share of the different
+    texts, drawn by themselves, so that the order of rows decides nothing and no text is in both.
+    Raises ValueError as `held_out` does.
     """
-    tasks = _tasks(file, columns)
-    held = held_out(file[0], (text_of(task.prompt) for task in tasks), share)
+    held = held_out(name, map(text, rows), share)
     return [
-        tuple(task for task in tasks if (text_of(task.prompt) in held) == is_held_out)
+        tuple(row for row in rows if (text(row) in held) == is_held_out)
         for is_held_out in (False, True)
     ]
+
+
+def overlap_note(trained: Sequence[str], evaluated: Sequence[str]) -> str | None:
+    """Return a note on tasks, given by their texts, that are trained on and evaluated or that are
+    repeated; None if there are none.
+    """
+    known = set(trained)
+    if num_both := sum(text in known for text in evaluated):
+        return (
+            f"{num_both} of {len(evaluated)} tasks of the evaluation are trained on as well, so"
+            " that its success is no held-out one; take them out of one of the two files"
+        )
+    num_rows = len(trained) + len(evaluated)
+    if not (num_equal := num_rows - len({*trained, *evaluated})):
+        return None
+    return (
+        f"{num_equal} of {num_rows} tasks repeat others; equal tasks are all trained on or all"
+        " evaluated"
+    )
+
+
+def _prompt_text(task: _Task) -> str:
+    return text_of(task.prompt)
 
 
 def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
@@ -304,16 +501,21 @@ def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
     SCORES.check_call(name, score, "answer", "reference", "row")
-    _number(score(str(_listed(first.reference)[0]), first.reference, first.row))
+    _judged(score, str(_listed(first.reference)[0]), first)
     return score
 
 
-def _number(score: Any) -> float:
-    if not (isinstance(score, Real) and 0 <= score <= 1):  # nan included
+def _judged(judge: Score, answer: str, task: _Task) -> float:
+    """Return the score of an answer. The function gets copies, for the next answer to the task is
+    judged by the same row.
+    """
+    score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row))
+    number = as_number(score)
+    if number is None or not 0 <= number <= 1:  # nan included
         raise ValueError(
             f"a score of tasks must be a number from 0 to 1, not {score!r:.60}; change the function"
         )
-    return float(score)
+    return number
 
 
 def _column(
@@ -345,25 +547,23 @@ def _observation(place: str, prompt: Any) -> Observation:
     """Return a text, or messages; a single message of the user is a text too."""
     if isinstance(prompt, str):
         return prompt
-    messages = prompt if isinstance(prompt, list) else []
-    pairs = [
-        (message.get("role"), message.get("content"))
-        for message in messages
-        if isinstance(message, Mapping)
-    ]
-    are_texts = all(role in ROLES and isinstance(content, str) for role, content in pairs)
-    if not pairs or len(pairs) < len(messages) or not are_texts:
+    try:
+        messages = tuple(as_texts(read_messages("prompt", prompt)))
+    except RequestError as error:
         raise ValueError(
             f"{place}: a prompt must be a text, or a list of messages with a role (one of"
-            f" {', '.join(ROLES)}) and a text as content, not {prompt!r:.80}"
-        )
-    if len(pairs) == 1 and pairs[0][0] == "user":
-        return pairs[0][1]
-    return tuple(Message(role, content) for role, content in pairs)
+            f" {', '.join(ROLES)}) and a text as content: {error}"
+        ) from None
+    if len(messages) == 1 and messages[0].role == "user":
+        return messages[0].content
+    return messages
 
 
 def _listed(reference: Any) -> list[Any]:
-    return reference if isinstance(reference, list) else [reference]
+    """Return the accepted answers of a reference: one, or those of a list, tuple, set or array."""
+    if isinstance(reference, np.ndarray):
+        reference = reference.tolist()
+    return [*reference] if isinstance(reference, (list, tuple, set, frozenset)) else [reference]
 
 
 def _cut(text: str, after: str | None) -> str:
@@ -376,7 +576,27 @@ def _cut(text: str, after: str | None) -> str:
     return rest.strip().partition("\n")[0].strip() if found else ""
 
 
-def _normal(text: str) -> str | Decimal:
-    word = same_word(text).rstrip(". ")
-    number = word.removeprefix("$")
-    return Decimal(number.replace(",", "")) if _NUMBER.fullmatch(number) else word
+def _agrees(given: str | Fraction, reference: Any) -> bool:
+    """Return whether a normal answer is the reference."""
+    if isinstance(reference, (float, np.floating)) and isinstance(given, Fraction):
+        value = float(reference)
+        is_single = abs(value) <= np.finfo(np.float32).max and float(np.float32(value)) == value
+        if is_single and given == Fraction(str(np.float32(value))):
+            return True
+        return math.isfinite(value) and _rounded(given) == _rounded(Fraction(value))
+    return given == _normal(str(reference))
+
+
+def _rounded(value: Fraction) -> Decimal:
+    return _DIGITS.divide(Decimal(value.numerator), Decimal(value.denominator))
+
+
+def _normal(text: str) -> str | Fraction:
+    """Return the value of a number, else the text in one of its spellings."""
+    text = _FRACTION.sub(" ", _RAISED.sub("^", text))
+    word = same_word(text).translate(_SIGNS).rstrip(". ")
+    found = _NUMBER.fullmatch(word) if len(word) <= _LONGEST_NUMBER else None
+    if found is None or found[1] and found[2] or int(found[4] or 1) == 0:
+        return word
+    value = Fraction(f"{found[1] or found[2]}{found[3].replace(',', '')}") / int(found[4] or 1)
+    return value / 100 if found[5] else value

@@ -24,7 +24,7 @@ class TextArenaGame:
         """`options` are keywords of the game. Raises ValueError for a game that is unknown or needs
         several players, for an unknown option, and if TextArena is not installed.
         """
-        arena = required("textarena", "textarena")
+        arena = required("textarena:make", "textarena")
         self._player = arena.ObservationType.PLAYER_ACTION
         self._random = ProcessRandomness()
         try:

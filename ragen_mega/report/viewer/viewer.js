@@ -405,7 +405,7 @@ function transcript(trace, one, channelName, searched) {
 
 // An agent's episode: its calls below the answer that each continues, with who asked, tools and rewards.
 
-const nameOf = (call) => `call ${call.index + 1}${call.answer ? `, answer ${call.answer + 1}` : ""}${call.role ? ` of ${call.role}` : ""}`;
+const nameOf = (call) => `call-${call.index}-${call.answer}${call.role ? ` of ${call.role}` : ""}`;
 const lastMessages = (call) => call.messages.slice(-2).map((message) => `${message.role}: ${message.content.slice(0, 200)}`).join("\n");
 
 // Whether the prompt of a turn does not go on from the turn before it.

@@ -145,6 +145,11 @@ class Lookup:
         self._code = ""
         self._asked: set[str] = set()
 
+    @property
+    def difficulty(self) -> int:
+        """Number of people to ask, and of those who do not know."""
+        return sum(len(link.named) for link in self.chain)
+
     def reset(self, seed: int) -> str:
         draw = random.Random(stable_seed(check_seed(seed), "lookup"))
         length = draw.randint(*self._lengths)

@@ -66,6 +66,11 @@ class Reverse:
         """The right answer."""
         return " ".join(self.words[::-1])
 
+    @property
+    def difficulty(self) -> int:
+        """Number of words."""
+        return len(self.words)
+
     def reset(self, seed: int) -> str:
         draw = random.Random(stable_seed(check_seed(seed), "reverse"))
         self.words = draw.sample(self._vocabulary, draw.randint(*self._sizes))

@@ -7,9 +7,9 @@ are called WebShop-compatible.
 
 from collections.abc import Sequence
 
-import bm25s
 import numpy as np
-import Stemmer
+from bm25s import BM25, tokenize
+from Stemmer import Stemmer
 
 from ragen_mega.environments.worlds.webshop.catalogue import Product
 
@@ -25,8 +25,8 @@ class SearchEngine:
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._products = products
-        self._stemmer = Stemmer.Stemmer("porter")
-        self._index = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
+        self._stemmer = Stemmer("porter")
+        self._index = BM25(k1=0.9, b=0.4, method="lucene")
         self._index.index(
             self._words([_document(product) for product in products]), show_progress=False
         )
@@ -44,7 +44,7 @@ class SearchEngine:
         return [self._products[index] for index in best if scores[index] > 0]
 
     def _words(self, texts: list[str]) -> list[list[str]]:
-        return bm25s.tokenize(
+        return tokenize(
             texts,
             token_pattern=r"(?u)\b\w+\b",
             stopwords=_STOP_WORDS,

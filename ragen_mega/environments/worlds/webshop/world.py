@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from ragen_mega.data.paths import expanded
 from ragen_mega.environments.protocol import StepResult, check_seed
 from ragen_mega.environments.worlds.webshop import pages
 from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
@@ -57,7 +58,7 @@ class WebShop:
         1 for a full score and 0 otherwise.
         """
         if data is not None:
-            self.shop: Shop = folder_shop(data, goals, catalogue_seed)
+            self.shop: Shop = folder_shop(expanded(data), goals, catalogue_seed)
         elif goals == "human":
             raise ValueError("goals human are in WebShop's own files; name their folder in data")
         else:

@@ -1,0 +1,54 @@
+"""A curriculum by measured success: tasks of a level of difficulty are drawn once the policy solves
+those of the level below (curriculum learning, Bengio et al., ICML 2009).
+
+An environment says how hard its present state is by an attribute `difficulty`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MEMORY = 0.7
+"""Weight of the earlier episodes of a level after each step that has further ones."""
+_FOCUS = 0.5
+"""Share of the tasks that are drawn from the hardest open level; the others from all open ones."""
+
+
+class Levels:
+    """The levels of one environment, easiest first, and their success."""
+
+    def __init__(self, levels: Sequence[int], threshold: float) -> None:
+        """`threshold`: success of a level at which the next one opens."""
+        self.levels, self._threshold = tuple(sorted(set(levels))), threshold
+        self._seen: dict[int, tuple[float, float]] = {}  # successes and episodes, decayed
+
+    @property
+    def hardest_open(self) -> int:
+        """The first level that is not solved yet, the last one if all are."""
+        return next((level for level in self.levels if not self._is_solved(level)), self.levels[-1])
+
+    def _is_solved(self, level: int) -> bool:
+        solved, played = self._seen.get(level, (0.0, 0.0))
+        return played > 0 and solved / played >= self._threshold
+
+    def wanted(self, draw: float) -> frozenset[int]:
+        """Return the levels of which one task is drawn; `draw` is uniform in [0, 1)."""
+        hardest = self.hardest_open
+        lowest = hardest if draw < _FOCUS else self.levels[0]
+        return frozenset(level for level in self.levels if lowest <= level <= hardest)
+
+    def observe(self, results: Mapping[int, Sequence[bool]]) -> None:
+        """Record the successes of a step's episodes of each level."""
+        for level, successes in results.items():
+            solved, played = self._seen.get(level, (0.0, 0.0))
+            self._seen[level] = (
+                _MEMORY * solved + sum(successes),
+                _MEMORY * played + len(successes),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, as JSON values."""
+        return {str(level): seen for level, seen in self._seen.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the successes of a checkpoint."""
+        self._seen = {int(level): (seen[0], seen[1]) for level, seen in state.items()}

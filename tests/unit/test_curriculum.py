@@ -1,0 +1,101 @@
+"""A curriculum by success: which levels are drawn, what opens the next, and that a resumed run goes
+on with the same tasks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from ragen_mega.config import parse
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.registry import make
+from ragen_mega.rollout.curriculum import Levels
+from ragen_mega.rollout.player import Task
+from ragen_mega.rollout.tasks import TaskSampler
+
+WORDS = '{"reverse": {"min_words": 2, "max_words": 5}}'
+FLAGS = ["--recipe", "none", "--environments", "reverse", "--environment-options", WORDS]
+FLAGS += ["--curriculum-success", "0.75", "--num-groups", "40", "--group-size", "2"]
+
+
+def levels_of(tasks: list[list[Task]]) -> list[int]:
+    """The number of words of each group, from the world itself."""
+    world = make("reverse", **json.loads(WORDS)["reverse"])
+    return [len(world.reset(group[0].seed).partition(": ")[2].split()) for group in tasks]
+
+
+def played(tasks: list[list[Task]], solved: set[int]) -> list[TrajectoryGroup]:
+    """Groups in which exactly the tasks of these levels are solved."""
+    groups = []
+    for group, level in zip(tasks, levels_of(tasks), strict=True):
+        members = [
+            Trajectory(group_id=task.group_id, environment="reverse", seed=task.seed)
+            for task in group
+        ]
+        for member in members:
+            member.append_observation([1])
+            member.append_action(completion())
+            member.turns[-1].info["success"] = level in solved
+        groups.append(TrajectoryGroup(group[0].group_id, members))
+    return groups
+
+
+def completion() -> Completion:
+
+    return Completion([2], [0.0], "stop")
+
+
+def test_a_level_opens_when_the_one_below_is_solved() -> None:
+    levels = Levels([4, 2, 3, 3], 0.75)
+    assert levels.levels == (2, 3, 4) and levels.hardest_open == 2
+    levels.observe({2: [True, True, False]})
+    assert levels.hardest_open == 2  # 2 of 3
+    levels.observe({2: [True, True]})
+    # Earlier episodes count 0.7: (0.7 * 2 + 2) of (0.7 * 3 + 2)
+    assert (0.7 * 2 + 2) / (0.7 * 3 + 2) > 0.75 and levels.hardest_open == 3
+    levels.observe({3: [True], 4: [True]})
+    assert levels.hardest_open == 4  # also where all are solved
+    levels.observe({2: [False] * 9})
+    assert levels.hardest_open == 2, "what is forgotten is practised again"
+
+
+def test_half_of_the_tasks_are_of_the_hardest_open_level_and_none_is_above() -> None:
+    sampler = TaskSampler(parse(FLAGS))
+    drawn = Counter()
+    for step in range(3):
+        tasks = sampler.sample(step)
+        assert set(levels_of(tasks)) == {2}
+        sampler.observe(played(tasks, set()))
+    for _ in range(4):
+        sampler.observe(played(tasks, {2}))
+    assert sampler.levels["reverse"].hardest_open == 3
+    for step in range(3, 23):
+        tasks = sampler.sample(step)
+        drawn.update(levels_of(tasks))
+        metrics = sampler.observe(played(tasks, {2}))
+        assert metrics == {"level/reverse": 3.0}
+    assert set(drawn) == {2, 3}
+    # Half are of level 3, and half of the others: 75% of 800, within five deviations.
+    assert abs(drawn[3] / 800 - 0.75) < 5 * (0.75 * 0.25 / 800) ** 0.5
+
+
+def test_a_resumed_run_draws_the_same_tasks() -> None:
+    whole, resumed = TaskSampler(parse(FLAGS)), TaskSampler(parse(FLAGS))
+    for step in range(4):
+        whole.observe(played(whole.sample(step), {2, 3} if step > 1 else {2}))
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    fresh = TaskSampler(parse(FLAGS))
+    seeds = [[group[0].seed for group in each.sample(4)] for each in (whole, resumed, fresh)]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_without_difficulties_it_is_refused() -> None:
+    flags = [flag if flag != "reverse" else "frozen_lake" for flag in FLAGS if flag != WORDS]
+    flags.remove("--environment-options")
+    with pytest.raises(ValueError, match="curriculum_success .* difficulty .* frozen_lake has"):
+        TaskSampler(parse(flags))
+    with pytest.raises(ValueError, match="curriculum_success .* separate"):
+        parse([*FLAGS, "--placement", "separate", "--rollout-ranks", "1"])
