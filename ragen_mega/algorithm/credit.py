@@ -213,10 +213,9 @@ def _checked(
             f"{' with nan or inf' if is_right[0] is False and got[0] == [len(mask)] else ''};"
             " inputs.per_token spreads a number per trajectory"
         )
-    advantages, returns = pair
     return (
-        torch.where(mask, advantages.detach(), 0.0),
-        None if returns is None else torch.where(mask, returns.detach(), 0.0),
+        torch.where(mask, pair[0].detach(), 0.0),
+        torch.where(mask, pair[1].detach(), 0.0) if uses_critic else None,
     )
 
 

@@ -208,12 +208,14 @@ def filter_groups(
             strategy, found = "top_k", find_filter("top_k")
             value = max(1, math.floor(value * len(groups) + ROUNDING))
         if found.value == "count":
-            turn = groups[0].group_id // len(groups)
-            values = _apportioned(int(value), list(map(len, ours)), turn)
+            values = _apportioned(
+                int(value), list(map(len, ours)), groups[0].group_id // len(groups)
+            )
     chosen: dict[int, TrajectoryGroup] = {}
     for places, share in zip(ours, values):
-        own = [groups[place] for place in places]
-        stay = _kept_of_one(own, strategy=strategy, value=share, keep_zero=keep_zero)
+        stay = _kept_of_one(
+            [groups[place] for place in places], strategy=strategy, value=share, keep_zero=keep_zero
+        )
         chosen |= {places[index]: group for index, group in stay}
     kept = [chosen[place] for place in sorted(chosen)]
     if kept and found.drops_constant and not keep_zero:

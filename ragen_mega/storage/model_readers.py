@@ -11,7 +11,6 @@ reader.release()       unmap what was read, so that going tensor by tensor needs
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -235,8 +234,7 @@ class HuggingFaceReader:
         return DTYPES[kind], shape
 
     def __call__(self, name: str) -> Tensor | None:
-        is_there = name in self._files or self._fused(name) is not None
-        return self.read(name) if is_there else None
+        return self.read(name) if name in self._files or self._fused(name) else None
 
     def read(self, name: str) -> Tensor:
         if (place := self._fused(name)) is not None:
@@ -260,14 +258,13 @@ class HuggingFaceReader:
         return self._block if {name, name + _SCALE} <= self._files.keys() else None
 
     def _is_scale(self, name: str) -> bool:
-        weight = name.removesuffix(_SCALE)
-        return weight != name and self._block_of(weight) is not None
+        return name.endswith(_SCALE) and self._block_of(name.removesuffix(_SCALE)) is not None
 
     def _check_scale(
         self, name: str, kind: str, shape: tuple[int, ...], block: tuple[int, int]
     ) -> None:
         scale_kind, grid = self._header(name + _SCALE)
-        covered = tuple(map(operator.mul, grid, block))
+        covered = tuple(size * width for size, width in zip(grid, block))
         if kind != _FP8 or scale_kind not in DTYPES or covered != shape:
             raise ValueError(
                 f"{name} must be {_FP8} with a scale for every block of {list(block)}, not"

@@ -143,7 +143,7 @@ def of_type(values: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
     """Return the entries of a config.json for weights of this type, None for several: every entry
     that names a type, of a part of the model too, names this one, and none states a quantisation.
     """
-    kept = {
+    kept: dict[str, Any] = {
         name: of_type(value, dtype) if isinstance(value, Mapping) else value
         for name, value in values.items()
         if name not in _QUANTISATIONS
