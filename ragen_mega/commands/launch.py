@@ -225,7 +225,7 @@ def can_bind(system: Path = Path("/sys")) -> bool:
     devices = system / "bus" / "pci" / "devices"
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     addresses = [
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}"  # type: ignore[attr-defined]  # no stubs
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}"  # type: ignore[attr-defined]  # no stub
         f":{gpu.pci_device_id:02x}.0"  # type: ignore[attr-defined]  # no stub
         for gpu in gpus
     ]
