@@ -87,6 +87,8 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "mcp-server-time>=2026.10",  # a server of the protocol's authors
+            "ruff==0.17.6",  # tools/style.sh; another version may find more
+            "mypy==2.4.1",
             "markdown-it-py>=3",  # to follow the links of the documentation
             "mkdocs-material==9.8.1",  # as the extra docs: the site is built by a test
             "mkdocs==1.6.1",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.ranks.collectives import is_main
 from ragen_mega.report.console import fail
@@ -46,7 +47,8 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
     rollouts, batches, placement = run.rollouts, run.batches, run.placement
 
     # Rollout: N trajectories of at most K turns from each of P initial states.
-    groups = rollouts.recall(step)  # an earlier process has sampled them under these weights
+    # An earlier process may have sampled them under these weights.
+    groups: Sequence[TrajectoryGroup] | None = rollouts.recall(step)
     if groups is None and rollouts.are_remote:
         groups = rollouts.receive(step, log)  # under the weights of `max_staleness` steps before
     elif groups is None:

@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import parse
@@ -100,7 +100,7 @@ class RunLayout:
     """Whether the run trains a mixture of experts in place of the small model."""
 
 
-LAYOUTS = (
+LAYOUTS: tuple[RunLayout, ...] = (
     RunLayout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
     RunLayout("tp2", ("--tensor-model-parallel-size", "2")),
     RunLayout("pp2", ("--pipeline-model-parallel-size", "2")),
@@ -133,7 +133,8 @@ def sglang_layouts(python: Path) -> tuple[RunLayout, ...]:
 
 def write_mixture(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a small mixture of experts with random weights."""
-    hf = Qwen3MoeConfig(
+    hf = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=-(-len(tokenizer) // 16) * 16, hidden_size=32, moe_intermediate_size=64,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=2048,
@@ -163,7 +164,7 @@ class Victim:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Launch the ranks; they go on from where the run is."""
-        place = ("--output", self.output, "--name", self.name, "--resume")
+        place: tuple[str | Path, ...] = ("--output", self.output, "--name", self.name, "--resume")
         if self.layout.has_experts:
             place += ("--load", self.output / MIXTURE)
         launch = ranks_command(
@@ -482,7 +483,7 @@ def run_rounds(
         run = Victim(output, f"tormented_{finished}_{layout.name}", layout)
         tainted, is_over, is_servers_turn = set[tuple[str, int]](), False, False
         while not is_over:
-            target = "server" if is_servers_turn else next(targets)
+            target: str | None = "server" if is_servers_turn else next(targets)
             if len(rounds) >= num_rounds:  # now undisturbed, so that it too is compared
                 target = None
             is_servers_turn = layout.has_servers and target != "server"

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ TOLERANCES = {
     "max_rel_diff_unfused": 1e-4,
 }
 TRANSFORMERS_TOLERANCE = 1e-4
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 20},
     "qwen3_moe": {
@@ -75,7 +75,7 @@ class Layout:
     num_processes: int
     parallel: ParallelConfig
     max_tokens: int = 128
-    shared_prefixes: str = "on"
+    shared_prefixes: Literal["auto", "on", "off"] = "on"
 
     @property
     def architectures(self) -> list[str]:
@@ -407,7 +407,7 @@ def compare(
             f"layout {layout.name} computes other tensors than expected:"
             f" {sorted(result.keys() ^ expected | unfused.keys() - baseline.keys())}"
         )
-    row: dict[str, float | str] = {"name": layout.name} | dict.fromkeys(TOLERANCES, 0.0)
+    worst = dict.fromkeys(TOLERANCES, 0.0)
     pairs = [(COLUMNS[key.kind], result[key], baseline[key]) for key in result]
     pairs += [
         ("max_rel_diff_unfused", result[key], truth)
@@ -416,8 +416,8 @@ def compare(
     ]
     for column, ours, theirs in pairs:
         scale = max(float(theirs.abs().max()), 1e-6) if "_rel_" in column else 1.0
-        row[column] = largest(row[column], float((ours - theirs).abs().max()) / scale)
-    return row
+        worst[column] = largest(worst[column], float((ours - theirs).abs().max()) / scale)
+    return {"name": layout.name} | worst
 
 
 def largest(*differences: float) -> float:
@@ -511,8 +511,9 @@ def token_losses(logits: Tensor, tokens: dict[str, Tensor], loss: LossConfig) ->
     ratio = (logprobs - tokens["old_logprobs"]).exp()
     clipped = ratio.clamp(1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high)
     surrogate = torch.maximum(-advantages * ratio, -advantages * clipped)
-    bounded = torch.minimum(surrogate, -advantages * loss.dual_clip)
-    surrogate = torch.where(advantages < 0, bounded, surrogate)
+    if loss.dual_clip is not None:
+        bounded = torch.minimum(surrogate, -advantages * loss.dual_clip)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
     surrogate = surrogate * (entropy.detach() >= loss.min_entropy)
     importance = (
         (tokens["old_logprobs"] - tokens["rollout_logprobs"]).exp().clamp(max=loss.importance_cap)

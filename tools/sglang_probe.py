@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -37,7 +37,8 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "without --enable-memory-saver": {"enable-memory-saver": False},
 }
 """Description -> further server options."""
-TRANSFERS = ("ipc", "file")
+Transfer = Literal["ipc", "file"]
+TRANSFERS: tuple[Transfer, ...] = ("ipc", "file")
 MAX_CONTEXT, TURN = 256, 32
 CONFIG = Qwen2Config(  # heads as in Qwen2.5-0.5B, so that its kernels are compiled here
     vocab_size=512,
@@ -63,8 +64,8 @@ class NotStarted(Failed):
 
 
 def first_that_works(
-    attempt: Callable[[str, str], dict[str, Any]], report: Callable[[dict[str, Any]], None]
-) -> tuple[str, str] | None:
+    attempt: Callable[[Transfer, str], dict[str, Any]], report: Callable[[dict[str, Any]], None]
+) -> tuple[Transfer, str] | None:
     """Return the first (way of the weights, key of OPTIONS) for which `attempt` does not raise
     Failed.
 
@@ -84,7 +85,7 @@ def first_that_works(
     return None
 
 
-def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
+def serve(settings: ServerSettings, transfer: Transfer) -> dict[str, Any]:
     """Return two rollouts, and their cost. Raises Failed, with the end of the server's log."""
     engine = SGLangEngine(CONFIG, settings, transfer=transfer, bucket_bytes=256 * 1024)
     rollouts, is_started = [], False
@@ -129,7 +130,7 @@ def serve(settings: ServerSettings, transfer: str) -> dict[str, Any]:
 def build_model(seed: int, dtype: torch.dtype) -> PreTrainedModel:
     """Build a float32 model with weights that `dtype` holds exactly."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(CONFIG).to(dtype).float().eval()
+    return Qwen2ForCausalLM(CONFIG).type(dtype).float().eval()
 
 
 async def mean_difference(engine: SGLangEngine, model: PreTrainedModel) -> float:
@@ -172,7 +173,7 @@ def free_gib() -> float:
 def main(arguments: argparse.Namespace) -> int:
     on_gpu, attempts = torch.cuda.is_available(), list[dict[str, Any]]()
 
-    def attempt(transfer: str, options: str) -> dict[str, Any]:
+    def attempt(transfer: Transfer, options: str) -> dict[str, Any]:
         settings = ServerSettings(
             python=arguments.python,
             directory=arguments.directory / f"probe_{len(attempts)}",

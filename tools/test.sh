@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
 # Set up as the examples do, with what the tests need, and run the tests: bash tools/test.sh [pytest arguments]
 # Tests that take minutes or need a GPU are left out; add -m slow or -m gpu for them. A worker per core and one more: -n 0 for none.
+# Without arguments tools/style.sh runs as well, and the command fails if that does.
 set -e
 unset PYTHONDONTWRITEBYTECODE # or every process would compile what it imports
 . "$(dirname "$0")/setup_env.sh"
 setup_env test
 cd "$REPOSITORY"
+style=
+if [ $# = 0 ]; then # beside the compilers below; its findings come before the tests
+    bash tools/style.sh &
+    style=$!
+fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
 "$PYTHON" tests/fake_cuda/build.py & # once for each version of torch; says why where it cannot
 builder=$!
@@ -14,4 +20,10 @@ if ! compgen -G "ragen_mega/*/*/__pycache__/*.nbi" >/dev/null; then # numba's ca
 fi
 wait "$builder"
 # Each worker takes the next file, in the order of tests/conftest.py.
-exec "$PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
+tests=("$PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@")
+if [ -n "$style" ] && ! wait "$style"; then
+    "${tests[@]}" || true
+    echo "style: tools/style.sh has failed; what it found is above the tests" >&2
+    exit 1
+fi
+exec "${tests[@]}"

@@ -361,8 +361,7 @@ def linear_policy_loss(
     """
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
     found = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
-    if rows is None:
-        rows = weights.nonzero().squeeze(1)
+    rows = weights.nonzero().squeeze(1) if rows is None else rows
     hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,

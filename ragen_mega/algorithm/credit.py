@@ -61,6 +61,7 @@ def gae(inputs: CreditInputs, *, gamma: float, lam: float) -> tuple[Tensor, Tens
     last sampled token. The returns are A + V.
     """
     batch = inputs.batch
+    assert batch.values is not None  # it uses a critic
     return ragen_kernels.gae(
         inputs.rewards, batch.values, batch.loss_mask, inputs.cu_sequences, gamma=gamma, lam=lam
     )
@@ -90,6 +91,7 @@ def bilevel_gae(
     them from reward != 0, which merges turns that earned exactly 0.
     """
     batch = inputs.batch
+    assert batch.values is not None  # it uses a critic
     return ragen_kernels.gae(
         inputs.rewards,
         batch.values,
@@ -211,7 +213,10 @@ def _checked(
             f"{' with nan or inf' if is_right[0] is False and got[0] == [len(mask)] else ''};"
             " inputs.per_token spreads a number per trajectory"
         )
-    return tuple(None if part is None else torch.where(mask, part.detach(), 0.0) for part in pair)
+    return (
+        torch.where(mask, pair[0].detach(), 0.0),
+        torch.where(mask, pair[1].detach(), 0.0) if uses_critic else None,
+    )
 
 
 def _sequences(batch: TokenBatch, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
@@ -241,6 +246,7 @@ def _token_rewards(
         elsewhere = earned[0][owners] - earned[1]  # [Q]
         rewards = rewards + starpo.place_at_end(elsewhere, mask, cu_sequences).float()
     if settings.kl_in_reward != "none":
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None  # as documented
         penalty = kl_estimate(batch.old_logprobs, batch.ref_logprobs, settings.kl_in_reward)
         rewards = rewards - settings.kl_reward_coef * penalty * batch.loss_mask
     return rewards
@@ -250,11 +256,12 @@ def _scores(trajectories: Sequence[Trajectory], settings: Any, device: torch.dev
     """[S] float64 total rewards, normalised as configured: as exact as what the filter ranks."""
     rewards = [trajectory.total_reward for trajectory in trajectories]
     scores = move(torch.tensor(rewards, dtype=torch.float64), device)
-    keys = {
+    keys_of: dict[str, Sequence[int | str]] = {
         "group": [trajectory.group_id for trajectory in trajectories],
         "environment": [trajectory.environment for trajectory in trajectories],
         "batch": [0 for _ in trajectories],
-    }[settings.reward_normalization_scope]
+    }
+    keys = keys_of[settings.reward_normalization_scope]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     ids = move(torch.tensor([places[key] for key in keys]), device)
     return starpo.normalize_rewards(scores, ids, method=settings.reward_normalization)

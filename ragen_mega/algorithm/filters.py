@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import pvariance
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,7 +185,7 @@ def filter_groups(
     groups: Sequence[TrajectoryGroup],
     *,
     strategy: str,
-    value: float | tuple[float, float] | None,
+    value: float | tuple[float, float | None] | None,
     keep_zero: bool,
     num_groups: int | None = None,
 ) -> list[TrajectoryGroup]:
@@ -201,19 +202,21 @@ def filter_groups(
     found.check(strategy, value, num_groups or len(groups))
     groups = with_returns(groups)
     ours = list(by_environment(groups).values())
-    values = [value] * len(ours)
-    if len(ours) > 1 and strategy == "top_fraction":  # divided as a whole: shares are rounded down
-        strategy, found = "top_k", find_filter("top_k")
-        value = max(1, math.floor(value * len(groups) + ROUNDING))
-    if len(ours) > 1 and found.value == "count":
-        values = _apportioned(int(value), list(map(len, ours)), groups[0].group_id // len(groups))
+    values: Sequence[float | tuple[float, float | None] | None] = [value] * len(ours)
+    if len(ours) > 1 and not (value is None or isinstance(value, tuple)):
+        if strategy == "top_fraction":  # divided as a whole: shares are rounded down
+            strategy, found = "top_k", find_filter("top_k")
+            value = max(1, math.floor(value * len(groups) + ROUNDING))
+        if found.value == "count":
+            values = _apportioned(
+                int(value), list(map(len, ours)), groups[0].group_id // len(groups)
+            )
     chosen: dict[int, TrajectoryGroup] = {}
     for places, share in zip(ours, values):
-        options = {"strategy": strategy, "value": share, "keep_zero": keep_zero}
-        chosen |= {
-            places[index]: group
-            for index, group in _kept_of_one([groups[place] for place in places], **options)
-        }
+        stay = _kept_of_one(
+            [groups[place] for place in places], strategy=strategy, value=share, keep_zero=keep_zero
+        )
+        chosen |= {places[index]: group for index, group in stay}
     kept = [chosen[place] for place in sorted(chosen)]
     if kept and found.drops_constant and not keep_zero:
         scores = group_uncertainty([group.total_rewards for group in kept])
@@ -233,7 +236,7 @@ def _kept_of_one(
     groups: Sequence[TrajectoryGroup],
     *,
     strategy: str,
-    value: float | tuple[float, float] | None,
+    value: float | tuple[float, float | None] | None,
     keep_zero: bool,
 ) -> list[tuple[int, TrajectoryGroup]]:
     """Return the groups of one environment that a filter keeps, with their indices; constant groups
@@ -267,7 +270,7 @@ def _apportioned(total: int, sizes: Sequence[int], turn: int) -> list[int]:
     return counts
 
 
-def _indices(strategy: str, answer: object, size: int) -> list[int]:
+def _indices(strategy: str, answer: Any, size: int) -> list[int]:
     """Return a filter's answer in order. Raises PlugInError unless it is distinct indices below
     `size`.
     """

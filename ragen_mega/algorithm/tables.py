@@ -96,9 +96,11 @@ class Filter:
     drops_constant: bool = True
     within_groups: bool = False
 
-    def check(self, name: str, value: float | tuple[float, float] | None, num_groups: int) -> None:
+    def check(
+        self, name: str, value: float | tuple[float, float | None] | None, num_groups: int
+    ) -> None:
         """Raise ValueError unless `value` is valid for `num_groups` groups."""
-        if self.value == "range":
+        if self.value == "range" and isinstance(value, tuple):
             low, high = value
             # 0.6 - 0.5 is less than a tenth
             if high is None or not low < high <= 1.0 or (high - low) * num_groups < 1 - 1e-9:
@@ -107,19 +109,19 @@ class Filter:
                     f" filter_value <= 1, at least one of {num_groups}, not {low} to {high}; the"
                     " middle half is --filter-start 0.25 --filter-value 0.75"
                 )
-            return
-        if value is None and self.value in ("share", "count"):
-            raise ValueError(f"filter_strategy {name} needs its value; add --filter-value")
-        if self.value == "count" and (value != int(value) or not 1 <= value <= num_groups):
-            raise ValueError(
-                f"{name} keeps a whole number of groups in 1..{num_groups}, not {value}; for a"
-                " share use top_fraction"
-            )
-        if self.value == "share" and not 0.0 < value <= 1.0:
-            raise ValueError(
-                f"the value of {name} must be in (0, 1], not {value}; StarPO-S keeps top_fraction"
-                " 0.25"
-            )
+        elif self.value in ("share", "count"):
+            if value is None or isinstance(value, tuple):
+                raise ValueError(f"filter_strategy {name} needs its value; add --filter-value")
+            if self.value == "count" and (value != int(value) or not 1 <= value <= num_groups):
+                raise ValueError(
+                    f"{name} keeps a whole number of groups in 1..{num_groups}, not {value}; for a"
+                    " share use top_fraction"
+                )
+            if self.value == "share" and not 0.0 < value <= 1.0:
+                raise ValueError(
+                    f"the value of {name} must be in (0, 1], not {value}; StarPO-S keeps"
+                    " top_fraction 0.25"
+                )
 
 
 _CREDIT = "ragen_mega.algorithm.credit"
@@ -244,7 +246,7 @@ def parse_reward(text: str) -> dict[str, float]:
         term = _TERM.match(text, position)
         weight = float(f"{term['sign']}1") * float(term["weight"] or 1) if term else math.nan
         is_apart = term and (not terms or term["sign"]) and term["name"] not in terms
-        if not (is_apart and math.isfinite(weight)):
+        if not (term and is_apart and math.isfinite(weight)):
             raise ValueError(
                 f"reward must be a sum of distinct terms, not {text!r} (at {text[position:]!r});"
                 ' write e.g. --reward "environment + 0.1*format"'
@@ -264,10 +266,9 @@ def call(
     """Call a function of a table; one of the user's gets copies, since it may write into what it
     gets. Raises PlugInError, which says where it failed.
     """
-    if isinstance(function, str):
-        function = table.get(function)
+    called = table.get(function) if isinstance(function, str) else function
     try:
-        return function(*(args if table.is_packaged(name) else copy.deepcopy(args)), **options)
+        return called(*(args if table.is_packaged(name) else copy.deepcopy(args)), **options)
     except _FAILURES as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(str(error).split())

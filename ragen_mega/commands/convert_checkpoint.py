@@ -206,7 +206,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
         )
         with console.progress("convert", len(slots)) as progress:
             for slot in slots:
-                tensors = [reader(name) for name in slot.names]
+                tensors = [reader.read(name) for name in slot.names]
                 if isinstance(writer, MegatronWriter):
                     writer.write(slot, tensors)
                 else:

@@ -197,7 +197,7 @@ def _check_rendezvous(args: Namespace) -> None:
             f"--node-rank must be from 0 to {last} on --nnodes {args.nnodes}, not {args.node_rank}"
         )
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ValueError(
             f"--master-addr must be the name or address of the first node, and {host} is unknown"
@@ -205,9 +205,9 @@ def _check_rendezvous(args: Namespace) -> None:
         ) from None
     try:
         if args.node_rank == 0:
-            socket.create_server(address[:2], family=family).close()
+            socket.create_server((str(address), port), family=family).close()
         else:
-            socket.create_connection(address[:2], timeout=_PROBE_SECONDS).close()
+            socket.create_connection((str(address), port), timeout=_PROBE_SECONDS).close()
     except ConnectionRefusedError:
         return
     except OSError as error:
@@ -229,7 +229,9 @@ def can_bind(system: Path = Path("/sys")) -> bool:
     devices = system / "bus" / "pci" / "devices"
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     addresses = [
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}"  # type: ignore[attr-defined]  # no stub
+        f":{gpu.pci_device_id:02x}.0"  # type: ignore[attr-defined]  # no stub
+        for gpu in gpus
     ]
     num_nodes = len([*(system / "devices" / "system" / "node").glob("node[0-9]*")])
     is_known = all((devices / address / "numa_node").exists() for address in addresses)

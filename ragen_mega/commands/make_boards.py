@@ -43,8 +43,11 @@ def draw_boards(
     seen, lines = {board.rows for board in packaged}, []
     for seed in range(first_seed, _WARM_START_SEEDS):
         environment.reset(seed)
-        is_lake = isinstance(environment, FrozenLake)
-        rows = environment.lake.rows() if is_lake else environment.room.rows()
+        rows = (
+            environment.lake.rows()
+            if isinstance(environment, FrozenLake)
+            else environment.room.rows()
+        )
         if rows not in seen:
             seen.add(rows)
             lines.append({"set": environment.board_set, "seed": seed, "board": list(rows)})

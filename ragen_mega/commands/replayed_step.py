@@ -33,6 +33,7 @@ from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
 from ragen_mega.rollout.visit import RecordedAnswers
 from ragen_mega.run.build import build_models, set_fields
 from ragen_mega.run.placement import Colocated
+from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import CHECKPOINTS, find_latest
@@ -50,17 +51,15 @@ LAYOUT = (
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
-class RecordedRollouts:
+class RecordedRollouts(Rollouts):
     """Rollouts that are read from the disk, whoever has sampled them."""
 
-    are_remote = False
-
     def __init__(self, files: RolloutStore) -> None:
-        self._files = files
+        self.files, self.samplers = files, None
 
-    def recall(self, step: int) -> list[TrajectoryGroup]:
+    def recall(self, step: int) -> list[TrajectoryGroup] | None:
         """Read the groups of a step. Collective."""
-        return read_on_main(lambda: self._files.read(step).groups)
+        return read_on_main(lambda: self.files.read(step).groups)
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:

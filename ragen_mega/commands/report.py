@@ -100,7 +100,7 @@ def markdown(
     """Return the report as text: where each run was made, a row of each, and the means; of returns
     as well beside those of `players`, if there are such.
     """
-    places = defaultdict(dict)
+    places: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         places[row["hardware"]][row["run"]] = None
     heads = [
@@ -136,7 +136,6 @@ def markdown(
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
     if players:
-        head = ("run", "set", "mean return", "warm start", *players)
         cells = [
             (
                 row["run"],
@@ -153,7 +152,7 @@ def markdown(
             f" {mean['standard_deviation']:.3f}: {mean['set']}, {', '.join(mean['runs'])}."
             for mean in means(rows, "return")
         ]
-        parts += [table(head, cells), *said]
+        parts += [table(("run", "set", "mean return", "warm start", *players), cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
 
 
@@ -185,8 +184,9 @@ def plot(
     for run in runs:
         (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
-        before, after = (series(run, f"eval/{key}{measure}") for key in ("initial_", ""))
-        axes.plot(*(start + later for start, later in zip(before, after)), **marks)
+        steps, values = series(run, f"eval/initial_{measure}")
+        later_steps, later_values = series(run, f"eval/{measure}")
+        axes.plot(steps + later_steps, values + later_values, **marks)
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
@@ -282,7 +282,7 @@ def main(arguments: argparse.Namespace) -> None:
     Path(f"{target}.md").write_text(text)
     shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
-    report = {"hardware": hardware, "runs": shown, "means": means(rows)}
+    report: dict[str, Any] = {"hardware": hardware, "runs": shown, "means": means(rows)}
     if players:
         report |= {"mean_returns": means(rows, "return"), "returns_of_players": players}
     write_json(f"{target}.json", report)

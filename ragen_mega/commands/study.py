@@ -106,13 +106,15 @@ def main(arguments: argparse.Namespace) -> int | None:
         if not arguments.hardware:
             raise ValueError("--predict needs to know the GPU; add --hardware")
         machine, each = find_machine(arguments.hardware), {"match": match, "ranks": arguments.ranks}
-        return price.write(study, machine, arguments.reports, **each, num_seeds=num_seeds)
+        price.write(study, machine, arguments.reports, **each, num_seeds=num_seeds)
+        return 0
     first = arguments.first_seed or 0
     seeds: Sequence[int] = range(first, first + num_seeds)
     if only_reports:
         if arguments.seeds is None and arguments.first_seed is None:
             seeds = found_seeds(study, folder)
-        return tables.write(study, folder, arguments.reports, seeds, mixed=mixed)
+        tables.write(study, folder, arguments.reports, seeds, mixed=mixed)
+        return 0
     refuse_copies()
     check_ranks(study, match, arguments.ranks)
     mixed = claim_folder(folder, study, match, mixed=arguments.mixed, ranks=arguments.ranks)

@@ -8,7 +8,7 @@
 import argparse
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ragen_mega.commands.baselines import OPTION, parse_option
 from ragen_mega.commands.command_line import JSON, command, flag
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> None:
     from ragen_mega.environments.worlds.webshop.players import optimal_actions, rule_actions
 
     options = held_out_options("webshop") | dict(map(parse_option, arguments.option))
-    shopper = make("webshop", **options)
+    shopper = cast("WebShop", make("webshop", **options))
     num_goals = arguments.num_goals
     num_turns = shopper.max_turns if arguments.max_turns is None else arguments.max_turns
     if not 1 <= num_goals <= shopper.num_tasks:

@@ -26,6 +26,7 @@ from megatron.core.utils import get_te_version
 from packaging.version import Version
 
 from ragen_mega.config import ParallelConfig
+from ragen_mega.config.sections.parallel import FP8Recipe
 from ragen_mega.megatron import cpu
 
 Implementation = Literal["local", "transformer_engine"]
@@ -51,7 +52,7 @@ class Recipe:
     min_cuda: tuple[int, int]
 
 
-RECIPES = {
+RECIPES: dict[FP8Recipe, Recipe] = {
     "delayed": Recipe(16, 16, (8, 9), None, (12, 1)),
     "tensorwise": Recipe(16, 16, (8, 9), None, (12, 1)),
     "blockwise": Recipe(16, 128, (9, 0), None, (12, 9)),
@@ -136,7 +137,7 @@ def _obstacle_to_layers(parallel: ParallelConfig, machine: Device) -> tuple[str,
     return None
 
 
-def obstacle_to_recipe(recipe: str, machine: Device) -> str | None:
+def obstacle_to_recipe(recipe: FP8Recipe, machine: Device) -> str | None:
     """Return why an FP8 recipe cannot run on the machine, None if it can."""
     rule = RECIPES[recipe]
     if machine.capability is None or machine.cuda is None:

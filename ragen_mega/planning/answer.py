@@ -192,12 +192,12 @@ def read_run(
     layout of the model's recipe was made for other GPUs: it is searched, but for what flags say of
     it.
     """
-    words, is_own = list(arguments.others), arguments.recipe is None and shape is not None
-    recipe = recipe_for(arguments.model, shape) if is_own else arguments.recipe or "none"
+    words, own = list(arguments.others), arguments.recipe is None and shape
+    recipe = recipe_for(arguments.model, own) if own else arguments.recipe or "none"
     given = {name for section in read_settings(words).values() for name in section}
     if Path(arguments.model or "", "config.json").is_file() and "load" not in given:
         words = ["--load", arguments.model, *words]
-    if is_own and not machine.hardware.fp8:
+    if own and not machine.hardware.fp8:
         words = ["--fp8", "none", *words]
     settings = read_settings(with_recipe(words, default=recipe))
     is_apart = settings.get("parallel", {}).get("placement") == "separate"
@@ -211,7 +211,7 @@ def read_run(
         for name in set(LAYOUT["rollout"]) & sampled.keys() - given:  # of the recipe's server
             del sampled[name]
             words += [flag_of(name), str(getattr(RolloutConfig(), name))]
-    is_searched = arguments.search or (is_own and not is_apart)
+    is_searched = arguments.search or (bool(own) and not is_apart)
     if is_searched:
         for section in ("parallel", "train"):
             for name in set(LAYOUT[section]) - given:
@@ -255,7 +255,7 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Plan the run that the flags of `ragen-mega plan` describe: values for --json, and text."""
     machine = find_machine(arguments.hardware)
     hf = model_config(arguments.model) if arguments.model else None
-    run = read_run(arguments, machine, hf and ModelShape.of(hf))
+    run = read_run(arguments, machine, ModelShape.of(hf) if hf else None)
     hf = hf or model_config(run.config.model.load or "")
     shape = ModelShape.of(hf)
     num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
@@ -292,7 +292,7 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             flags = run.flags(chosen)
             result["flags"] = flags
             lines.append(f"{title}: {flags}")
-    if not arguments.search:
+    if chosen and not arguments.search:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
         result |= examine(shape, setting, capacity)

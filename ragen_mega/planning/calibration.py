@@ -285,7 +285,10 @@ def measured_machine() -> tuple[Machine, dict[str, Any]]:
     machine = Machine(hardware, constants)
     cut = TrainingLayout(itemsize=itemsize)
     machine = solved(
-        machine, ("product", "tile"), products, lambda machine, what: product(machine, *what, cut)
+        machine,
+        ("product", "tile"),
+        products,
+        lambda machine, what: product(machine, what[0], what[1], what[2], cut),
     )
     decoding = measure_decoding() if device == "cpu" else []
     if decoding:
@@ -404,7 +407,7 @@ def calibrate(path: Path, check_steps: bool) -> dict[str, Any]:
     """Measure, write the file that `--hardware` reads, and print it; compare with runs if asked."""
     started, load = time.monotonic(), os.getloadavg()[0]
     machine, readings = measured_machine()
-    report = {
+    report: dict[str, Any] = {
         "provenance": provenance(),
         "load": load,
         "seconds": time.monotonic() - started,

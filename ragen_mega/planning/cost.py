@@ -78,7 +78,7 @@ def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
             {"advantage": {"advantage_estimator": "grpo"}, "parallel": {"offload": offload}},
         ),
     }  # fmt: skip
-    found = {}
+    found: dict[str, StarPOConfig] = {}
     for name, (helps, sections) in wanted.items():
         with suppress(ValueError):  # a rule of the configuration forbids it
             changed = {

@@ -296,7 +296,7 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes that all microbatches in flight on a pipeline stage have saved at their peak,
     the loss not included.
     """
-    cut, recompute = setting.parallel.cut, setting.parallel.recompute
+    cut, recompute = setting.parallel.cut, setting.parallel.recomputation
     parts = layer_activations(shape, setting)
     one_layer = sum(parts.values())
     kept = {
@@ -326,7 +326,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     cut, item, tokens = setting.parallel.cut, setting.itemsize, setting.max_tokens
     parts = layer_activations(shape, setting)
     recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
-        setting.parallel.recompute
+        setting.parallel.recomputation
     ]
     largest = max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item

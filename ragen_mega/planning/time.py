@@ -213,7 +213,10 @@ def layer(
     # Megatron deals early and late blocks to each rank; who has the last of even blocks is late
     attended /= share * (2 - 1 / cut.cp if cut.is_fsdp else 1)
     terms = {
-        "matrix products": sum(n * product(machine, *shape, cut) for n, *shape in matrices),
+        "matrix products": sum(
+            number * product(machine, rows, inner, columns, cut)
+            for number, rows, inner, columns in matrices
+        ),
         "attention": 2 * tokens * length * heads / attended,
         "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
     }
@@ -592,8 +595,9 @@ def rollout(
         context = held / batch
         if machine.hardware.cores:  # the embedded engine attends to as many places for all
             context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
-        cut = {"tp": tp, "ep": ep, "fp8": fp8, "itemsize": itemsize}
-        step = partial(decode_step, machine, sizes, batch=batch, **cut)
+        step = partial(
+            decode_step, machine, sizes, batch=batch, tp=tp, ep=ep, fp8=fp8, itemsize=itemsize
+        )
         ahead = running[0][0] - steps
         if waiting:
             first = sum(step(context=context))

@@ -146,13 +146,14 @@ def check_value(name: str, value: object, usual: object, *, least: float | None 
     """Raise ValueError unless `value` is of the kind of `usual`, and at least `least` (default:
     above 0) if it is a number.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
+    number = value if isinstance(value, (int, float)) and value < math.inf else -math.inf
+    number = -math.inf if isinstance(value, bool) else number
     rule, is_met = "true or false", isinstance(value, bool)
     if isinstance(usual, float):
         rule = "a positive finite number" if least is None else f"a finite number from {least:g}"
-        is_met = number and (value > 0 if least is None else value >= least)
+        is_met = number > 0 if least is None else number >= least
     elif isinstance(usual, int) and not isinstance(usual, bool):
-        rule, is_met = "a whole number from 1", number and value == int(value) >= 1
+        rule, is_met = "a whole number from 1", number >= 1 and number == int(number)
     elif isinstance(usual, str):
         rule, is_met = f"one of {', '.join(RECOMPUTE)}", value in RECOMPUTE
         rule += ", where selective is the feed-forward part and attention Megatron's selective"
@@ -525,11 +526,11 @@ def markdown(result: Mapping[str, Any]) -> str:
                 )
                 for row in rows
             )  # fmt: skip
-            head = ("row", "model", "use", "published", "predicted", "error", "note")
-            lines += [f"{kind} ({UNITS[kind]}):", "", table(head, cells), ""]
+            names = ("row", "model", "use", "published", "predicted", "error", "note")
+            lines += [f"{kind} ({UNITS[kind]}):", "", table(names, cells), ""]
     if result["unpredicted"]:
-        cells = ((row["name"], row["model"], row["reason"]) for row in result["unpredicted"])
-        lines += ["Not predicted:", "", table(("row", "model", "reason"), cells), ""]
+        reasons = ((row["name"], row["model"], row["reason"]) for row in result["unpredicted"])
+        lines += ["Not predicted:", "", table(("row", "model", "reason"), reasons), ""]
     fitted = {name for names in FITTED.values() for name in names}
     values = (
         (field.name, f"{result['constants'][field.name]:.3g}",

@@ -93,8 +93,8 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
         answer = call(METRICS, name, METRICS.get(name), groups)
         for key, value in (answer if isinstance(answer, Mapping) else {name: answer}).items():
             number = as_number(value)
-            is_finite = number is not None and math.isfinite(number)
-            if not isinstance(key, str) or not is_finite or key in result:
+            is_new = isinstance(key, str) and key not in result
+            if not is_new or number is None or not math.isfinite(number):
                 raise PlugInError(
                     f"metric {name} must return a finite number, or name -> number with names of"
                     f" its own, not {key!r}: {value!r:.200}; mend it"

@@ -301,7 +301,7 @@ def base_directory(config: StarPOConfig) -> Path:
 
     def write() -> None:
         if config.warm_start.warm_start_from is not None:
-            take_warm_start(config)
+            take_warm_start(config, Path(config.warm_start.warm_start_from))
         elif not is_complete(base):
             write_small_model(config, base)
 

@@ -132,12 +132,7 @@ def evaluate_sets(
         max_sessions=min(per_rank, MAX_SESSIONS),
         dtype=torch.bfloat16 if hf.dtype == torch.bfloat16 else torch.float32,
     )
-    sync = WeightSync(
-        engine,
-        lambda shard: (
-            (name, tensor) for name in reader.names() if (tensor := reader(name)) is not None
-        ),
-    )
+    sync = WeightSync(engine, lambda shard: ((name, reader.read(name)) for name in reader.names()))
     with engine.awake():
         sync.send()
         return evaluate_each(engine, renderer, console, sets, samples_per_prompt=samples_per_prompt)

@@ -10,7 +10,6 @@ the seed, the step and the task.
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -73,21 +72,22 @@ class DirectoryInUse(ValueError):
     """Another process has the lock of a run directory."""
 
 
-def lock_named(config: StarPOConfig) -> tuple[StarPOConfig, str | None, TextIO]:
+def lock_named(config: StarPOConfig, least: int = 1) -> tuple[StarPOConfig, str | None, TextIO]:
     """Return the configuration with the name of its run, a message about a name that was chosen for
-    it, and the lock of its directory. If two processes start without --name at the same time, the
-    second takes the next number. Raises ValueError as `lock_run` does.
+    it, and the lock of its directory. A chosen name ends in `least` or a higher number. If two
+    processes start without --name at the same time, the second takes the next one. Raises
+    ValueError as `lock_run` does.
     """
     may_choose = config.logging.name is None and not (
         config.checkpoint.resume or config.logging.overwrite
     )
-    for least in itertools.count(1):
-        named, said = with_name(config, least)
-        try:
-            return named, said, lock_run(named.run_directory)
-        except DirectoryInUse:
-            if not may_choose:
-                raise
+    named, said = with_name(config, least)
+    try:
+        return named, said, lock_run(named.run_directory)
+    except DirectoryInUse:
+        if not may_choose:
+            raise
+    return lock_named(config, least + 1)
 
 
 def lock_run(directory: Path) -> TextIO:
@@ -143,8 +143,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = read_manifest(path, format=FORMAT)
     check_files(path, manifest["files"])
-    facts = (manifest[name] for name in ("step", "score", "config", "models"))
-    return Checkpoint(path, *facts, json.loads((path / STATE).read_bytes()))
+    facts = {name: manifest[name] for name in ("step", "score", "config", "models")}
+    return Checkpoint(path, **facts, state=json.loads((path / STATE).read_bytes()))
 
 
 def check_config(

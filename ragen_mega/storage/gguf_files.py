@@ -71,7 +71,7 @@ _LLAMA3 = (
 )
 _WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-_SPLITS = {
+_SPLITS: dict[str, list[Any]] = {
     "gpt-2": [_WORDS],
     "smollm": [pre_tokenizers.Digits(individual_digits=True), _WORDS],
     "llama-bpe": [pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), _BYTES],
@@ -294,7 +294,7 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
         raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # transformers adds GPT-2's or Llama 2's special tokens to a vocabulary that has none of them
-    size = len(reader.get_field("tokenizer.ggml.tokens").data)
+    size = len(reader.fields["tokenizer.ggml.tokens"].data)
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
     state["model"]["ignore_merges"] = split == "llama-bpe"
     backend = Tokenizer.from_str(json.dumps(state))

@@ -3,7 +3,8 @@ against config.json before the first is read.
 
 reader.names()         of all tensors that are weights
 reader.describe(name)  type and shape, without reading the tensor
-reader(name)           the tensor, None if there is none; it may be a view of a mapped file
+reader.read(name)      the tensor, which may be a view of a mapped file
+reader(name)           the same, None if there is no such tensor
 reader.release()       unmap what was read, so that going tensor by tensor needs little memory
 """
 
@@ -77,7 +78,8 @@ def open_model(
             _verify_manifest(directory)
         reader: ModelReader = MegatronReader(directory, shape)
     else:
-        reader = HuggingFaceReader(directory, own.dtype or torch.bfloat16, shape)
+        dtype = own.dtype if isinstance(own.dtype, torch.dtype) else torch.bfloat16
+        reader = HuggingFaceReader(directory, dtype, shape)
     check_tensors(reader, shape, str(directory), is_critic=is_critic, verify=verify)
     return reader
 
@@ -109,7 +111,7 @@ def check_tensors(
                 f" {list(wanted)}; is config.json of another model?"
             )
     is_doubled = _HEAD in names and shape.is_tied and not is_critic
-    if verify and is_doubled and not torch.equal(reader(_HEAD), reader(_EMBEDDING)):
+    if verify and is_doubled and not torch.equal(reader.read(_HEAD), reader.read(_EMBEDDING)):
         raise ValueError(
             f"config.json ties {_HEAD} to the embedding, and the two differ; set"
             " tie_word_embeddings to false in config.json to keep both"
@@ -213,16 +215,16 @@ class HuggingFaceReader:
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if (place := self._fused(name)) is not None:
-            kind, shape = self.describe(place.fused)
+            dtype, shape = self.describe(place.fused)
             if shape != place.shape:
                 raise ValueError(
                     f"{place.fused} has shape {list(shape)} in {self._files[place.fused]} and"
                     f" config.json asks for {list(place.shape)}; is config.json of another model?"
                 )
-            return kind, (place.rows.stop - place.rows.start, *shape[2:])
+            return dtype, (place.rows.stop - place.rows.start, *shape[2:])
         kind, shape = self._header(name)
-        if self._is_scale(name + _SCALE):
-            self._check_scale(name, kind, shape)
+        if (block := self._block_of(name)) is not None:
+            self._check_scale(name, kind, shape, block)
             return self._dtype, shape
         if kind not in DTYPES:
             raise ValueError(
@@ -232,15 +234,16 @@ class HuggingFaceReader:
         return DTYPES[kind], shape
 
     def __call__(self, name: str) -> Tensor | None:
+        return self.read(name) if name in self._files or self._fused(name) else None
+
+    def read(self, name: str) -> Tensor:
         if (place := self._fused(name)) is not None:
-            return place.of(self(place.fused))
-        if name not in self._files:
-            return None
+            return place.of(self.read(place.fused))
         tensor = self._handles[self._files[name]].get_tensor(name)
-        if not self._is_scale(name + _SCALE):
+        if (block := self._block_of(name)) is None:
             return tensor
         scale = self._handles[self._files[name + _SCALE]].get_tensor(name + _SCALE).float()
-        blocks = tensor.float().reshape(scale.shape[0], self._block[0], scale.shape[1], -1)
+        blocks = tensor.float().reshape(scale.shape[0], block[0], scale.shape[1], -1)
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
 
     def _fused(self, name: str) -> Place | None:
@@ -250,19 +253,21 @@ class HuggingFaceReader:
         place = None if name in self._files else self._places.get(name)
         return place if place is not None and place.fused in self._files else None
 
-    def _is_scale(self, name: str) -> bool:
-        return (
-            self._block is not None
-            and name.endswith(_SCALE)
-            and {name, name.removesuffix(_SCALE)} <= self._files.keys()
-        )
+    def _block_of(self, name: str) -> tuple[int, int] | None:
+        """Return the size of the blocks of a quantised weight, None for any other tensor."""
+        return self._block if {name, name + _SCALE} <= self._files.keys() else None
 
-    def _check_scale(self, name: str, kind: str, shape: tuple[int, ...]) -> None:
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(_SCALE) and self._block_of(name.removesuffix(_SCALE)) is not None
+
+    def _check_scale(
+        self, name: str, kind: str, shape: tuple[int, ...], block: tuple[int, int]
+    ) -> None:
         scale_kind, grid = self._header(name + _SCALE)
-        covered = tuple(size * block for size, block in zip(grid, self._block))
+        covered = tuple(size * width for size, width in zip(grid, block))
         if kind != _FP8 or scale_kind not in DTYPES or covered != shape:
             raise ValueError(
-                f"{name} must be {_FP8} with a scale for every block of {list(self._block)}, not"
+                f"{name} must be {_FP8} with a scale for every block of {list(block)}, not"
                 f" {kind} {list(shape)} with {scale_kind} {list(grid)}; load the model without"
                 " quantisation"
             )
@@ -325,8 +330,9 @@ class MegatronReader:
         return self._pieces.dtype(ROLE + slot.key), slot.shapes[index]
 
     def __call__(self, name: str) -> Tensor | None:
-        if name not in self._slots:
-            return None
+        return self.read(name) if name in self._slots else None
+
+    def read(self, name: str) -> Tensor:
         slot, index = self._slots[name]
         if self._last is None or self._last[0] != slot:
             self._last = None  # before the next one is read

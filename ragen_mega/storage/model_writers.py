@@ -143,7 +143,7 @@ def of_type(values: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
     """Return the entries of a config.json for weights of this type, None for several: every entry
     that names a type, of a part of the model too, names this one, and none states a quantisation.
     """
-    kept = {
+    kept: dict[str, Any] = {
         name: of_type(value, dtype) if isinstance(value, Mapping) else value
         for name, value in values.items()
         if name not in _QUANTISATIONS
@@ -236,7 +236,7 @@ def _write(
     except Exception as error:
         raise system_error(error, directory) or error from None
     _add_older_spellings(directory)
-    generation = Path(hf.name_or_path) / "generation_config.json"
+    generation = Path(hf.name_or_path or "", "generation_config.json")
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
     writer = HuggingFaceWriter(directory, kinds, max_shard_size)

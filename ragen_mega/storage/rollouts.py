@@ -195,8 +195,10 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> li
             outcome_seed=outcome_seed,
             weight_version=weight_version,
             turns=[
-                Turn(*at, reward, _from_json(info))
-                for info, (at, reward) in zip(infos, islice(turns, num_turns), strict=True)
+                Turn(start, end, reward, _from_json(info))
+                for info, ((start, end), reward) in zip(
+                    infos, islice(turns, num_turns), strict=True
+                )
             ],
             breaks=[at for row in breaks for at in row],
             terminated=terminated,

@@ -187,9 +187,9 @@ def _ideal(path: str) -> Example:
 
 def _message(path: str, said: Any) -> ChatMessage:
     """Read what an example returned. Raises ValueError if it is no message of the assistant."""
-    given = {"content": said} if isinstance(said, str) else said
+    given: Mapping[str, Any] = {"content": said} if isinstance(said, str) else said
     try:
-        return read_message("its answer", given | {"role": "assistant"}).message
+        return read_message("its answer", {**given, "role": "assistant"}).message
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"--agent-example {path} must return a text, or a message with content and tool_calls,"

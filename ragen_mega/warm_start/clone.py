@@ -52,8 +52,8 @@ class ScriptedEpisode:
     """The first messages; none if the environment could not begin."""
     initial_state: Observation = ""
     """First observation of the environment, which distinguishes boards."""
-    begun: Episode | None = None
-    """The episode as it began: what its prompts are made of."""
+    begun: Episode = field(init=False, repr=False)
+    """The episode as it began, of which its prompts are made; unset if it could not begin."""
     turns: list[tuple[str, TurnResult]] = field(default_factory=list)
     """Responses of the player, each with its result."""
     error: str | None = None
@@ -177,7 +177,7 @@ def scripted_texts(
 
 def said_in(played: ScriptedEpisode) -> Iterator[str]:
     """Yield the tools and messages of an episode, each as the text that the policy sees."""
-    tools = (played.begun and played.begun.tools) or ()
+    tools = played.messages and played.begun.tools or ()
     yield from (json.dumps(tool, ensure_ascii=False) for tool in tools)
     yield from (message.text for message in played.messages)
     for response, result in played.turns:

@@ -76,9 +76,8 @@ def find_warm_start(config: StarPOConfig) -> Start | None:
     return start if all(is_complete(path) for path in start if path is not None) else None
 
 
-def take_warm_start(config: StarPOConfig) -> None:
-    """Copy the warm start that `warm_start_from` names into this run, so that it is whole."""
-    source = Path(config.warm_start.warm_start_from)
+def take_warm_start(config: StarPOConfig, source: Path) -> None:
+    """Copy the warm start of the run in `source` into this run, so that it is whole."""
     parts = (BASE, WARM_START, *[WARM_START_CRITIC] * config.warm_starts_critic)
     if all(is_complete(config.run_directory / name) for name in parts):
         return
@@ -174,7 +173,7 @@ def warm_start(
     if warm.sft_file is None:
         episodes = scripted_play(config, renderer, console, count)
     else:
-        episodes = recorded_play(config, renderer)
+        episodes = recorded_play(config, renderer, warm.sft_file)
     num_last = warm.sft_steps if is_loaded else warm.warm_start_steps
     stages.append((pack(episodes), num_last, warm.warm_start_batch))
     losses = _fit(
@@ -197,9 +196,9 @@ def warm_start(
     if not config.warm_starts_critic:
         return start
     critic = warm_start_critic(config, hf, groups, console, start.policy, episodes)
-    start = start._replace(critic=config.run_directory / WARM_START_CRITIC)
-    export(start.critic, hf, renderer.tokenizer, critic.export_weights(), is_critic=True)
-    return start
+    directory = config.run_directory / WARM_START_CRITIC
+    export(directory, hf, renderer.tokenizer, critic.export_weights(), is_critic=True)
+    return start._replace(critic=directory)
 
 
 def warm_start_critic(
@@ -222,8 +221,10 @@ def warm_start_critic(
     batch = pack(episodes)
     batch = batch.with_fields(values=torch.zeros(batch.num_positions))
     # Its policy is the reference, so that a KL in the reward is 0.
-    plain = {"lam": 1.0, "turn_lam": None, "kl_in_reward": "none", "kl_reward_coef": 0.0}
-    batch = estimate_advantages(batch, episodes, replace(config.advantage, **plain))
+    plain = replace(
+        config.advantage, lam=1.0, turn_lam=None, kl_in_reward="none", kl_reward_coef=0.0
+    )
+    batch = estimate_advantages(batch, episodes, plain)
     stages = [(batch, warm.warm_start_critic_steps, 2 * warm.warm_start_batch)]
     title = "warm start of the critic"
     _fit(critic, critic.update, stages, console, title, seed=config.seed_of_warm_start)
@@ -247,7 +248,8 @@ def _fit(
     losses: list[float] = []
     # Positions of a step, by which it takes its time.
     costs = [size * batch.num_positions / batch.num_trajectories for batch, _, size in stages]
-    with console.progress(title, sum(num_steps for _, num_steps, _ in stages)) as progress:
+    total = sum(num_steps for _, num_steps, _ in stages)
+    with console.progress(title, total) as progress:
         progress.work = sum(
             cost * num_steps for cost, (_, num_steps, _) in zip(costs, stages, strict=True)
         )
@@ -265,7 +267,7 @@ def _fit(
             taken += fitted(num_steps=num_steps, report=say, until_flat=until_flat)
         if not until_flat:
             return losses
-        num_falling = min(round(TAIL * taken), progress.total - taken)
+        num_falling = min(round(TAIL * taken), total - taken)
         progress.total = taken + num_falling
         progress.work = progress.spent + num_falling * cost
         left = iter(range(num_falling - 1, -1, -1))
@@ -333,10 +335,9 @@ def scripted_play(
     return _that_fit(config, written, f"{', '.join(names)} with the answer of scripted play")
 
 
-def recorded_play(config: StarPOConfig, renderer: ChatRenderer) -> list[Trajectory]:
-    """Return the conversations of `sft_file` as the warm start's data."""
-    name, file = next(iter(config.environment.shares)), config.warm_start.sft_file
-    room = config.rollout.max_context_length
+def recorded_play(config: StarPOConfig, renderer: ChatRenderer, file: str) -> list[Trajectory]:
+    """Return the conversations of `file` as the warm start's data."""
+    name, room = next(iter(config.environment.shares)), config.rollout.max_context_length
     written = [
         recorded_trajectory(conversation, renderer, name, max_context=room)
         for conversation in read_conversations(file)

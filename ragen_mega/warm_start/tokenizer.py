@@ -59,7 +59,7 @@ def train_tokenizer(
     model = json.loads(blank.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
-        merges=[tuple(merge) for merge in model["merges"]],
+        merges=[tuple(merge) for merge in model["merges"]],  # type: ignore[misc]  # it takes pairs
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=["<|im_start|>"],

@@ -241,7 +241,7 @@ def test_a_warm_start_is_taken_whole(tmp_path: Path) -> None:
     write_small_model(own, own.run_directory / BASE)
     (own.run_directory / WARM_START).mkdir()
     (own.run_directory / WARM_START / "config.json").write_text("{}")
-    take_warm_start(own)
+    take_warm_start(own, made.run_directory)
     for part in (BASE, WARM_START):
         for path in (made.run_directory / part).iterdir():
             assert (own.run_directory / part / path.name).read_bytes() == path.read_bytes()

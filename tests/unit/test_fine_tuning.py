@@ -141,7 +141,7 @@ def test_recorded_conversations_are_imitated_in_place_of_scripted_play(tmp_path:
     config = parse([*FLAGS, "--load", config.model.load, "--sft-file", str(file)])
     tokenizer = load_tokenizer(config.model.load)
     renderer = ChatRenderer(tokenizer, think=True)
-    first, second = recorded_play(config, renderer)
+    first, second = recorded_play(config, renderer, str(file))
     end = "<|im_end|>"
     assert answers(first, renderer) == [thought.removeprefix("<think>") + end, "no thought" + end]
     assert answers(second, renderer) == [thought.removeprefix("<think>") + end]

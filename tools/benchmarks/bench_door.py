@@ -114,7 +114,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return 1.0
 
     sys.modules["agent_of_bench_door"] = ModuleType("agent_of_bench_door")
-    sys.modules["agent_of_bench_door"].run = run
+    vars(sys.modules["agent_of_bench_door"])["run"] = run
     config = EnvironmentConfig(
         environments=AGENT, max_response_length=arguments.max_tokens, max_turns=arguments.calls
     )

@@ -46,7 +46,7 @@ def build(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], None]],
     config = transformer_config(hf, layout)
     if not config.num_moe_experts:
         raise ValueError(f"--model must be a mixture of experts, and {arguments.model} is none")
-    experts = build_model(hf, config, initialize(layout))[0].decoder.layers[0].mlp
+    experts = build_model(hf, config, initialize(layout))[0].get_submodule("decoder.layers.0.mlp")
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     draw = partial(torch.randn, dtype=torch.bfloat16, device=collectives.device())

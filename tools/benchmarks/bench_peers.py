@@ -64,6 +64,7 @@ class Side:
     """A process that trains a step when it is asked to."""
 
     def __init__(self, python: str, side: str, settings: Path) -> None:
+        self._python, self._side = python, side
         reading, writing = os.pipe()
         script = str(TOOLS / "peers.py")
         threads = json.loads(settings.read_text())["threads"]
@@ -86,17 +87,15 @@ class Side:
             return json.loads(line)
         said = self.log.read_text(errors="replace").splitlines()  # it goes with the scratch folder
         print(*said[-LOG_LINES:], sep="\n", file=sys.stderr)
-        python, _, side = self._process.args[:3]
         why = f"its last words were {said[-1]}" if said else "without a word"
         if self._process.wait() == -signal.SIGKILL:
             why = "it was killed, as where memory is short; fewer --groups need less"
-        raise ValueError(f"the side {side}, run by {python}, ended early: {why}")
+        raise ValueError(f"the side {self._side}, run by {self._python}, ended early: {why}")
 
     def step(self) -> dict[str, float]:
         """Train a step; wall-clock and CPU seconds. Raises ValueError if it ended instead."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, and what it said tells why
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
+            print(file=self._process.stdin, flush=True)
         return self.reply()
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ names with equal checksums, or the exit code is 1.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import tempfile
@@ -192,8 +191,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         collectives.barrier()
         return max(collectives.gather_objects(seconds_of(lambda: work(path))))
 
-    jobs = itertools.product((deliver, bound), paths)
-    seconds = interleave({job: partial(slowest, *job) for job in jobs}, arguments.repeats)
+    jobs = {path: partial(slowest, deliver, path) for path in paths}
+    jobs |= {f"bound of {path}": partial(slowest, bound, path) for path in paths}
+    seconds = interleave(jobs, arguments.repeats)
     return {
         "buckets": len(plan.buckets),
         "shard_bytes": plan.shard_bytes,
@@ -201,7 +201,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "weights": len(found),
         "checksums_equal": True,
         "paths": {
-            path: summary(traffic[path], engine_bytes, seconds[deliver, path], seconds[bound, path])
+            path: summary(traffic[path], engine_bytes, seconds[path], seconds[f"bound of {path}"])
             for path in paths
         },
     }
@@ -304,9 +304,9 @@ def main(arguments: argparse.Namespace) -> None:
     head_rows(ModelShape.of(hf), 0, arguments.rollout_tensor_parallel_size)
     size = ("--num-layers", hf.num_hidden_layers, "--vocab-size", hf.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        run_ranks(num_ranks, Path(__file__), *arguments.argv, *size, "--worker", result)
-        measured = json.loads(result.read_text())
+        file = Path(folder) / "result.json"
+        run_ranks(num_ranks, Path(__file__), *arguments.argv, *size, "--worker", file)
+        measured = json.loads(file.read_text())
     full = model_config(arguments.model)
     report = provenance() | {
         "model": arguments.model,

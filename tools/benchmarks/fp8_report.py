@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
@@ -26,10 +26,11 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config.sections.parallel import FP8Recipe
 from ragen_mega.data.packing import Share, microbatch, pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import build_model, model_inputs, transformer_config
+from ragen_mega.megatron.model import QwenModel, build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe, token_alignment
 from ragen_mega.models.huggingface import load_config, random_weights
@@ -62,7 +63,9 @@ FLAGS = (
 )
 
 
-def layouts(recipes: Sequence[str], fp8: str) -> dict[str, ParallelConfig]:
+def layouts(
+    recipes: Sequence[FP8Recipe], fp8: Literal["hybrid", "e4m3"]
+) -> dict[str, ParallelConfig]:
     """Name -> implementation: the reference first, then the yardsticks, then the recipes."""
     reference = ParallelConfig(bf16=True, transformer_impl="transformer_engine")
     yardsticks = {
@@ -81,7 +84,7 @@ def random_batch(num_tokens: int, length: int, vocab_size: int, seed: int) -> To
     sampled.
     """
     generator = torch.Generator().manual_seed(seed)
-    trajectories = []
+    trajectories: list[Trajectory] = []
     for start in range(0, num_tokens, length):
         tokens = torch.randint(
             0, vocab_size, (min(length, num_tokens - start) + 1,), generator=generator
@@ -166,7 +169,7 @@ def measure_ratios(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
 
-    def step(model: torch.nn.Module, inputs: Mapping[str, Any]) -> float:
+    def step(model: QwenModel, inputs: Mapping[str, Any]) -> float:
         def forward_and_backward() -> None:
             # weights are quantised again, as in the first microbatch of a step
             model.set_is_first_microbatch()
@@ -295,7 +298,7 @@ def tables(report: dict[str, Any]) -> str:
     )
 
 
-def choose_recipes(asked: Sequence[str] | None, machine: Device) -> list[str]:
+def choose_recipes(asked: Sequence[FP8Recipe] | None, machine: Device) -> list[FP8Recipe]:
     """Return the recipes to measure. Raises ValueError if the machine supports none of them, or not
     one that was named.
     """
@@ -327,6 +330,7 @@ def main(arguments: argparse.Namespace) -> None:
     recipes = choose_recipes(arguments.recipes, machine)
     if arguments.load and arguments.model:
         raise ValueError("--load and --model both name the weights; drop one of them")
+    read: Callable[[str], Tensor | None]
     if arguments.load:
         directory = local_directory(arguments.load)
         hf, read = load_config(str(directory)), open_model(directory)

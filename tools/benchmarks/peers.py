@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -83,7 +84,7 @@ class StepClock:
 
     def __init__(self, reply: int) -> None:
         self._reply = os.fdopen(reply, "w")
-        self._started: tuple[float, float] | None = None
+        self._started = 0.0, 0.0  # until `begin`
         self.num_sampled = 0
         """Tokens of the step."""
 
@@ -131,9 +132,11 @@ def train_ours(settings: Settings, pace: StepClock) -> None:
     from ragen_mega.data.packing import pack
     from ragen_mega.data.types import Completion, Trajectory
     from ragen_mega.run.build import build
+    from ragen_mega.run.run import Run
     from ragen_mega.train import starpo
 
     run = build(settings.config())
+    assert isinstance(run, Run)  # no rank samples alone
     run.renderer = run.rollouts.sampling.renderer = DeafRenderer(run.renderer.tokenizer)
     batch = ComparedBatch.of(run.policy.hf.vocab_size)
     trajectories = []
@@ -167,10 +170,9 @@ def train_ours(settings: Settings, pace: StepClock) -> None:
             pace.end()
         pace.begin()
 
-    run.rollouts.sample, run.steps = sample, steps
     gc.collect()
     gc.freeze()  # as the program does, see train.main
-    with run:
+    with run, patch.object(run.rollouts, "sample", sample), patch.object(run, "steps", steps):
         starpo(run)
 
 
@@ -254,7 +256,7 @@ def play_turns(
     """
     playing = [(row, *first_prompt(renderer, task)) for row, task in enumerate(tasks)]
     prompts = [context for _, _, context in playing]
-    completions, masks = [[] for _ in tasks], [[] for _ in tasks]
+    completions, masks = [list[int]() for _ in tasks], [list[int]() for _ in tasks]
     while playing:
         contexts = [prompts[row] + completions[row] for row, _, _ in playing]
         longest = max(map(len, contexts))
@@ -274,7 +276,7 @@ def play_turns(
                 observed = renderer.observe(messages, False)
                 completions[row] += observed
                 masks[row] += [0] * len(observed)
-                going_on.append((row, episode, None))
+                going_on.append((row, episode, prompts[row]))
         playing = going_on
     return dict(prompt_ids=prompts, completion_ids=completions, logprobs=None, env_mask=masks)
 

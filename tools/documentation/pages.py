@@ -40,7 +40,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         folder = entry.removesuffix("/*")
         return sorted(page for page in pages - named if os.path.dirname(page) == folder)
 
-    config.nav = _flat(map(filled, config.nav))
+    config.nav = _flat(map(filled, config.nav or ()))
     if rest := sorted(pages - set(_names(config.nav))):
         config.nav.append({"More": rest})
     return config

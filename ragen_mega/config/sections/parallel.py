@@ -7,6 +7,7 @@ from ragen_mega.config.sections.section import Count, Natural, OnlyWith, Positiv
 
 OffloadMode = Literal["none", "rollout", "turns"]
 Recompute = Literal["none", "selective", "full"]
+FP8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
 
 class ParallelSizes(NamedTuple):
@@ -67,10 +68,7 @@ class ParallelConfig(Section):
     """Matrix products of the layers in FP8 (Transformer Engine): `e4m3` throughout, `hybrid` with
     e5m2 for gradients. The LM head, the critic's head and attention stay in higher precision.
     """
-    fp8_recipe: Annotated[
-        Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None,
-        OnlyWith("fp8", "--fp8 hybrid"),
-    ] = None
+    fp8_recipe: Annotated[FP8Recipe | None, OnlyWith("fp8", "--fp8 hybrid")] = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
     block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
     run resumes, but not exactly.
@@ -131,7 +129,7 @@ class ParallelConfig(Section):
         return self.recompute or "none"
 
     @property
-    def recipe(self) -> str:
+    def recipe(self) -> FP8Recipe:
         """Return the recipe that scales FP8 tensors. With `tensorwise` a log-probability depends on
         the weights and its own microbatch alone, not on what was computed before.
         """

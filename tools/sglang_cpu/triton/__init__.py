@@ -75,9 +75,9 @@ def _fill_submodules() -> None:
     runtime, compiled = (
         importlib.import_module(f"{__name__}.runtime{part}") for part in ("", ".jit")
     )
-    language.constexpr, language.dtype = _Constant, type("dtype", (), {})
-    runtime.JITFunction = compiled.JITFunction = JITFunction
-    compiled.KernelInterface = Placeholder
+    vars(language).update(constexpr=_Constant, dtype=type("dtype", (), {}))
+    vars(runtime).update(JITFunction=JITFunction)
+    vars(compiled).update(JITFunction=JITFunction, KernelInterface=Placeholder)
 
 
 _fill_submodules()
