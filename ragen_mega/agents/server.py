@@ -32,7 +32,7 @@ from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, 
 from ragen_mega.agents.responses import RESPONSES
 from ragen_mega.environments.adapters.web_guard import BACKLOG, GuardedServer
 from ragen_mega.ranks.launcher import open_many_files
-from ragen_mega.rollout.visit import Visit
+from ragen_mega.rollout.served_episode import ServedEpisode
 
 INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 MOST_BYTES = 8 << 20
@@ -66,7 +66,7 @@ class Door:
     listen: str
     url: str = ""
     """Base URL for clients."""
-    _visits: dict[str, Visit] = field(default_factory=dict)
+    _served: dict[str, ServedEpisode] = field(default_factory=dict)
     _closed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_KEYS))
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Door:
         open_many_files()
         server = GuardedServer(
             self._application(),
-            lambda scope: _key(Headers(scope=scope)) in self._visits,
+            lambda scope: _key(Headers(scope=scope)) in self._served,
             log_level="critical",
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE,
@@ -99,16 +99,16 @@ class Door:
         run.start()
 
     @contextmanager
-    def open(self, visit: Visit, key: str | None = None) -> Iterator[str]:
-        """Give the key under which the requests of an agent reach `visit`, during the block: a new
+    def open(self, served: ServedEpisode, key: str | None = None) -> Iterator[str]:
+        """Give the key under which the requests of an agent reach `served`, during the block: a new
         one, or the `key` of a process of the agent.
         """
         key = key or f"episode-{secrets.token_urlsafe(18)}"
-        self._visits[key] = visit
+        self._served[key] = served
         try:
             yield key
         finally:
-            del self._visits[key]
+            del self._served[key]
             self._closed.append(key)
 
     def _application(self) -> Starlette:
@@ -128,11 +128,11 @@ class Door:
             ]
         )
 
-    def _visit(self, request: Request) -> Visit:
+    def _find(self, request: Request) -> ServedEpisode:
         """Return the episode whose key a request has. Raises Refused if there is none."""
         key = _key(request.headers)
-        if key in self._visits:
-            return self._visits[key]
+        if key in self._served:
+            return self._served[key]
         if key in self._closed:
             raise episode_over()
         raise Refused(
@@ -143,14 +143,14 @@ class Door:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse(models_body(self._visit(request).roles))
+        return JSONResponse(models_body(self._find(request).roles))
 
     async def _model(self, request: Request) -> Response:
-        self._visit(request)
+        self._find(request)
         return JSONResponse(models_body([request.path_params["name"]])["data"][0])
 
     async def _complete(self, interface: Interface, request: Request) -> Response:
-        visit, body = self._visit(request), await _body(request)
+        served, body = self._find(request), await _body(request)
         asked = interface.read(read_body(body))
         headers = request.headers
         named, retries = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count")
@@ -165,7 +165,7 @@ class Door:
         )
         watch = asyncio.create_task(_watch(request, connection))
         try:
-            visit.loop.call_soon_threadsafe(visit.arrive, arrival)
+            served.loop.call_soon_threadsafe(served.arrive, arrival)
             reply = await asyncio.wrap_future(arrival.reply)
         except (RuntimeError, asyncio.CancelledError):  # the loop has ended
             raise episode_over() from None

@@ -29,8 +29,8 @@ from ragen_mega.rollout.collector import Collection
 from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import load_renderer
+from ragen_mega.rollout.served_episode import RecordedAnswers
 from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
-from ragen_mega.rollout.visit import RecordedAnswers
 from ragen_mega.run.build import build_models, set_fields
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts

@@ -125,14 +125,14 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         }
         return in_groups(order[index] for index in sorted(wanted))
 
-    def hold(self) -> None:
+    def finish_turns(self) -> None:
         """Let the turns that have begun end; the next `play` begins further ones. Raises as `play`
         does.
         """
         have_weights = False
         while not have_weights:
             with _on_all_ranks() as parts:
-                parts.append((self._collection.hold(), self._collection.unfinished))
+                parts.append((self._collection.finish_turns(), self._collection.unfinished))
             have_weights = self._note(parts)
 
     def drop_caches(self) -> None:

@@ -24,7 +24,7 @@ from ragen_mega.environments.pool import (
 )
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.engine import RolloutEngine, WeightsLost
-from ragen_mega.rollout.player import Advance, Attempt, Player, PlaySettings, Seat, Task
+from ragen_mega.rollout.player import Advance, Attempt, OpenEnvironment, Player, PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 
 FAILED_ATTEMPTS = "failed_attempts"
@@ -70,10 +70,10 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
 class _Kind:
     """The tasks that share their environments."""
 
-    spare: Seat | None
+    spare: OpenEnvironment | None
     is_instant: bool
     waiting: deque[Attempt] = field(default_factory=deque)
-    num_seats: int = 0
+    num_open: int = 0
 
 
 class Collection(contextlib.AbstractContextManager["Collection"]):
@@ -106,7 +106,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._repetitions: Counter[tuple[int, int]] = Counter()
         self._trajectories: dict[int, Trajectory] = {}  # by session, until they are taken
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._running: set[asyncio.Task[None]] = set()  # one for each seat
+        self._running: set[asyncio.Task[None]] = set()  # one for each environment
         self._failed: asyncio.Task[None] | None = None  # the first that has
         self._paused: asyncio.Future[None] | None = None  # done once nothing can go on
         self._workers: list[ReferenceType[Worker]] = []  # ending, or already gone
@@ -141,15 +141,15 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._player.go_on(begin_turns=True)
         for session, task in self._new:
             kind = self._queue(session, task)
-            if kind.is_instant or kind.num_seats < MAX_THREADS:
-                kind.num_seats += 1
+            if kind.is_instant or kind.num_open < MAX_THREADS:
+                kind.num_open += 1
                 running = self._runner.get_loop().create_task(self._play_in_turn(kind))
                 running.add_done_callback(self._ended)
                 self._running.add(running)
         self._new.clear()
         return _apart(self._runner.run)(self._until_paused(steps))
 
-    def hold(self) -> bool:
+    def finish_turns(self) -> bool:
         """Play the turns that have begun to their ends, and return True; the next `play` begins
         further ones. Returns False and raises as `play` does.
         """
@@ -173,7 +173,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             for seed in (trajectory.outcome_seed, *(each["outcome_seed"] for each in failures)):
                 self._repetitions.pop((trajectory.group_id, seed), None)
         self._kinds = {
-            make: kind for make, kind in self._kinds.items() if kind.num_seats or kind.waiting
+            make: kind for make, kind in self._kinds.items() if kind.num_open or kind.waiting
         }
         self._workers = [reference for reference in self._workers if reference()]
         return taken
@@ -207,7 +207,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._pause_if_due()
 
     def _queue(self, session: int, task: Task) -> _Kind:
-        """Let a task wait for a seat, among the others of its kind, which is returned."""
+        """Let a task wait for an environment, among the others of its kind, which is returned."""
         if task.make_episode not in self._kinds:
             self._kinds[task.make_episode] = self._first(task)
         kind = self._kinds[task.make_episode]
@@ -220,7 +220,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
     def _first(self, task: Task) -> _Kind:
         """Return a new kind, with a first environment, built in the thread that will call it. If
-        that fails, every seat tries for itself: a server may be away for a moment.
+        that fails, every trajectory tries for itself: a server may be away for a moment.
         """
         worker = Worker(self._settings.environment_timeout)
         try:
@@ -229,17 +229,17 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             return _Kind(None, is_instant=False)
         if is_instant(episode.environment):
             worker.end(lambda: None)
-            return _Kind(Seat(episode, None, self._meanwhile), is_instant=True)
-        return _Kind(Seat(episode, worker, self._meanwhile), is_instant=False)
+            return _Kind(OpenEnvironment(episode, None, self._meanwhile), is_instant=True)
+        return _Kind(OpenEnvironment(episode, worker, self._meanwhile), is_instant=False)
 
     async def _play_in_turn(self, kind: _Kind) -> None:
         """Play tasks of one kind until none waits; a broken environment is replaced."""
         while kind.waiting:
-            with self._seat(kind) as seat:
-                while kind.waiting and not seat.is_broken:
+            with self._opened(kind) as opened:
+                while kind.waiting and not opened.is_broken:
                     attempt = kind.waiting.popleft()
                     try:
-                        trajectory = await self._player.play(attempt, seat)
+                        trajectory = await self._player.play(attempt, opened)
                     finally:
                         self._engine.release(attempt.session)
                     info = trajectory.turns[-1].info
@@ -250,24 +250,24 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                         info[FAILED_ATTEMPTS] = list(attempt.failures)
                     self._trajectories[attempt.session] = trajectory
                     self._unfinished.discard(attempt.session)
-        kind.num_seats -= 1
+        kind.num_open -= 1
 
     @contextlib.contextmanager
-    def _seat(self, kind: _Kind) -> Iterator[Seat]:
+    def _opened(self, kind: _Kind) -> Iterator[OpenEnvironment]:
         """Give the context an environment of this kind, which is closed on leaving."""
-        seat, kind.spare = kind.spare, None
-        if seat is None:
+        opened, kind.spare = kind.spare, None
+        if opened is None:
             worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
-            seat = Seat(None, worker, self._meanwhile)
+            opened = OpenEnvironment(None, worker, self._meanwhile)
         try:
-            yield seat
+            yield opened
         finally:
-            if seat.worker is None:
+            if opened.worker is None:
                 with contextlib.suppress(EnvironmentFailed):
-                    guarded(seat.close)
+                    guarded(opened.close)
             else:
-                seat.worker.end(seat.close)
-                self._workers.append(ref(seat.worker))
+                opened.worker.end(opened.close)
+                self._workers.append(ref(opened.worker))
 
 
 def _further(attempt: Attempt, failed: Trajectory) -> Attempt:

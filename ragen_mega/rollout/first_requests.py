@@ -40,7 +40,7 @@ def begins_again(config: Sections, renderer: ChatRenderer, episode: Trajectory, 
 
 @dataclass(slots=True)
 class _Refusals:
-    """A source of answers that gives none and keeps the prompts; see `visit.Sampler`."""
+    """A source of answers that gives none and keeps the prompts; see `served_episode.Answers`."""
 
     prompts: list[tuple[int, ...]] = field(default_factory=list)
 

@@ -42,7 +42,7 @@ from ragen_mega.ranks import collectives
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.visit import UNDELIVERED, Limits, Sampler, Visit
+from ragen_mega.rollout.served_episode import UNDELIVERED, Answers, Limits, ServedEpisode
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class PlaySettings:
     only when nothing is left to decode, so that the trajectories that are unfinished after some
     steps do not depend on speed.
     """
-    answers: Sampler | None = None
+    answers: Answers | None = None
     """Source of the answers to agents in place of the engine."""
 
 
@@ -114,7 +114,7 @@ class Attempt:
         return ERROR in info and info.get(TRUNCATED_BY) != "context" and self.num_left > 0
 
 
-class Seat:
+class OpenEnvironment:
     """An open environment, which plays one trajectory after another."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Seat:
             return failed_turn(error, self.episode.action)
 
     def begin_agent(self, base_url: str, door: Door, seconds: float) -> asyncio.Future[Any]:
-        """Let the agent that this seat holds play; the future fails with EnvironmentFailed. Its
+        """Let the agent of this environment play; the future fails with EnvironmentFailed. Its
         time is measured by a `Clock`; `seconds` bound later calls.
         """
         self.worker.seconds = 0.0
@@ -279,7 +279,7 @@ class Player:
         """
         return 0 if self._may_begin.is_set() else len(self._resting)
 
-    async def play(self, attempt: Attempt, seat: Seat) -> Trajectory:
+    async def play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
         """Play one trajectory until its episode ends or its context is full."""
         engine, renderer, settings = self._engine, self._renderer, self._settings
         task, max_context = attempt.task, settings.max_context_length
@@ -291,12 +291,12 @@ class Player:
             weight_version=engine.weight_version,
         )
         try:
-            messages = await seat.start(task)
+            messages = await opened.start(task)
         except EnvironmentFailed as error:
             return self._unplayed(attempt, trajectory, failed_turn(error).info)
-        if isinstance(seat.episode.environment, AgentProgram):
-            return await self._host(attempt, seat, trajectory)
-        context = Context(renderer, seat.episode, settings.context_window)
+        if isinstance(opened.episode.environment, AgentProgram):
+            return await self._host(attempt, opened, trajectory)
+        context = Context(renderer, opened.episode, settings.context_window)
         try:
             prompt = context.begin(messages)
         except ValueError as error:  # what the chat template does not take costs this episode
@@ -308,7 +308,7 @@ class Player:
         trajectory.append_observation(prompt)
         is_over = False
         while not is_over:
-            most = seat.episode.budget.max_response_length
+            most = opened.episode.budget.max_response_length
             max_tokens = min(most, max_context - len(context.tokens))
             sampling = self._sampling(
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
@@ -326,7 +326,9 @@ class Player:
             context.answer(completion.tokens)
             turn.info["finish_reason"] = completion.finish_reason
             turn.info["max_tokens"] = max_tokens
-            result = await seat.respond(renderer.read_answer(completion.tokens, seat.episode.tools))
+            result = await opened.respond(
+                renderer.read_answer(completion.tokens, opened.episode.tools)
+            )
             turn.reward = result.reward
             turn.info.update(result.info)
             trajectory.terminated, trajectory.truncated = result.terminated, result.truncated
@@ -347,13 +349,15 @@ class Player:
                     engine.release(attempt.session)
         return trajectory
 
-    async def _host(self, attempt: Attempt, seat: Seat, trajectory: Trajectory) -> Trajectory:
+    async def _host(
+        self, attempt: Attempt, opened: OpenEnvironment, trajectory: Trajectory
+    ) -> Trajectory:
         """Play one episode of an agent, which has been given its task."""
         # Only here, for it needs the extra `agents`.
         from ragen_mega.agents.server import door
 
         settings, task, agent = self._settings, attempt.task, self._settings.agent
-        budget, program = seat.episode.budget, seat.episode.environment
+        budget, program = opened.episode.budget, opened.episode.environment
         limits = Limits(
             max_context=settings.max_context_length,
             max_tokens=budget.max_response_length,
@@ -368,35 +372,37 @@ class Player:
             self, self._engine, attempt.session, trajectory.weight_version
         )
         clock = Clock(self._clocks[task.environment])
-        visit = Visit(self._renderer, sampler, limits, ("agent", *seed), clock.restart_others)
+        served = ServedEpisode(
+            self._renderer, sampler, limits, ("agent", *seed), clock.restart_others
+        )
         entrance = door(agent.listen_on(collectives.rank()))
         self.rest(attempt.session)
         with clock:
-            opened = partial(entrance.open, visit)
-            ending = seat.begin_agent(entrance.url, opened, agent.agent_timeout)
+            entry = partial(entrance.open, served)
+            ending = opened.begin_agent(entrance.url, entry, agent.agent_timeout)
             if agent.agent_timeout:
-                clock.watch(agent.agent_timeout, partial(seat.give_up, ending))
+                clock.watch(agent.agent_timeout, partial(opened.give_up, ending))
             try:
-                await visit.serve(ending, seat.meanwhile)
+                await served.serve(ending, opened.meanwhile)
             finally:
                 self._resting.discard(attempt.session)
                 ending.cancel()
                 program.stop()
         failure: EnvironmentFailed | None = (
             EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
-            if visit.is_endless
+            if served.is_endless
             else ending.exception()
         )
-        seat.is_broken = failure is not None
-        outcome, records = Outcome(0.0, success=False), visit.records()
-        info = {TRUNCATED_BY: visit.limit_reached} if visit.limit_reached else {}
+        opened.is_broken = failure is not None
+        outcome, records = Outcome(0.0, success=False), served.records()
+        info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}
         if failure is not None and info and records:
             info["agent_error"] = str(failure)
-        elif failure is None and not visit.tree.calls and clock.num_elsewhere:
+        elif failure is None and not served.tree.calls and clock.num_elsewhere:
             info = failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
         else:
             try:
-                outcome = await seat.judge(
+                outcome = await opened.judge(
                     AgentEpisode(
                         program.task,
                         records,
@@ -408,15 +414,15 @@ class Player:
                 )
             except EnvironmentFailed as error:
                 info = failed_turn(error).info | info
-        trajectory = visit.tree.trajectory(
+        trajectory = served.tree.trajectory(
             trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
         )
         trajectory.truncated = TRUNCATED_BY in info
         trajectory.terminated = not trajectory.truncated
         last = trajectory.turns[-1].info
         last |= dict(outcome.info) | {"success": outcome.success} | info
-        if visit.num_undelivered:
-            last[UNDELIVERED] = visit.num_undelivered
+        if served.num_undelivered:
+            last[UNDELIVERED] = served.num_undelivered
         self.advance(0, not attempt.is_repeated(last))
         return trajectory
 
@@ -492,7 +498,7 @@ class _Sessions:
     async def complete(
         self, call: Call, tokens: list[int], sampling: SamplingParams
     ) -> tuple[Completion, dict[str, Any]]:
-        """Sample as soon as turns may begin; see `visit.Sampler`."""
+        """Sample as soon as turns may begin; see `served_episode.Answers`."""
         player, engine = self._player, self._engine
         await player.wait_for_turn(self._own)
         session = self._own if self._own not in self._busy else player.further_session()

@@ -17,7 +17,7 @@ from ragen_mega.rollout.endings import (
     environment_errors,
     failed_attempts,
 )
-from ragen_mega.rollout.visit import ASKED, UNDELIVERED
+from ragen_mega.rollout.served_episode import ASKED, UNDELIVERED
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

@@ -18,8 +18,8 @@ from ragen_mega.environments.episode import QUOTED
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.first_requests import begin_alike
+from ragen_mega.rollout.served_episode import ASKED
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
-from ragen_mega.rollout.visit import ASKED
 from ragen_mega.storage.sealed_files import write_sealed
 
 FAULTS = "faults"

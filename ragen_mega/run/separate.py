@@ -458,7 +458,7 @@ class Sampler:
             most = 0 if rollout < step or is_last else int(share * len(indices))
             self._together.play(partial(_are_few, indices, most))
             if rollout == step:  # answers of environments in the meantime are not late
-                self._together.hold()
+                self._together.finish_turns()
             if not self._together.unfinished.intersection(indices):
                 del self._open[rollout]
                 yield rollout, self._sampling.judge(rollout, self._together.take(indices))

@@ -27,13 +27,13 @@ from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.evaluate import reference_players
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.served_episode import Example, ExampleAnswers
 from ragen_mega.rollout.tasks import (
     episode_maker,
     evaluation_tasks,
     play_settings,
     tasks_for_group,
 )
-from ragen_mega.rollout.visit import Example, ExampleAnswers
 from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
 from ragen_mega.warm_start.tokenizer import train_tokenizer
 

@@ -196,11 +196,11 @@ def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) ->
                 joint.play(lambda left: next(is_enough))
                 engine.is_lost |= faulty and loses and when == "while the others hold"
                 before = advanced
-                joint.hold()
+                joint.finish_turns()
                 if faulty and loses:
                     assert advanced > before
                 before = advanced
-                joint.hold()  # all do already
+                joint.finish_turns()  # all do already
                 assert advanced == before and joint.unfinished
                 joint.play()
                 return [

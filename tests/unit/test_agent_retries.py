@@ -14,7 +14,7 @@ from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import ERROR
-from ragen_mega.rollout.visit import Limits, Visit
+from ragen_mega.rollout.served_episode import Limits, ServedEpisode
 from tests.support.door import RENDERER, TalkingEngine, play
 
 REQUEST = ChatRequest("policy", (ChatMessage("user", "go"),), ())
@@ -69,7 +69,7 @@ class Table:
 
     def __init__(self) -> None:
         self.hand = Hand()
-        self.visit = Visit(RENDERER, self.hand, LIMITS, ("seed",))
+        self.visit = ServedEpisode(RENDERER, self.hand, LIMITS, ("seed",))
         self.program = self.visit.loop.create_future()
         self.clients: list[Client] = []
 

@@ -23,13 +23,13 @@ from ragen_mega.agents import runner
 from ragen_mega.agents.runner import AGENTS, AgentProgram
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
 from ragen_mega.engines.embedded import engine as embedded
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.tasks import FileTasks
 from ragen_mega.environments.episode import ERROR
-from ragen_mega.rollout.collector import collect, in_groups
+from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group

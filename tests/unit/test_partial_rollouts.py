@@ -82,7 +82,7 @@ def play(
                 ]
             )
             together.play(lambda left: len(left) <= 4)
-            together.hold()
+            together.finish_turns()
             assert together.unfinished == set(old[:4])
             if keeps_caches:
                 engine.seal_caches()

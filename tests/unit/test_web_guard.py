@@ -154,10 +154,10 @@ DOOR = """
 import json, os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 from ragen_mega.agents.server import Door
-class Visit:
+class ServedEpisode:
     roles = frozenset({"policy"})
 door = Door("127.0.0.1:0")
-with door.open(Visit()) as key:
+with door.open(ServedEpisode()) as key:
     print(json.dumps([door.url, key]), flush=True)
     for _ in sys.stdin:
         files = [open(os.devnull) for _ in range(20)]

@@ -32,7 +32,7 @@ episode ends without its agent: the branches of an agent may meet the limit toge
 """
 
 
-class Sampler(Protocol):
+class Answers(Protocol):
     """Source of the completions of an episode."""
 
     async def complete(
@@ -56,7 +56,7 @@ class ExampleAnswers:
     async def complete(
         self, call: Call, tokens: list[int], sampling: SamplingParams
     ) -> tuple[Completion, dict[str, Any]]:
-        """Encode the example's answer; see `Sampler`."""
+        """Encode the example's answer; see `Answers`."""
         text = self._example(call, random.Random(sampling.seed))
         if self._renderer.opens_thought and "</think>" not in text:
             text = f"\n</think>\n\n{text}"
@@ -85,7 +85,7 @@ class RecordedAnswers:
     async def complete(
         self, call: Call, tokens: list[int], sampling: SamplingParams
     ) -> tuple[Completion, dict[str, Any]]:
-        """Return the next answer that was recorded for the prompt; see `Sampler`. Raises
+        """Return the next answer that was recorded for the prompt; see `Answers`. Raises
         RequestError if there is none.
         """
         if not (left := self._answers.get(tuple(tokens))):
@@ -127,7 +127,7 @@ class _Pending:
         return all(connection.is_lost for connection in self.connections)
 
 
-class Visit:
+class ServedEpisode:
     """The calls of one episode, in the event loop of the rollout.
 
     The samples depend on the seed of the episode, the prompt of a call and the number of times that
@@ -137,7 +137,7 @@ class Visit:
     def __init__(
         self,
         renderer: ChatRenderer,
-        sampler: Sampler,
+        sampler: Answers,
         limits: Limits,
         seed: Sequence[object],
         on_answer: Callable[[], None] = lambda: None,
