@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
+    ("ragen_mega.system",),
     ("ragen_kernels", "ragen_mega.ranks", "ragen_mega.compiled", "ragen_mega.extensions"),
     ("ragen_mega.data",),
     (
@@ -79,7 +80,7 @@ BROAD_EXCEPT = {
 """`path::function` -> why it may catch every exception."""
 
 MIN_DOCUMENTED = 0.95
-MAX_ROOT_ENTRIES = 21
+MAX_ROOT_ENTRIES = 22
 
 
 @cache

@@ -22,14 +22,14 @@ from textwrap import shorten
 from typing import Any
 
 from ragen_mega.config.sections.agent import PREFIX
-from ragen_mega.data.scalars import as_number
-from ragen_mega.data.web_client import ask
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
 from ragen_mega.environments.processes import HostedEnvironment
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.scalars import as_number
+from ragen_mega.system.web_client import ask
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})

@@ -20,8 +20,8 @@ from statistics import fmean
 from typing import Any
 
 from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
-from ragen_mega.data.scalars import as_number
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.extensions.scalars import as_number
 
 IDENTITY = {"environment": 1.0}
 """Terms that leave the rewards unchanged."""

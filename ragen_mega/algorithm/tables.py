@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ragen_mega.data.addresses import check_addresses
 from ragen_mega.extensions.registry import Registry
+from ragen_mega.system.addresses import check_addresses
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
 """Flags that are passed to an advantage estimator with a parameter of that name."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ragen_mega.data.paths import expanded
 from ragen_mega.ranks.launcher import PROGRAM, forget_foreign_ranks, is_rank, ranks_command
+from ragen_mega.system.paths import expanded
 
 Flag = tuple[str, dict[str, Any]]
 

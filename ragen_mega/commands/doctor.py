@@ -21,8 +21,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from ragen_mega.commands.command_line import command, flag, name_or_path
-from ragen_mega.data.paths import expanded
 from ragen_mega.extensions.extras import installed, lack
+from ragen_mega.system.paths import expanded
 
 _CONFIG = Path(__file__).parents[1] / "config"
 CONSTRAINTS = {"cpu": _CONFIG / "constraints.txt", "h100": _CONFIG / "constraints-h100.txt"}

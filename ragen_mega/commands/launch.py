@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ragen_mega.commands.guardian import guarded, is_echo
-from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.ranks.launcher import num_processors, refuse_copies
+from ragen_mega.system.outputs import guard_outputs
 
 if TYPE_CHECKING:
     from argparse import Namespace

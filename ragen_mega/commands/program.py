@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.ranks.launcher import check_process
+from ragen_mega.system.outputs import guard_outputs
 
 COMMANDS = {
     "Train": {

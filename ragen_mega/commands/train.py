@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from ragen_mega.config.cli import DEFAULT_RECIPE
-from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.environments.processes import end_hosts
 from ragen_mega.ranks.launcher import PROGRAM, check_process, is_rank, num_processors, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
+from ragen_mega.system.outputs import guard_outputs
 
 
 def main(argv: Sequence[str]) -> None:

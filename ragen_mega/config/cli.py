@@ -21,9 +21,9 @@ from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
-from ragen_mega.data.paths import expanded
 from ragen_mega.environments.registry import declares
 from ragen_mega.extensions.registry import did_you_mean
+from ragen_mega.system.paths import expanded
 
 RECIPES = Path(__file__).parent / "recipes"
 """Files of flags, one or more per line; `#` starts a comment."""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.data.paths import named
+from ragen_mega.system.paths import named
 
 CONFIG_FILE = "config.json"
 _MOST_RUNS = 8

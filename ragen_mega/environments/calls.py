@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ragen_mega.data.scalars import as_number
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.messages import ChatMessage, Given, as_texts, paired, read_message
 from ragen_mega.environments.protocol import (
@@ -22,6 +21,7 @@ from ragen_mega.environments.protocol import (
     Observation,
     StepResult,
 )
+from ragen_mega.extensions.scalars import as_number
 
 MAX_OBSERVATION = 1_000_000
 """Most characters of an observation; no context is this long."""

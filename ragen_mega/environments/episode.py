@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.actions import ACTION_SEPARATOR, ParsedResponse, read_response
 from ragen_mega.environments.calls import close, reset, step
 from ragen_mega.environments.claims import check_claims
@@ -28,6 +27,7 @@ from ragen_mega.environments.protocol import (
     StepResult,
 )
 from ragen_mega.environments.tool_calls import CALL_FORMAT
+from ragen_mega.extensions.scalars import as_number
 
 PromptStyle = Literal["full", "system", "brief", "compact"]
 

@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 
 from ragen_mega.config.sections.agent import is_agent
-from ragen_mega.data.outputs import guard_outputs
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
 from ragen_mega.environments.protocol import STEP_INFO, Environment, Observation, StepResult
 from ragen_mega.environments.registry import make
+from ragen_mega.system.outputs import guard_outputs
 
 _METHOD = "a method"
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

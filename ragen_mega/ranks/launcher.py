@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from ragen_mega.data.paths import expanded
+from ragen_mega.system.paths import expanded
 
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""

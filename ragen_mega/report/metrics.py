@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ragen_mega.config.recorded import CONFIG_FILE, read_json, read_recorded
-from ragen_mega.data.paths import named
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import sync, write_whole
@@ -25,6 +24,7 @@ from ragen_mega.storage.run_directory import (
     claim,
     put_back,
 )
+from ragen_mega.system.paths import named
 
 HEADLINES = ("eval/success", "rollout/success")
 """Metrics that TensorBoard shows in its table of hyperparameters."""

@@ -25,8 +25,8 @@ from ragen_mega.algorithm.filters import (
 )
 from ragen_mega.algorithm.tables import METRICS, PlugInError, call
 from ragen_mega.config import FilterConfig
-from ragen_mega.data.scalars import as_number
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
+from ragen_mega.extensions.scalars import as_number
 from ragen_mega.ranks.collectives import max_over_ranks
 from ragen_mega.report.metrics import Metrics
 

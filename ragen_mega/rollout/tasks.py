@@ -220,7 +220,7 @@ class TaskSampler:
                 results[name].setdefault(level, []).extend(successes)
         for name, levels in self.levels.items():
             levels.observe(results[name])
-        return {f"level/{name}": float(of.hardest_open) for name, of in self.levels.items()}
+        return {f"level/{name}": float(levels.hardest_open) for name, levels in self.levels.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes, as JSON values."""

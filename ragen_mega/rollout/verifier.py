@@ -21,10 +21,10 @@ import httpx2
 from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.data.web_client import open_client
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.system.web_client import open_client
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt; twice that before the third

@@ -17,7 +17,6 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
-from ragen_mega.data.paths import expanded
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.ranks import collectives
@@ -29,6 +28,7 @@ from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.system.paths import expanded
 from ragen_mega.warm_start.agent_play import find_references
 
 MAX_SESSIONS = 256

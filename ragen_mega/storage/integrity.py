@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega import __version__
-from ragen_mega.data.paths import dangling, named
+from ragen_mega.system.paths import dangling, named
 
 MANIFEST = "manifest.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ragen_mega.data.paths import named
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
@@ -27,6 +26,7 @@ from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import sync, system_error, write_whole
 from ragen_mega.storage.model_readers import check_finite
 from ragen_mega.storage.shard_files import DTYPES
+from ragen_mega.system.paths import named
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Default size of a file in bytes."""

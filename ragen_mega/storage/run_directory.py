@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import CONFIG_FILE, is_run, read_object, read_recorded
-from ragen_mega.data.paths import dangling
+from ragen_mega.system.paths import dangling
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

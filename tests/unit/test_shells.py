@@ -15,12 +15,12 @@ from ragen_mega.commands.command_line import flag, target
 from ragen_mega.commands.command_line import parse as parse_flags
 from ragen_mega.config import EvaluationConfig, StarPOConfig, parse
 from ragen_mega.config.cli import split_resumed
-from ragen_mega.data.paths import expanded, named
 from ragen_mega.ranks import launcher
 from ragen_mega.report.terminal import command_line
 from ragen_mega.storage.integrity import atomic_directory, describe_error, describe_file
 from ragen_mega.storage.run_directory import check_directory
 from ragen_mega.studies.definitions import Study
+from ragen_mega.system.paths import expanded, named
 
 PROGRAM = [sys.executable, "-m", "ragen_mega.commands.program"]
 
@@ -215,7 +215,7 @@ def test_a_full_output_is_named(tmp_path: Path) -> None:
 
 GOES_ON = """
 import sys
-from ragen_mega.data.outputs import guard_outputs
+from ragen_mega.system.outputs import guard_outputs
 from ragen_mega.report.console import Console
 guard_outputs(is_needed=False)
 console = Console(is_writer=True, num_steps=3)

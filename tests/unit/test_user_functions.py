@@ -21,13 +21,13 @@ from ragen_mega.algorithm.filters import filter_groups
 from ragen_mega.algorithm.rewards import shape_rewards
 from ragen_mega.algorithm.tables import ESTIMATORS, FILTERS, METRICS, REWARDS, PlugInError
 from ragen_mega.data.packing import pack
-from ragen_mega.data.scalars import as_number
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import ENVIRONMENTS, make, register
 from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.scalars import as_number
 from ragen_mega.report.step_metrics import custom_metrics
 
 HALVES = [

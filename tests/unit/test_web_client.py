@@ -15,8 +15,8 @@ import pytest
 
 from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.config import parse
-from ragen_mega.data.addresses import bypass_proxy, check_addresses, is_local
-from ragen_mega.data.web_client import MOST_BYTES, ask
+from ragen_mega.system.addresses import bypass_proxy, check_addresses, is_local
+from ragen_mega.system.web_client import MOST_BYTES, ask
 
 BOMB = gzip.compress(bytes(32 << 20))
 

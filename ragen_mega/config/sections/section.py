@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Self, get_args, get_type_hints
 
-from ragen_mega.data.addresses import check_addresses
-from ragen_mega.data.paths import expanded
 from ragen_mega.environments.protocol import MAX_SEED
+from ragen_mega.system.addresses import check_addresses
+from ragen_mega.system.paths import expanded
 
 
 @dataclass(frozen=True)

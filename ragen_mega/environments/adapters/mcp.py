@@ -18,11 +18,11 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
-from ragen_mega.data.web_client import open_client
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.tool_calls import check_tools, function_tool
 from ragen_mega.extensions.extras import require
+from ragen_mega.system.web_client import open_client
 
 MAX_RESULT = 20_000
 """Most characters of a result that the policy sees, unless said otherwise."""

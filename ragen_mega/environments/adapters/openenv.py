@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx2
 
-from ragen_mega.data.addresses import bypass_proxy, check_addresses
-from ragen_mega.data.web_client import ask
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import settled
 from ragen_mega.environments.episode import LIMITS
 from ragen_mega.environments.protocol import Observation, StepResult
 from ragen_mega.environments.tool_calls import function_tool
+from ragen_mega.system.addresses import bypass_proxy, check_addresses
+from ragen_mega.system.web_client import ask
 
 _TEXTS = ("text", "message", "content", "prompt", "observation", "result", "output", "stdout")
 """Fields of observations that may hold the text, the preferred ones first."""

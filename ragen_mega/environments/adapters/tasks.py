@@ -24,8 +24,6 @@ from uuid import UUID
 
 import numpy as np
 
-from ragen_mega.data.paths import expanded
-from ragen_mega.data.scalars import as_number
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
@@ -41,6 +39,8 @@ from ragen_mega.environments.protocol import (
 from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.scalars import as_number
+from ragen_mega.system.paths import expanded
 
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")

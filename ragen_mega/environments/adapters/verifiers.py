@@ -25,10 +25,10 @@ from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
 from verifiers.v1.interception import InterceptionServer
 
-from ragen_mega.data.web_client import open_client
 from ragen_mega.environments.adapters.tasks import held_out
 from ragen_mega.environments.protocol import Message, StepResult, check_seed
 from ragen_mega.environments.tool_calls import function_tool, tool_calls
+from ragen_mega.system.web_client import open_client
 
 logging.getLogger(vf.__name__).setLevel(logging.ERROR)  # what fails is raised
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from ragen_mega.data.paths import expanded
 from ragen_mega.environments.protocol import StepResult, check_seed
 from ragen_mega.environments.worlds.webshop import pages
 from ragen_mega.environments.worlds.webshop.catalogue import Goal, Product
@@ -20,6 +19,7 @@ from ragen_mega.environments.worlds.webshop.pages import Page
 from ragen_mega.environments.worlds.webshop.players import SOLVER, keywords
 from ragen_mega.environments.worlds.webshop.reward import reward
 from ragen_mega.environments.worlds.webshop.shop import Shop, folder_shop, generated_shop
+from ragen_mega.system.paths import expanded
 
 Split = Literal["train", "validation", "test"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from ragen_mega.data.addresses import check_addresses, is_local
+from ragen_mega.system.addresses import check_addresses, is_local
 
 MOST_BYTES = 1 << 20
 """Size of an answer, unless said otherwise."""

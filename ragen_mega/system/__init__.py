@@ -1,0 +1,1 @@
+"""The process among others: paths of users, its outputs, addresses and requests to servers."""
