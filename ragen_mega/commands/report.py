@@ -30,6 +30,7 @@ from ragen_mega.extensions.extras import require
 from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.plots import headless_pyplot
+from ragen_mega.report.terminal import shown
 from ragen_mega.report.viewer.data import read_run
 
 SIGNALS = {
@@ -280,12 +281,12 @@ def main(arguments: argparse.Namespace) -> None:
     text = markdown(title, rows, players) + warnings(runs)
     target = folder / title
     Path(f"{target}.md").write_text(text)
-    shown = [{key: row[key] for key in row if key != "alike"} for row in rows]
+    published = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
-    report: dict[str, Any] = {"hardware": hardware, "runs": shown, "means": means(rows)}
+    report: dict[str, Any] = {"hardware": hardware, "runs": published, "means": means(rows)}
     if players:
         report |= {"mean_returns": means(rows, "return"), "returns_of_players": players}
     write_json(f"{target}.json", report)
     plot(runs, rows, Path(f"{target}.svg"), players)
     print(text)
-    print(f"written to {target}.md, .json and .svg")
+    print(f"written to {shown(target)}.md, .json and .svg")

@@ -65,7 +65,7 @@ def test_homes_in_studies_in_commands_and_from_python(home: Path) -> None:
     assert split_resumed(["--resume=~/runs/a"])[0] == home / "runs" / "a"
     flags = (flag("--to", "a folder", type=Path), ("runs", {"nargs": "+", "type": Path}))
     found = parse_flags("", *flags, argv=["--to=~/x", "~/a", "b"])
-    assert (found.to, found.runs) == (home / "x", [home / "a", Path("b")])
+    assert (found.to, found.runs) == (home / "x", [home / "a", Path.cwd() / "b"])
     assert target("~/out.json") == home / "out.json"
 
 

@@ -160,11 +160,12 @@ def test_rewards_and_metrics_may_be_numbers_of_libraries(named: Callable[..., st
 
 
 def test_an_agent_may_return_numbers_of_libraries(named: Callable[..., str]) -> None:
-    call = {"index": 0}
+    call = {"index": 0, "answer": 0, "id": "call-0-0", "reply": {"tool_calls": []}}
+    whole = copy.deepcopy(call)
     for value in HALVES:
         given = {"reward": value, "success": np.bool_(True), "calls": {0: value}, "note": value}
         outcome = judged(AgentEpisode({}, [call], given, None), None)
-        assert outcome == Outcome(0.5, True, {0: 0.5}, {"note": 0.5})
+        assert outcome == Outcome(0.5, True, {(0, 0): 0.5}, {"note": 0.5})
     for given in (*NO_NUMBERS[:-1], np.nan, {"reward": 1, "success": np.nan}):
         with pytest.raises(ValueError, match="must"):
             judged(AgentEpisode({}, [call], given, None), None)
@@ -175,7 +176,7 @@ def test_an_agent_may_return_numbers_of_libraries(named: Callable[..., str]) -> 
 
     named(AGENT_REWARDS, reward)
     assert judged(AgentEpisode({}, [call], None, None), "of_a_user").reward == 1.0
-    assert call == {"index": 0}
+    assert call == whole
 
 
 def spoil(trajectory: Trajectory) -> None:

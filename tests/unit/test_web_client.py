@@ -131,7 +131,7 @@ def test_no_redirect_takes_task_and_key_elsewhere(url):
 def test_an_agent_behind_a_url_fails_its_episode_alone(url, path):
     agent = AgentProgram(f"{url}/{path}")
     with pytest.raises((RuntimeError, TimeoutError, httpx2.HTTPError)) as caught:
-        agent.run("http://127.0.0.1:1/v1", "key", 1.0)
+        agent.play({}, "http://127.0.0.1:1/v1", "key")
     assert str(caught.value)
 
 
