@@ -140,8 +140,7 @@ def split_response(text: str, think: bool) -> tuple[str, str] | None:
     # Matching the first occurrence of each tag is enough: whatever follows a later one also follows
     # the first.
     opening = (_THOUGHT_TO_ANSWER if think else _ANSWER).search(text)
-    answer_end = text.find("</answer>", opening.end()) if opening else -1
-    if answer_end < 0:
+    if opening is None or (answer_end := text.find("</answer>", opening.end())) < 0:
         return None
     spans = (text[: opening.start()] if think else "", text[opening.end() : answer_end])
     thought, answer = (_MARKERS.sub("", span).strip() for span in spans)

@@ -56,7 +56,7 @@ def held_out_seeds(name: str, environment: Any, most: int) -> range:
         raise ValueError(
             f"num_tasks of environment {name} must be a positive integer, not {num_tasks!r:.60}"
         )
-    return range(min(num_tasks, most))
+    return range(min(int(num_tasks), most))
 
 
 def load_boards(path: str | Path | None, environment_name: str, **options: Any) -> list[Board]:

@@ -25,7 +25,7 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
     """
     if hasattr(environment, "claims"):
         return [bool(holds) for holds in environment.claims(thought)]
-    narrator: Narrator | None = getattr(environment, "narrator", None)
+    narrator: Narrator[str] | None = getattr(environment, "narrator", None)
     if narrator is not None and (narrator.statement or narrator.sentence):
         return [
             *_stated(environment, narrator, thought),
@@ -36,7 +36,7 @@ def check_claims(environment: Any, thought: str) -> list[bool] | None:
     return None
 
 
-def _stated(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool]:
+def _stated(environment: Any, narrator: Narrator[str], thought: str) -> Iterable[bool]:
     """Return whether each statement is what the narrator says of the same state: the present one,
     or the one that the actions announced so far lead to.
     """
@@ -48,7 +48,7 @@ def _stated(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool
         yield from (claim in true for claim in re.findall(statement, said))
 
 
-def _explained(environment: Any, narrator: Narrator, thought: str) -> Iterable[bool]:
+def _explained(environment: Any, narrator: Narrator[str], thought: str) -> Iterable[bool]:
     """Return whether each sentence is what the narrator explains the same action with."""
     explain = narrator.explain or narrator.describe
     for found in re.finditer(narrator.sentence or _NOTHING, thought):
@@ -71,7 +71,7 @@ def claims_about(facts: Mapping[str, Any], thought: str) -> Iterable[bool]:
         form = re.compile(rf"\b{words}s?\b{_SAID}", re.IGNORECASE)
         found, thought = list(form.finditer(thought)), form.sub(" ", thought)
         for claim in found:
-            members = value if isinstance(value, (set, frozenset, list)) else [value]
+            members: Iterable[Any] = value if isinstance(value, (set, frozenset, list)) else [value]
             if isinstance(value, tuple) and not all(isinstance(part, Integral) for part in value):
                 members = value
             agrees = [_agrees(claim["said"], bool(claim["copula"]), member) for member in members]

@@ -25,6 +25,7 @@ from ragen_mega.environments.protocol import (
     Message,
     Observation,
     StepResult,
+    actions_of,
 )
 from ragen_mega.environments.tool_calls import CALL_FORMAT
 from ragen_mega.extensions.scalars import as_number
@@ -377,7 +378,7 @@ class Episode:
         if not self.takes_names:
             return f"{instruction}\nYou have {_count(turns, 'turn')}.\n".removeprefix("None\n")
         if instruction is None:
-            instruction = "Your available actions are:\n" + ", ".join(self.environment.actions)
+            instruction = "Your available actions are:\n" + ", ".join(actions_of(self.environment))
         per_turn = min(self.budget.max_actions_per_turn, self.budget.action_budget)
         return (
             f"{instruction}\n"

@@ -104,6 +104,7 @@ def _watch(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 def _place(thread: threading.Thread) -> str:
     """Return the innermost function of the user's that a thread is in, with file and line."""
+    assert thread.ident is not None  # it was started
     stack = [*traceback.walk_stack(sys._current_frames().get(thread.ident))]
     frames = [(frame.f_code, number) for frame, number in stack]
     own = [each for each in frames if not each[0].co_filename.startswith(LIBRARIES)] or frames

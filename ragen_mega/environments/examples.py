@@ -7,7 +7,7 @@ it (few-shot prompting, arXiv:2005.14165).
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def worked_example(
     """
     environment, think = episode.environment, episode.config.think
     for seed in seeds:
-        messages = episode.start(seed, outcome_seed=seed)
+        messages: Sequence[Message] = episode.start(seed, outcome_seed=seed)
         if not isinstance(episode.observation, str) or episode.observation not in held_out:
             break
     else:

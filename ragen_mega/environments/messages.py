@@ -274,7 +274,7 @@ def paired(
     `directly`: results must follow their calls at once; `is_whole`: no call was made before the
     first message. Raises RequestError for a call without a result and a result without a call.
     """
-    messages: list[ChatMessage | None] = []
+    messages: list[ChatMessage] = []
     waiting: dict[int, tuple[str | None, str]] = {}  # place of a result -> call that it is of
 
     def check_answered() -> None:
@@ -303,7 +303,7 @@ def paired(
         if given.message.role == "assistant":
             for name in given.ids:
                 waiting[len(messages)] = (name, given.place)
-                messages.append(None)
+                messages.append(given.message)  # until its result comes
     check_answered()
     return tuple(messages)
 

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ragen_mega.environments import calls
 from ragen_mega.environments.event_loop import LIBRARIES
@@ -95,7 +95,7 @@ def advice(error: BaseException) -> str:
     return f"; {_MAIN_THREAD}" if is_signal else ""
 
 
-def is_refusal(error: BaseException | None) -> bool:
+def is_refusal(error: BaseException | None) -> TypeGuard[ValueError]:
     """Return whether an error is a ValueError of this package, whose text says all; one of the
     user's needs its place.
     """
@@ -138,24 +138,24 @@ class Worker:
             if not answer.done():  # else nobody waits any more
                 outcome = _outcome(function)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(_settle, answer, *outcome)
+                    loop.call_soon_threadsafe(_settle, answer, outcome)
 
         self._calls.put(act)
         if self.seconds:
-            timer = loop.call_later(self.seconds, _settle, answer, None, self._too_late())
+            timer = loop.call_later(self.seconds, _settle, answer, self._too_late())
             answer.add_done_callback(lambda _: timer.cancel())
         return answer
 
     def give_up(self, answer: asyncio.Future[Any], why: str) -> None:
         """Let an answer fail because it takes too long; `why` is a clause about the cause."""
-        _settle(answer, None, self._too_late(why))
+        _settle(answer, self._too_late(why))
 
     def wait(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread and wait for its result, for callers that have no event
         loop.
         """
         answer: Future[T] = Future()
-        self._calls.put(lambda: _settle(answer, *_outcome(function)))
+        self._calls.put(lambda: _settle(answer, _outcome(function)))
         try:
             return answer.result(self.seconds or None)
         except TimeoutError:
@@ -192,26 +192,24 @@ class Worker:
         return EnvironmentFailed(f"took longer than {self.seconds:g} s{why}", is_late=True)
 
 
-def _outcome(function: Callable[[], T]) -> tuple[T | None, EnvironmentFailed | None]:
+def _outcome(function: Callable[[], T]) -> T | EnvironmentFailed:
     """Call `function` and return its result or its failure."""
     try:
-        return guarded(function), None
+        return guarded(function)
     except EnvironmentFailed as error:
-        return None, error
+        return error
     except (KeyboardInterrupt, GeneratorExit) as error:  # its own: Ctrl-C comes to the main thread
-        return None, EnvironmentFailed(f"{type(error).__name__}: {error}")
+        return EnvironmentFailed(f"{type(error).__name__}: {error}")
 
 
-def _settle(
-    answer: Future[T] | asyncio.Future[T], result: T | None, error: EnvironmentFailed | None
-) -> None:
+def _settle(answer: Future[T] | asyncio.Future[T], outcome: T | EnvironmentFailed) -> None:
     """Give the answer, unless it was given up or came too late."""
     if answer.done():
         return
-    if error is None:
-        answer.set_result(result)
+    if isinstance(outcome, EnvironmentFailed):
+        answer.set_exception(outcome)
     else:
-        answer.set_exception(error)
+        answer.set_result(outcome)
 
 
 @contextlib.contextmanager

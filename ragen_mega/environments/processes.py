@@ -70,7 +70,7 @@ class HostedEnvironment:
         """
         self._host = _host(num_processes) if variables is None else _Host(variables)
         self._timeout = timeout
-        self._key: int | None = None
+        self._key = -1  # until it has one
         self._key = self._ask("make", name, dict(options))
 
     def reset(self, seed: int, **keywords: Any) -> Observation:
@@ -142,6 +142,7 @@ class _Host:
     def end(self) -> None:
         """Kill the host with all that its environments have started."""
         atexit.unregister(self.end)
+        assert self._process.pid is not None  # it was started
         _end_family(self._process.pid)
         self._process.kill()  # which may not lead its session yet
         self._process.join()
@@ -195,7 +196,7 @@ def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
         try:
             answer = guarded(partial(_act, environments, *request))
         except EnvironmentFailed as failed:
-            error = _portable(failed.__cause__)
+            error = _portable(failed.__cause__ or failed)
         pipe.send((answer, error))
 
 
@@ -209,29 +210,33 @@ def _lead_family(pipe: Connection) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.register_at_fork(after_in_child=pipe.close)  # or the parent would not see a host die
 
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is a host
+
     def follow() -> None:
-        multiprocessing.parent_process().join()
+        parent.join()
         _end_family(os.getpid())
 
     threading.Thread(target=follow, name="parent", daemon=True).start()
 
 
-def _act(environments: dict[int, Any], key: int | None, kind: str, *request: Any) -> Any:
+def _act(environments: dict[int, Any], key: int, kind: str, *request: Any) -> Any:
     """Handle a request to one of the environments; raises if the answer cannot be pickled."""
     if kind == "make":
-        environments[answer := len(environments)] = make(request[0], **request[1])
-        return answer
+        environments[place := len(environments)] = make(request[0], **request[1])
+        return place
     environment = environments[key]
+    answer: Any
     match kind:
         case "reset":
             answer = calls.reset(environment, request[0], **request[1])
         case "step":
-            answer = calls.step(environment, request[0])
-            info = {name: answer.info[name] for name in STEP_INFO if name in answer.info}
-            answer = replace(answer, info=info)  # the rest is not used, and may not be picklable
+            result = calls.step(environment, request[0])
+            info = {name: result.info[name] for name in STEP_INFO if name in result.info}
+            answer = replace(result, info=info)  # the rest is not used, and may not be picklable
         case "close":
-            environments[key] = None
-            answer = calls.close(environment)
+            answer = environments[key] = None
+            calls.close(environment)
         case "call":
             answer = getattr(environment, request[0])(*request[1:])
         case _:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 CUT = "\U000f0000"
 """A mark of private use in the content of a message: the texts before and after it are encoded
@@ -43,6 +43,7 @@ Observation = str | Sequence[Message]
 """
 Action = str | dict[str, Any]
 """Argument of one `step`: the name of an action, a text, or an object that a parser returned."""
+A = TypeVar("A", bound=Action)
 
 
 MAX_SEED = 2**63 - 1
@@ -146,19 +147,19 @@ class Solver:
 
     references: Callable[[Any, Budget], References]
     """(environment, budget) -> what reference players reach from its current state."""
-    optimal_actions: Callable[[Any, int], list[Action]]
+    optimal_actions: Callable[[Any, int], Sequence[Action]]
     """(environment, actions left) -> what an optimal player does next; empty if the episode is
     over. If the environment has its own parser: the player's answer.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Narrator:
+class Narrator(Generic[A]):
     """An environment whose state can be described in words has one as its attribute `narrator`;
-    the warm start clones what it says.
+    the warm start clones what it says. `A` is the type of its actions, such as `str` for names.
     """
 
-    describe: Callable[[Any, Sequence[Action]], str]
+    describe: Callable[[Any, Sequence[A]], str]
     """(environment, the actions about to be taken) -> a true thought that gives no hint which
     action is best.
     """
@@ -171,7 +172,7 @@ class Narrator:
     """Regular expression of an action that `describe` announces, its group the action; statements
     behind it are about the state that the action leads to (None: all are about the present one).
     """
-    explain: Callable[[Any, Sequence[Action]], str] | None = None
+    explain: Callable[[Any, Sequence[A]], str] | None = None
     """Function like `describe` that writes sentences, for models that can talk: the thoughts of the
     examples in a prompt and of the play that a loaded model imitates. None: `describe`.
     """
@@ -179,6 +180,11 @@ class Narrator:
     """Regular expression of one sentence of `explain`, its first group the action that it is about.
     Such sentences in a policy's thoughts are checked against those of `explain`.
     """
+
+
+def actions_of(environment: object) -> Sequence[str]:
+    """Return the legal names of the present state; none where the environment names no actions."""
+    return getattr(environment, "actions", ())
 
 
 def text_of(observation: Observation) -> str:

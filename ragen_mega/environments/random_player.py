@@ -11,7 +11,7 @@ import numpy as np
 
 from ragen_mega.environments.actions import ACTION_SEPARATOR
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Action, Observation, text_of
+from ragen_mega.environments.protocol import Action, Observation, actions_of, text_of
 from ragen_mega.environments.tool_calls import DEEPEST
 
 _WORD = re.compile(r"\w+")
@@ -34,7 +34,8 @@ def random_steps(episode: Episode, generator: np.random.Generator) -> list[Actio
     """
     environment = episode.environment
     if episode.takes_names:  # without actions a turn passes
-        return [str(generator.choice(environment.actions))] if len(environment.actions) else []
+        names = actions_of(environment)
+        return [str(generator.choice(names))] if len(names) else []
     draw = random.Random(int(generator.integers(2**62)))
     if hasattr(environment, "random_answer"):
         return [environment.random_answer(draw)]

@@ -24,7 +24,13 @@ from ragen_mega.environments.pool import (
     describe_failures,
     guarded,
 )
-from ragen_mega.environments.protocol import Environment, References, Solver, stable_seed
+from ragen_mega.environments.protocol import (
+    Environment,
+    References,
+    Solver,
+    actions_of,
+    stable_seed,
+)
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.registry import make
 
@@ -95,7 +101,7 @@ def baselines(
         else:
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
     random = _mean_if_known([references.random for references in solved])
-    interval = (
+    interval: tuple[float | None, float | None] = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
     )
     return Baselines(
@@ -212,13 +218,13 @@ def _play_randomly(
         opening = "</think>" if episode.config.think else ""
         while True:
             answer = write_answer(episode, random_steps(episode, rng))
-            result = episode.respond(opening + answer)
+            turn = episode.respond(opening + answer)
             if episode.done:
-                return result.info["success"]
+                return turn.info["success"]
     environment = episode.environment
     calls.reset(environment, seed, outcome_seed=outcome_seed, board=rows)
     for _ in range(episode.budget.action_budget):
-        actions = environment.actions
+        actions = actions_of(environment)
         result = calls.step(environment, actions[int(rng.integers(len(actions)))])
         if result.terminated or result.truncated:
             break

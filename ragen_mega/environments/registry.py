@@ -278,9 +278,7 @@ def _hints(constructor: Any) -> dict[str, Any]:
     runtime.
     """
     try:
-        return get_type_hints(
-            constructor.__init__ if isinstance(constructor, type) else constructor
-        )
+        return get_type_hints(constructor.__init__ if inspect.isclass(constructor) else constructor)
     except (NameError, TypeError):
         return {}
 

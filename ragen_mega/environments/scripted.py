@@ -7,6 +7,7 @@ Without a narrator the thought repeats the observation, shortened.
 """
 
 import textwrap
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,13 +34,13 @@ def scripted_response(
     Each action is the optimal one with probability `skill`, else uniformly random.
     """
     environment, config = episode.environment, episode.config
-    narrator: Narrator | None = getattr(environment, "narrator", None)
+    narrator: Narrator[Action] | None = getattr(environment, "narrator", None)
     # Without a narrator as many as use up the budget, as the random player does.
     per_turn = -(-episode.actions_left // episode.turns_left)
     if narrator is not None:
         per_turn = narrator.actions_per_turn
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
-    plan: list[Action] = []
+    plan: Sequence[Action] = ()
     if skill > 0:
         plan = find_solver(environment).optimal_actions(environment, Budget().max_actions)[:count]
     if skill == 1:  # a solver of a random world plans no further than the next action

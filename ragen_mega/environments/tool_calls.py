@@ -305,7 +305,7 @@ def _validator(text: str) -> Any:
     """Return the validator of a function's arguments, whose schema is given as JSON text."""
     schema = json.loads(text)
     if isinstance(schema, dict):
-        schema = {"type": "object"} | schema
+        schema = {"type": "object", **schema}
         # A function has the parameters that it names, unless the schema says otherwise.
         if schema.get("properties") and not schema.keys() & _OPENING:
             schema["additionalProperties"] = False
@@ -365,7 +365,9 @@ def _object(text: str, start: int, what: str = "a tool call") -> tuple[Any, int]
 
 def _skipped(text: str, start: int) -> int:
     """Return the place behind white space."""
-    return _SPACE.match(text, start).end()
+    found = _SPACE.match(text, start)
+    assert found is not None  # no space is a match too
+    return found.end()
 
 
 _SPACE = re.compile(r"\s*")

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import gymnasium
@@ -183,6 +184,17 @@ def test_every_gymnasium_action_has_a_name_of_its_own(
     for row, name in enumerate(names, start=5):
         calls.step(world, name)
         assert world._environment.unwrapped.field[row, 20] == 1
+
+
+def test_gymnasium_takes_an_option_that_cannot_be_copied() -> None:
+    """Gymnasium then has no description of the environment around which it put wrappers."""
+    name = "RagenMegaLocked-v0"
+    gymnasium.register(name, lambda lock: Keys(), max_episode_steps=9, reward_threshold=9.0)
+    with pytest.warns(UserWarning, match="while copying the environment spec"):
+        world = make(f"gymnasium:{name}", lock=threading.Lock())
+        calls.reset(world, 0)
+        assert not calls.step(world, "h").info["success"]
+        assert calls.step(world, "l").info["success"]
 
 
 def test_a_large_array_is_shown_whole() -> None:

@@ -375,6 +375,15 @@ def test_tasks_from_a_file_are_solved_with_tools(rows: str) -> None:
         calls.close(episode.environment)
 
 
+def test_a_reference_that_is_read_as_a_call_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    rows = [{"prompt": f"Add {n} and 4.", "answer": called(a=n)} for n in range(2)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    world = make(f"tasks:{path}", mcp=PLAIN, answer_after="####")
+    note = world.judge_references()
+    assert "1 of 1 references" in note and "(it is read as a call of tools)" in note
+
+
 def test_a_window_of_turns_keeps_the_question(rows: str) -> None:
     episode = Episode(make(rows, mcp=PLAIN), EpisodeConfig())
     opening = episode.start(0)

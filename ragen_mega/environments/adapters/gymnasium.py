@@ -10,14 +10,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.protocol import Budget, StepResult, text_of
+from ragen_mega.environments.protocol import Budget, StepResult, actions_of, text_of
 from ragen_mega.environments.registry import ENVIRONMENTS, make
 
 # An older version of an environment is a choice of the user.
@@ -48,9 +48,9 @@ class _Known:
 
 
 def _taxi_words(environment: gymnasium.Env, observation: int) -> str:
-    taxi = environment.unwrapped
-    row, column, passenger, destination = taxi.decode(observation)
-    places = [f"{name} (row {r}, column {c})" for name, (r, c) in zip("RGYB", taxi.locs)]
+    row, column, passenger, destination = environment.get_wrapper_attr("decode")(observation)
+    cells = environment.get_wrapper_attr("locs")
+    places = [f"{name} (row {r}, column {c})" for name, (r, c) in zip("RGYB", cells)]
     waiting = "in the taxi" if passenger == len(places) else f"at {places[passenger]}"
     return (
         f"The taxi is at row {row}, column {column}. The passenger is {waiting} and wants to go to"
@@ -127,7 +127,7 @@ class GymnasiumWorld:
             )
         if self._known:
             self.instruction, self.max_turns = self._known.instruction, self._known.max_turns
-        elif limit := self._environment.spec.max_episode_steps:
+        elif (spec := self._environment.spec) and (limit := spec.max_episode_steps):
             self.max_turns = min(_MAX_TURNS, -(-limit // Budget().max_actions_per_turn))
 
     def reset(self, seed: int, outcome_seed: int | None = None) -> str:
@@ -146,7 +146,8 @@ class GymnasiumWorld:
         self._mask = info.get("action_mask")
         before, self._seen = self._seen, self._text(observation)
         self._earned += float(reward)
-        threshold = self._environment.spec.reward_threshold
+        spec = self._environment.spec  # None where it cannot be copied
+        threshold = spec.reward_threshold if spec else None
         if self._known is None and threshold is not None:
             is_solved = (terminated or truncated) and self._earned >= threshold
         else:
@@ -171,7 +172,7 @@ class GymnasiumWorld:
         the mask that many environments give in their info.
         """
         space = self._environment.action_space
-        if not hasattr(self, "actions"):
+        if not isinstance(space, spaces.Discrete):
             return space.contains(move)
         obeys = self._known is None or self._known.obeys_mask
         return not obeys or self._mask is None or bool(self._mask[move - space.start])
@@ -179,7 +180,8 @@ class GymnasiumWorld:
     def _text(self, observation: Any) -> str:
         parts = []
         if self._draws:
-            parts.append(_COLORED.sub(r"[\1]", self._environment.render()).strip("\n"))
+            drawing = cast(str, self._environment.render())  # as the mode `ansi` promises
+            parts.append(_COLORED.sub(r"[\1]", drawing).strip("\n"))
         if self._known and self._known.words:
             parts.append(self._known.words(self._environment, observation))
         if isinstance(observation, str) or not parts:
@@ -245,8 +247,11 @@ class TextWorld(gymnasium.Env[str, int | str]):
         self.world = make(environment_name, **options)
         self.render_mode = render_mode
         self.takes_text = not hasattr(self.world, "actions")
+        # Gymnasium has one type for what `step` takes and what a space draws, NumPy's integers.
         self.action_space = (
-            AnyText() if self.takes_text else spaces.Discrete(len(self.world.actions))
+            AnyText()  # type: ignore[assignment]
+            if self.takes_text
+            else spaces.Discrete(len(actions_of(self.world)))
         )
         self.observation_space = AnyText()
         self._observation = ""
@@ -269,12 +274,11 @@ class TextWorld(gymnasium.Env[str, int | str]):
         return self._observation, {"success": False}
 
     def step(self, action: int | str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        names = actions_of(self.world)
         if not self.action_space.contains(action):
-            known = "text" if self.takes_text else f"an index into {', '.join(self.world.actions)}"
+            known = "text" if self.takes_text else f"an index into {', '.join(names)}"
             raise ValueError(f"action must be {known}, not {action!r:.60}")
-        result = calls.step(
-            self.world, action if self.takes_text else self.world.actions[int(action)]
-        )
+        result = calls.step(self.world, action if self.takes_text else names[int(action)])
         self._observation = text_of(result.observation)
         return self._observation, result.reward, result.terminated, result.truncated, result.info
 

@@ -150,7 +150,8 @@ class _Session:
         self._mode = "legacy" if _is_url(server) and not is_shared else "auto"
         self._end = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._log = tempfile.TemporaryFile()  # what a program writes besides messages
+        # What a program writes besides messages.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace", newline="\n")
         self._holder = asyncio.create_task(self._hold())
         # An error is read here, so that asyncio logs none, and reported by who waits.
         self._holder.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -231,8 +232,9 @@ class _Session:
 
         web: Any = nullcontext()
         if _is_url(self._server):
-            limits = {"most_bytes": _MOST_BYTES, "has_streams": True}
-            web = open_client(self._server, _AUTHORIZATION, **limits)
+            web = open_client(
+                self._server, _AUTHORIZATION, most_bytes=_MOST_BYTES, has_streams=True
+            )
             transport = streamable_http_client(self._server, http_client=web)
         else:
             launch = [
@@ -262,7 +264,7 @@ class _Session:
             error = error.exceptions[0]
         reason = " ".join(str(error).split()) or type(error).__name__
         self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
+        lines = self._log.read().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"MCP server {self._server!r} {what} ({reason}{last and f'; it wrote: {last:.200}'})"
 
@@ -305,7 +307,7 @@ async def _ask_for_tools(server: str, directory: str) -> list[Any]:
 
     async def request(client: Any) -> list[Any]:
         page = await client.list_tools()
-        tools, cursors = page.tools, set()
+        tools, cursors = page.tools, set[str]()
         while cursor := page.next_cursor:
             if cursor in cursors or len(cursors) == _MOST_PAGES:
                 raise ValueError(

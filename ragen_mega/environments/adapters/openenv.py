@@ -125,7 +125,7 @@ class OpenEnvWorld:
         """Take over the names of the present state, which our own servers tell."""
         if self._is_ours and answer.get("actions"):
             self.actions = tuple(answer["actions"])
-            self._values = dict(zip(self.actions, self.actions))
+            self._values: dict[str, Any] = dict(zip(self.actions, self.actions))
 
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
         """Read the form of an answer; returns the field that it goes into, None for a tool call."""
@@ -139,7 +139,7 @@ class OpenEnvWorld:
             if name not in ("metadata", "type")
         }
         wanted = [name for name in schema.get("required", ()) if name in fields] or list(fields)
-        self._values: dict[Any, Any] = {}
+        self._values = {}
         field = wanted[0] if len(wanted) == 1 else None
         part = fields[field] if field else {}
         if "$ref" in part:  # as Python's enumerations are described

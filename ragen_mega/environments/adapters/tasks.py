@@ -177,6 +177,7 @@ class FileTasks:
 
     def step(self, action: str | dict[str, Any]) -> StepResult:
         if isinstance(action, dict):
+            assert self._server is not None  # only its tools are called
             return self._server.step(action)
         score = _judged(self._score, action, self._task)
         verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
@@ -197,7 +198,12 @@ class FileTasks:
                 continue
             num_judged += 1
             try:
-                score = _judged(self._score, self._parse(self._written(references[0])), task)
+                answer = self._parse(self._written(references[0]))
+                score: float | str = (
+                    _judged(self._score, answer, task)
+                    if isinstance(answer, str)
+                    else "it is read as a call of tools"
+                )
             except ValueError as error:
                 score = str(error)
             if score != 1:
@@ -276,7 +282,7 @@ def shared_rows(path: str) -> tuple[dict[str, Any], ...]:
 
 def read_parts(
     path: str, validation: str | None, share: float
-) -> list[Sequence[Mapping[str, Any]]]:
+) -> Sequence[Sequence[Mapping[str, Any]]]:
     """Return the rows to train on, and those to evaluate: all of the file `validation`, or
     this share of the different rows of `path`. Raises ValueError as `read_rows` and `held_out` do.
     """
@@ -286,7 +292,7 @@ def read_parts(
 
 
 @lru_cache(maxsize=16)
-def _row_parts(file: _File, share: float) -> list[Sequence[Mapping[str, Any]]]:
+def _row_parts(file: _File, share: float) -> list[tuple[Mapping[str, Any], ...]]:
     return divided(file[0], _rows(file), row_text, share)
 
 
@@ -437,7 +443,7 @@ def _parts(file: _File, columns: _Columns, share: float) -> list[tuple[_Task, ..
 
 def divided(
     name: str, rows: Sequence[T], text: Callable[[T], str], share: float
-) -> list[Sequence[T]]:
+) -> list[tuple[T, ...]]:
     """Return the rows of `name` to train on, and those to evaluate: this share of the different
     texts, drawn by themselves, so that the order of rows decides nothing and no text is in both.
     Raises ValueError as `held_out` does.

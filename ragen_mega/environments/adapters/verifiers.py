@@ -121,6 +121,7 @@ class VerifiersEnvironment:
     async def _next(self) -> Sequence[Message] | vf.Trace:
         """Wait until the policy is asked, or the episode is over."""
         self._asked = asyncio.get_running_loop().create_future()
+        assert self._episode is not None  # `reset` comes first
         await asyncio.wait((self._asked, self._episode), return_when=asyncio.FIRST_COMPLETED)
         if self._asked.done():
             return [*map(_message, self._asked.result())]

@@ -74,7 +74,7 @@ class GuardedServer(uvicorn.Server):
         writes a traceback for each connection of the backlog when descriptors run out.
         """
         await super().startup(sockets=[])
-        (listener,) = sockets or ()
+        (listener,) = sockets or []
         listener.setblocking(False)
         listener.listen(BACKLOG)
         # Accepted connections inherit it: the kernel drops a client that does not read.
@@ -101,7 +101,7 @@ class GuardedServer(uvicorn.Server):
                 await loop.connect_accepted_socket(self._protocol, connection)
 
     def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(
+        return self.config.http_protocol_class(  # type: ignore[call-arg]  # uvicorn's own class
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -120,7 +120,8 @@ class GuardedServer(uvicorn.Server):
         return spare is not None
 
 
-class _GuardedProtocol(AutoHTTPProtocol):
+# uvicorn declares a variable, which holds one of its two classes.
+class _GuardedProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     """HTTP that closes a connection on which a request is begun and does not become whole."""
 
     knows_client = False

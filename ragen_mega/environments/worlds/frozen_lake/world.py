@@ -155,8 +155,8 @@ class FrozenLake:
 
     def _describe(self, lake: Lake) -> str:
         if self._observation == "words":
-            cells = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
-            return " ".join([*cells, f"Goal: {way(self._player, lake.goal)}."])
+            around = [f"{action}: {cell}." for action, cell in neighbours(self).items()]
+            return " ".join([*around, f"Goal: {way(self._player, lake.goal)}."])
         cells = {**dict.fromkeys(lake.holes, "O"), lake.goal: "G"}
         under_player = cells.get(self._player, "_")
         cells[self._player] = {"_": "P", "O": "X", "G": "\u221a"}[under_player]

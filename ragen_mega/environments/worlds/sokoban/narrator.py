@@ -17,7 +17,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     the nearest target, or takes the player nearer to or farther from a place to stand. The facts
     that the environment calls `untold` are left out, to measure their worth.
     """
-    room, untold, parts = environment.room, environment.untold, []
+    room, untold, parts = environment.room, environment.untold, list[str]()
     for index, action in enumerate(actions or [None]):
         if index:
             room = room.after(actions[index - 1])

@@ -29,7 +29,7 @@ def describe(environment: Any, actions: Sequence[str]) -> str:
     """
     facts = environment.facts()
     page: Page = facts["page"]
-    (clicked,) = (_ARGUMENT.search(action)[1] for action in actions)
+    (clicked,) = (_ARGUMENT.findall(action)[0] for action in actions)
     if page.kind == "start":
         return f"go: {'all' if clicked.split() == keywords(facts['goal']) else 'some'}"
     option_words = _option_words(page, facts["goal"], facts["chosen"])

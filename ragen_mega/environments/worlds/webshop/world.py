@@ -145,9 +145,16 @@ class WebShop:
         return self._page
 
     @property
+    def product(self) -> Product:
+        """The product that is open."""
+        if self._product is None:
+            raise RuntimeError("no product is open; click one first")
+        return self._product
+
+    @property
     def score(self) -> float:
         """The score of buying the open product with the options chosen so far."""
-        return reward(self.goal, self._product, self._chosen)
+        return reward(self.goal, self.product, self._chosen)
 
     def _do(self, kind: str, argument: str) -> bool:
         """Do an action; False, without a change, if the page does not offer it."""
@@ -162,7 +169,7 @@ class WebShop:
         ):
             self._product = self.shop.products[asin]
             self._open_item()
-        elif kind == "click" and argument in (page.option_names or {}):
+        elif kind == "click" and page.option_names and argument in page.option_names:
             self._chosen = self._chosen | {page.option_names[argument]: argument}
             self._open_item()
         else:
@@ -174,9 +181,9 @@ class WebShop:
         if button == pages.BACK:
             self._open_start()
         elif button == pages.BUY:
-            self._page = pages.done_page(self._product, self._chosen, self.score)
+            self._page = pages.done_page(self.product, self._chosen, self.score)
         elif button in pages.SUB_PAGES:
-            self._page = pages.sub_page(self.goal, self._product, button)
+            self._page = pages.sub_page(self.goal, self.product, button)
         elif kind == "sub":
             self._open_item()
         elif kind == "item":
@@ -194,7 +201,7 @@ class WebShop:
         self._page = pages.results_page(self.goal, self._hits, number)
 
     def _open_item(self) -> None:
-        self._page = pages.item_page(self.goal, self._product)
+        self._page = pages.item_page(self.goal, self.product)
 
 
 def _spelled(argument: str, names: Sequence[str]) -> str | None:
