@@ -306,12 +306,10 @@ def _parts(
     `opens_thought` the prompt ended with `<think>`; `form`: None if there are no tools. A malformed
     call leaves all in the content.
     """
-    thought, end, content = text.partition("</think>")
-    if end or opens_thought:
-        thought = thought.strip().removeprefix("<think>").strip()
-        content = content.lstrip("\n")
-    else:
-        thought, content = None, text
+    before, end, content = text.partition("</think>")
+    is_thought = bool(end) or opens_thought
+    thought = before.strip().removeprefix("<think>").strip() if is_thought else None
+    content = content.lstrip("\n") if is_thought else text
     found: list[dict[str, Any]] = []
     if form is not None:
         with suppress(ValueError):

@@ -122,7 +122,8 @@ def models_body(roles: Sequence[str]) -> dict[str, Any]:
 
 def _body(reply: Reply) -> dict[str, Any]:
     index = reply.call.index
-    rows = zip(reply.numbers, reply.answers, reply.token_texts or [None] * len(reply.numbers))
+    texts_of: Sequence[Sequence[str] | None] = reply.token_texts or [None] * len(reply.numbers)
+    rows = zip(reply.numbers, reply.answers, texts_of)
     return {
         "id": call_id(index, reply.numbers[0]),
         "object": "chat.completion",

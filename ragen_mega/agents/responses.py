@@ -238,7 +238,7 @@ def _event_bodies(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(whole["output"]):
         at = {"output_index": index, "item_id": item["id"]}
-        empty = {"arguments": ""} if "arguments" in item else {"content": []}
+        empty: dict[str, Any] = {"arguments": ""} if "arguments" in item else {"content": []}
         added = item | {"status": "in_progress"} | empty
         yield {"type": "response.output_item.added", "output_index": index, "item": added}
         if "arguments" in item:
@@ -252,7 +252,7 @@ def _event_bodies(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for place, part in enumerate(item.get("content", ())):
             at_part = at | {"content_index": place}
             kind = f"response.{part['type']}"
-            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield {"type": "response.content_part.added", "part": part | {"text": ""}} | at_part
             yield {"type": f"{kind}.delta", "delta": part["text"]} | at_part | more
             yield {"type": f"{kind}.done", "text": part["text"]} | at_part | more

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from queue import LifoQueue
 from textwrap import shorten
-from typing import Any
+from typing import Any, NoReturn
 
 from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.environments import event_loop
@@ -43,7 +43,7 @@ gives the key to the context.
 _AUTHORIZATION = "RAGEN_AGENT_AUTHORIZATION"
 """The variable with the credentials of agents behind a URL."""
 _FIELDS = ("reward", "success", "calls")
-_Place = tuple[int, int, int | None]
+_Named = tuple[int, int, int | None]
 """Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
 the answer.
 """
@@ -134,7 +134,7 @@ class AgentProgram:
         self.task = {"seed": seed, "outcome_seed": outcome_seed} | json.loads(json.dumps(row))
         return ""
 
-    def step(self, action: str) -> None:
+    def step(self, action: str) -> NoReturn:
         """Raise TypeError: an agent does its steps itself."""
         raise TypeError("an agent is played through its door, not by steps")
 
@@ -159,14 +159,15 @@ class AgentProgram:
 
     def play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Let the agent play in this process; see `run`."""
-        if self._function is None:
+        function = self._function
+        if function is None:
             return self._settled(_ask(self.name, task, base_url, api_key))
         if self._is_coroutine:
-            return self._settled(self._play(task, base_url, api_key))
+            return self._settled(self._play(function, task, base_url, api_key))
         if not self._takes_client:
-            return self._settled(self._function(task, base_url, api_key))
+            return self._settled(function(task, base_url, api_key))
         with _client("OpenAI", "DefaultHttpxClient", base_url, api_key) as client:
-            return self._settled(self._function(task, client))
+            return self._settled(function(task, client))
 
     def stop(self) -> None:
         """End the episode: a coroutine is cancelled and a process killed. A plain function of this
@@ -189,12 +190,14 @@ class AgentProgram:
         self._awaited = event_loop.begin(value)
         return self._awaited.result()
 
-    async def _play(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    async def _play(
+        self, function: Callable[..., Any], task: Mapping[str, Any], base_url: str, api_key: str
+    ) -> Any:
         if not self._takes_client:
-            return await self._function(task, base_url, api_key)
+            return await function(task, base_url, api_key)
         client = _client("AsyncOpenAI", "DefaultAsyncHttpxClient", base_url, api_key)
         async with client:
-            return await self._function(task, client)
+            return await function(task, client)
 
 
 class _Place:
@@ -307,9 +310,9 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     return _outcome(value, f"--agent-reward {reward}", named)
 
 
-def _named(calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[_Place]]:
+def _named(calls: Sequence[Mapping[str, Any]]) -> Mapping[str, Sequence[_Named]]:
     """Return every name of a reply -> its answer; the index of a call -> all answers to it."""
-    named: defaultdict[str, list[_Place]] = defaultdict(list)
+    named: defaultdict[str, list[_Named]] = defaultdict(list)
     for call in calls:
         node, name = (call["index"], call["answer"]), call["id"]
         named[str(call["index"])].append((*node, None))
@@ -330,7 +333,7 @@ def shared_client(num_elsewhere: int) -> str:
     )
 
 
-def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Place]]) -> Outcome:
+def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Named]]) -> Outcome:
     given = dict(value) if isinstance(value, Mapping) else {"reward": value}
     reward = _number(given.get("reward"), who)
     call_rewards = _call_rewards(given.get("calls") or {}, who, named)
@@ -350,7 +353,7 @@ def _known(value: Any) -> float | str:
 
 
 def _call_rewards(
-    calls: Any, who: str, named: Mapping[str, Sequence[_Place]]
+    calls: Any, who: str, named: Mapping[str, Sequence[_Named]]
 ) -> Mapping[tuple[int, int], float]:
     """Return the reward of each answer that `calls` names. Raises ValueError for a name of no
     answer or of several, and for two names of one answer.
@@ -365,7 +368,7 @@ def _call_rewards(
             f"calls of {who} must map the id of a reply, or the index of a call with one answer, to"
             f" a reward, not {calls!r:.80}"
         ) from None
-    names: dict[_Place, object] = {}
+    names: dict[_Named, object] = {}
     rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
     for name, own in given.items():
         places = named.get(str(name), ())

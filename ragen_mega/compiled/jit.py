@@ -36,7 +36,8 @@ def jit(*, fastmath: Iterable[str]) -> Callable[[Callable], Callable]:
     def compile_lazily(function: Callable) -> Callable:
         flags = set(fastmath)
         try:
-            numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(cache_folder("numba"))
+            settings = vars(numba.config)  # its import reads them from the process's environment
+            settings["CACHE_DIR"] = settings["CACHE_DIR"] or str(cache_folder("numba"))
             compiled = numba.njit(
                 function, cache=True, nogil=True, fastmath=flags, error_model="numpy"
             )

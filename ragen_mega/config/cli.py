@@ -195,6 +195,7 @@ def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
     if _value("--load", rest):
         return "none", rest
     about = _value("--environments", read_flags(RECIPES / f"{default}.flags"))
+    assert about is not None  # the default recipe names its environments
     played = parse_shares(_value("--environments", rest) or about).keys()
     if played <= parse_shares(about).keys():
         return default, rest

@@ -14,6 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from ragen_mega.config.rules import section_types
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.extensions.registry import did_you_mean
@@ -70,11 +71,11 @@ class Flag:
 def all_flags() -> tuple[Flag, ...]:
     """List the flag of every setting, in order."""
     return tuple(
-        Flag(section.name, item.name, _kinds(hints[item.name]), item.default, abouts[item.name])
-        for section in dataclasses.fields(StarPOConfig)
-        for hints in [get_type_hints(section.default_factory)]
-        for abouts in [_abouts(section.default_factory)]
-        for item in dataclasses.fields(section.default_factory)
+        Flag(name, item.name, _kinds(hints[item.name]), item.default, abouts[item.name])
+        for name, section in section_types().items()
+        for hints in [get_type_hints(section)]
+        for abouts in [_abouts(section)]
+        for item in dataclasses.fields(section)
     )
 
 
@@ -93,10 +94,13 @@ def _kinds(annotation: Any) -> tuple[Any, ...]:
 def _abouts(section: type) -> dict[str, str]:
     """Return field -> the docstring below the field, on one line."""
     [found] = ast.parse(inspect.getsource(section)).body
+    assert isinstance(found, ast.ClassDef)  # for `section` is a class
     return {
         item.target.id: " ".join(ast.literal_eval(below.value).split())
         for item, below in itertools.pairwise(found.body)
         if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and isinstance(below, ast.Expr)
     }
 
 
@@ -230,10 +234,8 @@ def help_text(recipe: str, chosen: Settings, recipes: Sequence[str]) -> str:
             width,
         ),
     ]
-    sections = {
-        item.name: item.default_factory.__doc__ for item in dataclasses.fields(StarPOConfig)
-    }
-    for section, title in sections.items():
+    titles = {name: section.__doc__ or "" for name, section in section_types().items()}
+    for section, title in titles.items():
         lines += [
             "",
             *textwrap.wrap(f"{section.replace('_', ' ')}: {' '.join(title.split())}", width),

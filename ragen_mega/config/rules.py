@@ -1,7 +1,7 @@
 """Rules among several sections of the configuration."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Self, get_type_hints
 
 from ragen_mega.algorithm.tables import find_filter
 from ragen_mega.config.sections.advantage import AdvantageConfig
@@ -16,7 +16,7 @@ from ragen_mega.config.sections.loss import LossConfig
 from ragen_mega.config.sections.model import ModelConfig
 from ragen_mega.config.sections.parallel import ParallelConfig
 from ragen_mega.config.sections.rollout import RolloutConfig
-from ragen_mega.config.sections.section import check_effects, flag_of
+from ragen_mega.config.sections.section import Section, check_effects, flag_of
 from ragen_mega.config.sections.train import TrainConfig
 from ragen_mega.config.sections.warm_start import WarmStartConfig
 
@@ -43,6 +43,11 @@ class Sections:
     def located(self) -> Self:
         """Return the configuration with absolute paths."""
         return replace(self, **{name: part.located() for name, part in vars(self).items()})
+
+
+def section_types() -> dict[str, type[Section]]:
+    """Return section name -> class, in the order of `--help`."""
+    return get_type_hints(Sections)
 
 
 def check_rules(config: Sections) -> None:

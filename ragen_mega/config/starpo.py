@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragen_mega.config.rules import Sections, check_rules
+from ragen_mega.config.rules import Sections, check_rules, section_types
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class StarPOConfig(Sections):
     @property
     def run_directory(self) -> Path:
         # A slash, as of a URL, would make two folders of the name.
-        environments = self.environment.environments.translate(
-            str.maketrans({":": "", ",": "+", "/": "."})
-        )
+        environments = self.environment.environments.translate(str.maketrans(",/", "+.", ":"))
         estimator = self.advantage.advantage_estimator.replace(":", ".")
         default = f"{environments}-{estimator}-seed{self.train.seed}"
         return Path(self.logging.output) / (self.logging.name or default)
@@ -103,7 +101,7 @@ class StarPOConfig(Sections):
         keys raise ValueError.
         """
         values = {name: entries for name, entries in values.items() if name != "provenance"}
-        sections = {item.name: item.default_factory for item in dataclasses.fields(cls)}
+        sections = section_types()
         known = {
             name: {item.name for item in dataclasses.fields(part)}
             for name, part in sections.items()
@@ -114,4 +112,5 @@ class StarPOConfig(Sections):
                     f"config has unknown keys {sorted(unknown)} in {section!r}; load it with the"
                     " version that wrote it"
                 )
-        return cls(**{section: sections[section](**entries) for section, entries in values.items()})
+        parts: dict[str, Any] = {name: sections[name](**own) for name, own in values.items()}
+        return cls(**parts)

@@ -188,8 +188,8 @@ def _on_all_ranks() -> Iterator[list[Any]]:
     except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
         failure = _portable(error)
     results, failures = zip(*collectives.gather_objects((said, failure)), strict=True)
-    for error in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
-        raise error from None
+    for worst in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
+        raise worst from None
     said[:] = [answer for result in results for answer in result]
 
 

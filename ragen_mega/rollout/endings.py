@@ -68,7 +68,7 @@ def failed_attempts(
             for failure in info.get(FAILED_ATTEMPTS, ()):
                 yield trajectory, failure
             if ERROR in info:
-                yield trajectory, info | {"outcome_seed": trajectory.outcome_seed}
+                yield trajectory, {**info, "outcome_seed": trajectory.outcome_seed}
 
 
 def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = True) -> str | None:

@@ -130,7 +130,9 @@ class RolloutEngine:
         loop = asyncio.get_running_loop()
         is_over: asyncio.Future[None] = loop.create_future()
         if steps is not None:
-            loop.call_later(0.01 * steps, lambda: is_over.done() or is_over.set_result(None))
+            loop.call_later(
+                0.01 * steps, lambda: None if is_over.done() else is_over.set_result(None)
+            )
         return is_over
 
     def release(self, session: int) -> None:

@@ -123,17 +123,23 @@ class OpenEnvironment:
         """`episode`: None if the first start builds it; `worker`: the thread that calls the
         environment, None if it is instant.
         """
-        self.episode = episode
+        self._episode = episode
         self.worker = worker
         self.is_broken = False
         self.meanwhile = meanwhile
+
+    @property
+    def episode(self) -> Episode:
+        """The episode, once it is built."""
+        assert self._episode is not None  # the first start has built it
+        return self._episode
 
     async def start(self, task: Task) -> list[Message]:
         """Return the first messages of a task. Raises EnvironmentFailed if it cannot start."""
 
         def start() -> list[Message]:
-            self.episode = self.episode or task.make_episode()
-            return self.episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
+            self._episode = self._episode or task.make_episode()
+            return self._episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:
             return await self._call(start)
@@ -152,23 +158,27 @@ class OpenEnvironment:
             self.is_broken = True
             return failed_turn(error, self.episode.action)
 
-    def begin_agent(self, base_url: str, door: Door, seconds: float) -> asyncio.Future[Any]:
-        """Let the agent of this environment play; the future fails with EnvironmentFailed. Its
+    def begin_agent(
+        self, agent: AgentProgram, base_url: str, door: Door, seconds: float
+    ) -> asyncio.Future[Any]:
+        """Let the agent that is this environment play; the future fails with EnvironmentFailed. Its
         time is measured by a `Clock`; `seconds` bound later calls.
         """
+        assert self.worker is not None  # an agent is not instant
         self.worker.seconds = 0.0
-        ending = self.worker.call(partial(self.episode.environment.run, base_url, door))
+        ending = self.worker.call(partial(agent.run, base_url, door))
         self.worker.seconds = seconds
         return ending
 
-    def give_up(self, ending: asyncio.Future[Any]) -> None:
+    def give_up(self, agent: AgentProgram, ending: asyncio.Future[Any]) -> None:
         """Let the agent's episode fail because it takes too long."""
-        self.worker.give_up(ending, self.episode.environment.why_late)
+        assert self.worker is not None
+        self.worker.give_up(ending, agent.why_late)
 
     def close(self) -> None:
         """Close the environment, in the thread that calls it."""
-        if self.episode is not None:
-            calls.close(self.episode.environment)
+        if self._episode is not None:
+            calls.close(self._episode.environment)
 
     async def judge(
         self, episode: AgentEpisode, failure: EnvironmentFailed | None, reward: str | None
@@ -190,7 +200,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
     semaphore or a limit of rates, is therefore not late while they go on.
     """
 
-    def __init__(self, clocks: list[Self]) -> None:
+    def __init__(self, clocks: list["Clock"]) -> None:
         """`clocks`: those of the agent's episodes that are played at present."""
         self._clocks = clocks
         self._watch: asyncio.Task[None] | None = None
@@ -294,8 +304,8 @@ class Player:
             messages = await opened.start(task)
         except EnvironmentFailed as error:
             return self._unplayed(attempt, trajectory, failed_turn(error).info)
-        if isinstance(opened.episode.environment, AgentProgram):
-            return await self._host(attempt, opened, trajectory)
+        if isinstance(program := opened.episode.environment, AgentProgram):
+            return await self._host(attempt, opened, program, trajectory)
         context = Context(renderer, opened.episode, settings.context_window)
         try:
             prompt = context.begin(messages)
@@ -350,18 +360,21 @@ class Player:
         return trajectory
 
     async def _host(
-        self, attempt: Attempt, opened: OpenEnvironment, trajectory: Trajectory
+        self,
+        attempt: Attempt,
+        opened: OpenEnvironment,
+        program: AgentProgram,
+        trajectory: Trajectory,
     ) -> Trajectory:
         """Play one episode of an agent, which has been given its task."""
         # Only here, for it needs the extra `agents`.
         from ragen_mega.agents.server import door
 
         settings, task, agent = self._settings, attempt.task, self._settings.agent
-        budget, program = opened.episode.budget, opened.episode.environment
         limits = Limits(
             max_context=settings.max_context_length,
-            max_tokens=budget.max_response_length,
-            max_answers=budget.max_turns,
+            max_tokens=opened.episode.budget.max_response_length,
+            max_answers=opened.episode.budget.max_turns,
             temperature=settings.temperature,
             top_p=1.0,
             stop_token_ids=self._renderer.stop_token_ids,
@@ -379,20 +392,21 @@ class Player:
         self.rest(attempt.session)
         with clock:
             entry = partial(entrance.open, served)
-            ending = opened.begin_agent(entrance.url, entry, agent.agent_timeout)
+            ending = opened.begin_agent(program, entrance.url, entry, agent.agent_timeout)
             if agent.agent_timeout:
-                clock.watch(agent.agent_timeout, partial(opened.give_up, ending))
+                clock.watch(agent.agent_timeout, partial(opened.give_up, program, ending))
             try:
                 await served.serve(ending, opened.meanwhile)
             finally:
                 self._resting.discard(attempt.session)
                 ending.cancel()
                 program.stop()
-        failure: EnvironmentFailed | None = (
+        failure = (
             EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
             if served.is_endless
             else ending.exception()
         )
+        assert failure is None or isinstance(failure, EnvironmentFailed)  # see `Worker.call`
         opened.is_broken = failure is not None
         outcome, records = Outcome(0.0, success=False), served.records()
         info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}

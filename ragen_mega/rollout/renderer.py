@@ -108,7 +108,7 @@ class ChatRenderer:
         controls = special | {*filter(_BRACKETED.fullmatch, map(str, added))}
         controls = {name for name in controls if name and not TAG.fullmatch(name)}
         self._special = special & controls
-        self._hidden = frozenset(tokenizer.convert_tokens_to_ids(sorted(self._special)))
+        self._hidden = frozenset(map(tokenizer.convert_tokens_to_ids, self._special))
         longest_first = sorted({*controls, _ANSWER}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
         check_cost(str(tokenizer.chat_template), [partial(self._parts, *probe) for probe in _COSTS])
@@ -178,10 +178,8 @@ class ChatRenderer:
 
     def decode_action(self, tokens: Sequence[int]) -> str:
         """Return the text of one sampled turn without special tokens; tags of answers are text."""
-        return self.tokenizer.decode(
-            [token for token in tokens if token not in self._hidden],
-            clean_up_tokenization_spaces=False,
-        )
+        shown = [token for token in tokens if token not in self._hidden]
+        return str(self.tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -220,9 +218,9 @@ class ChatRenderer:
             }
             for number, name in enumerate(_CALLED[:count])
         ]
-        said = {"role": "assistant", "content": "" if calls else _ANSWER}
+        said = {"content": "", "tool_calls": calls} if calls else {"content": _ANSWER}
         user = {"role": "user", "content": _PROBES[0].content}
-        chat = [user, said | ({"tool_calls": calls} if calls else {}), user]
+        chat: list[dict[str, Any]] = [user, {"role": "assistant", **said}, user]
         try:
             return self._rendered(chat, [_PROBE_TOOL])
         except ValueError:
@@ -325,7 +323,7 @@ class ChatRenderer:
     def _rendered(self, conversation: list[dict[str, Any]], tools: list[Any] | None) -> str:
         """Return the template's text. Raises ValueError if it fails, which is a program."""
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 conversation,
                 tools=tools,
                 tokenize=False,
@@ -333,6 +331,7 @@ class ChatRenderer:
                 enable_thinking=self._think,
                 date_string=_DAY,
             )
+            return str(text)
         except MemoryError:
             raise
         except Exception as error:
@@ -384,9 +383,10 @@ def _form_of(blocks: Sequence[str]) -> CallForm | None:
     """
     found = [_object_with(blocks[0], _CALLED[0])]
     found += [_object_with(blocks[1], name) for name in _CALLED] if len(blocks) > 1 else []
-    if None in found:
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
         return None
-    (start, end, call), *both = found
+    (start, end, call), *both = known
     names = [key for key, value in call.items() if value == _CALLED[0]]
     keys = [key for key, value in call.items() if value == _TAKEN]
     before, _, rest = blocks[0][start:end].partition(_CALLED[0])

@@ -115,7 +115,8 @@ class _Pending:
     """A request, with every connection on which it was repeated."""
 
     connections: list[Connection] = field(default_factory=list)
-    task: asyncio.Task[Reply] | None = None
+    task: asyncio.Task[Reply] = field(init=False)
+    """Task of the answer, which is begun with the request."""
     num_retries: int = 0
     """Number of repetitions, as the client counts them."""
     num_presumed: int = 0
@@ -228,10 +229,11 @@ class ServedEpisode:
     def _begin(self, arrival: Arrival) -> None:
         """Begin the answer to a request, or let it wait for the answer to one that it repeats."""
         equal = self._pending[arrival.identity]
-        pending = _repeated(equal, arrival) or _Pending()
+        repeated = _repeated(equal, arrival)
+        pending = repeated or _Pending()
         pending.connections.append(arrival.connection)
         pending.num_retries = arrival.num_retries
-        if pending.task is None:
+        if repeated is None:
             equal.append(pending)
             pending.task = self.loop.create_task(self._answer(arrival.request, pending))
             self._running.add(pending.task)
@@ -285,7 +287,7 @@ class ServedEpisode:
         if not request.wants_logprobs:
             return reply
         decode = self._renderer.tokenizer.decode
-        texts = [[decode([token]) for token in a.completion.tokens] for a in reply.answers]
+        texts = [[str(decode([token])) for token in a.completion.tokens] for a in reply.answers]
         return replace(reply, token_texts=texts)
 
     def _call(self, request: ChatRequest) -> Call:

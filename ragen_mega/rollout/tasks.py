@@ -25,7 +25,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, briefly
 from ragen_mega.environments.processes import builder
-from ragen_mega.environments.protocol import text_seed
+from ragen_mega.environments.protocol import Observation, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import ENVIRONMENTS
 from ragen_mega.rollout.curriculum import Levels
@@ -96,7 +96,9 @@ def prompt_examples(config: EnvironmentConfig, name: str) -> Conversation:
     else:
         seeds = iter(_EXAMPLE_SEEDS)
         held_out = held_out_states(config, name)
-        kinds = getattr(ENVIRONMENTS.get(name), "example_options", ({},))
+        kinds: Sequence[Mapping[str, Any]] = getattr(
+            ENVIRONMENTS.get(name), "example_options", ({},)
+        )
         found = [
             _worked_example(config, name, kinds[index % len(kinds)], seeds, held_out)
             for index in range(count)
@@ -110,16 +112,17 @@ def _worked_example(
     name: str,
     options: Mapping[str, Any],
     seeds: Iterator[int],
-    held_out: frozenset[str],
+    held_out: frozenset[Observation],
 ) -> Conversation:
     """Play an example within the time limit of the environment."""
     rules = replace(episode_config(config), system_prompt="")
-    build = builder(config, name, config.options(name) | options)
+    build = builder(config, name, {**config.options(name), **options})
 
     with briefly(name, lambda: Episode(build(), rules), config.environment_timeout) as opened:
         worker, episode = opened
         try:
-            return worker.wait(partial(worked_example, episode, seeds, held_out))
+            texts = frozenset(state for state in held_out if isinstance(state, str))
+            return worker.wait(partial(worked_example, episode, seeds, texts))
         except EnvironmentFailed as error:
             raise ValueError(
                 f"prompt_examples {config.prompt_examples} needs scripted play of {name} ({error});"
@@ -264,7 +267,7 @@ class TaskSampler:
         self,
         name: str,
         make_episode: Callable[[], Episode],
-        held_out: frozenset[str],
+        held_out: frozenset[Observation],
         generator: np.random.Generator,
     ) -> tuple[int, int | None]:
         """Return a training seed whose initial state is not an evaluation board, and whose
@@ -282,6 +285,7 @@ class TaskSampler:
                 continue
             if levels is None:
                 return seed, None
+            assert hasattr(episode.environment, "difficulty")  # else there are no levels
             level = int(episode.environment.difficulty)
             if level in wanted:
                 return seed, level
@@ -328,7 +332,7 @@ def draws_by_outcome(
 
 def held_out_states(
     config: EnvironmentConfig, name: str, boards: str | None = None, step: int | None = None
-) -> frozenset[str]:
+) -> frozenset[Observation]:
     """Return the first observations that evaluation boards have in environment `name`, with the
     curriculum of a training `step`, if given: a state may look otherwise there.
 
@@ -362,7 +366,7 @@ def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Boa
         options = config.evaluation_options(name)
         build = builder(config, name, options)
         with briefly(name, build, config.environment_timeout) as (_, environment):
-            files = [None] if has_packaged_boards(environment) else []
+            files: list[str | None] = [None] if has_packaged_boards(environment) else []
         if boards is not None and name in config.shares:
             files.append(boards)
         for file in files:

@@ -31,6 +31,7 @@ def check_cost(template: str, renderings: Iterable[Callable[[], object]]) -> Non
         child.start()
     child.join()
     end = child.exitcode
+    assert end is not None  # the child has been waited for
     if end == -signal.SIGXCPU:
         what = f"more than {_SECONDS} s"
     elif end == _OUT_OF_MEMORY:

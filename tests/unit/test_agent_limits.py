@@ -10,7 +10,7 @@ import pytest
 from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.data.types import Trajectory
 from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
-from ragen_mega.rollout import visit
+from ragen_mega.rollout import served_episode
 from tests.support.door import TalkingEngine, ask, play, refusal
 
 MOST = 5
@@ -147,7 +147,7 @@ def test_an_agent_that_asks_on_after_a_limit_is_ended(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would ask for ever; once its key is closed, the errors are others."""
-    monkeypatch.setattr(visit, "_MOST_REFUSALS", 40)
+    monkeypatch.setattr(served_episode, "_MOST_REFUSALS", 40)
 
     def run(task: dict[str, Any], client: openai.OpenAI) -> float:
         ask(client, "go")

@@ -32,7 +32,9 @@ def parse_shares(environments: str) -> dict[str, int]:
     """
     shares: dict[str, int] = {}
     for part in environments.split(","):
-        name, share = _NAME_AND_SHARE.fullmatch(part.strip()).groups("1")
+        found = _NAME_AND_SHARE.fullmatch(part.strip())
+        assert found is not None  # any text is a name
+        name, share = found.groups("1")
         if int(share) == 0 or not name or name in shares:
             raise ValueError(
                 "environments must be distinct names with positive shares, not"

@@ -51,20 +51,27 @@ class FilterConfig(Section):
         """Return the number of groups that are kept if none is constant, None where it depends on
         the returns.
         """
+        value = self._last
+        if value is None:
+            return num_groups if self.filter_strategy == "none" else None
         if self.filter_strategy == "top_fraction":
-            return max(1, math.floor(self.value * num_groups + 1e-9))
+            return max(1, math.floor(value * num_groups + 1e-9))
         if self.filter_strategy == "percentile_range":
-            first, last = (math.floor(share * num_groups + 1e-9) for share in self.value)
+            ends = (self.filter_start, value)
+            first, last = (math.floor(share * num_groups + 1e-9) for share in ends)
             return last - first
-        if self.filter_strategy == "top_k":
-            return int(self.value)
-        return num_groups if self.filter_strategy == "none" else None
+        return int(value) if self.filter_strategy == "top_k" else None
 
     @property
     def value(self) -> float | tuple[float, float | None] | None:
         """Return the value of the filter: as set, else the default that the filter declares; for a
         range both of its ends.
         """
-        declared = find_filter(self.filter_strategy)
-        value = declared.default if self.filter_value is None else self.filter_value
-        return (self.filter_start, value) if declared.value == "range" else value
+        is_range = find_filter(self.filter_strategy).value == "range"
+        return (self.filter_start, self._last) if is_range else self._last
+
+    @property
+    def _last(self) -> float | None:
+        """Return the value of the filter, for a range its end."""
+        default = find_filter(self.filter_strategy).default
+        return default if self.filter_value is None else self.filter_value

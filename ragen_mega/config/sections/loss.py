@@ -111,13 +111,13 @@ class LossConfig(Section):
                 "clip_ratio_low 1 leaves the ratio unbounded from below, which only policy_loss"
                 " cispo does; set --clip-ratio-low 0.2"
             )
-        if None not in (self.importance_floor, self.importance_cap) and (
-            self.importance_mode != "mask" or self.importance_floor >= self.importance_cap
-        ):
+        floor, cap = self.importance_floor, self.importance_cap
+        is_mask = self.importance_mode == "mask"
+        if floor is not None and cap is not None and not (is_mask and floor < cap):
             raise ValueError(
-                f"importance_floor ({self.importance_floor}) must be below importance_cap"
-                f" ({self.importance_cap}) and needs importance_mode mask; set --importance-mode"
-                " mask --importance-floor 0.5 --importance-cap 5"
+                f"importance_floor ({floor}) must be below importance_cap ({cap}) and needs"
+                " importance_mode mask; set --importance-mode mask --importance-floor 0.5"
+                " --importance-cap 5"
             )
         if self.policy_loss == "gspo" and self.loss_aggregation != "seq-mean-token-mean":
             raise ValueError(

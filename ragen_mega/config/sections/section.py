@@ -66,6 +66,7 @@ BelowOne = Annotated[float, Bounds("at least 0, below 1", 0, 1 - 2**-24)]
 Probability = Annotated[float, Bounds("a probability, from 0 to 1", 0, 1)]
 
 
+@dataclass(frozen=True)
 class Section:
     """A section of the configuration, checked when it is built."""
 
@@ -74,10 +75,10 @@ class Section:
         not finite or out of bounds, for a field that does nothing, for credentials in an address,
         and for a broken rule.
         """
-        for name in _declared(type(self), PathOf):
+        for name in self._declared(PathOf):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, expanded(path))
-        bounds = _declared(type(self), Bounds)
+        bounds = self._declared(Bounds)
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, not {value}")
@@ -97,10 +98,21 @@ class Section:
         """Return the section with absolute paths."""
         paths = {
             name: os.path.abspath(value)
-            for name, item in _declared(type(self), PathOf).items()
+            for name, item in self._declared(PathOf).items()
             if (value := getattr(self, name)) and item.when(value)
         }
         return replace(self, **paths)
+
+    @classmethod
+    @cache
+    def _declared(cls, kind: type) -> dict[str, Any]:
+        """Return field -> the item of this kind in its annotation, for fields that have one."""
+        return {
+            name: item
+            for name, hint in get_type_hints(cls, include_extras=True).items()
+            for item in _parts(hint)
+            if type(item) is kind
+        }
 
 
 def check_effects(*sections: Section) -> None:
@@ -113,7 +125,7 @@ def check_effects(*sections: Section) -> None:
         for item in fields(section)
     }
     for section in sections:
-        for name, needed in _declared(type(section), OnlyWith).items():
+        for name, needed in section._declared(OnlyWith).items():
             own, default = settings[name]
             if own == default or needed.name not in settings:
                 continue
@@ -123,15 +135,6 @@ def check_effects(*sections: Section) -> None:
                 raise ValueError(
                     f"{name} does nothing {without}; drop {flag_of(name)} or set {needed.remedy}"
                 )
-
-
-@cache
-def _declared(section: type[Section], kind: type) -> dict[str, Any]:
-    """Return field -> the item of this kind in its annotation, for fields that have one."""
-    hints = get_type_hints(section, include_extras=True)
-    return {
-        name: item for name, hint in hints.items() for item in _parts(hint) if type(item) is kind
-    }
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
