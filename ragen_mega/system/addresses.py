@@ -42,7 +42,7 @@ def is_local(url: str) -> bool:
         return True
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        found = {ip_address(entry[4][0].partition("%")[0]) for entry in entries}
+        found = {ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries}
     except (OSError, UnicodeError):  # a name that the proxy alone may know
         return False
     here = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}

@@ -22,6 +22,7 @@ class _Bounded(httpx2.AsyncByteStream):
     """The body of an answer, up to a number of bytes."""
 
     def __init__(self, answer: httpx2.Response, most_bytes: int) -> None:
+        assert isinstance(answer.stream, httpx2.AsyncByteStream)  # of an asynchronous client
         self._stream, self._most, self._request = answer.stream, most_bytes, answer.request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

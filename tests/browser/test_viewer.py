@@ -38,7 +38,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install play
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 MORE = """
     --filter-strategy top_fraction --filter-value 0.5 --lam 1 --reward-placement turn
-    --keep-rollouts 0 --timeline --old-logprobs recompute
+    --keep-rollouts 0 --timeline --old-logprobs recompute --seed 3
     --environment-options {"frozen_lake":{"observation":"cells","success_rate":1.0}}
 """.split()
 NEVER_SEEN = "</script><b>never</b>"

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -127,12 +128,23 @@ def test_no_redirect_takes_task_and_key_elsewhere(url):
     assert post(f"{url}/elsewhere").status_code == 307
 
 
-@pytest.mark.parametrize("path", ["bomb", "large", "deep", "slow_body", "elsewhere"])
+@pytest.mark.parametrize("path", ["bomb", "large", "deep", "elsewhere"])
 def test_an_agent_behind_a_url_fails_its_episode_alone(url, path):
     agent = AgentProgram(f"{url}/{path}")
     with pytest.raises((RuntimeError, TimeoutError, httpx2.HTTPError)) as caught:
         agent.play({}, "http://127.0.0.1:1/v1", "key")
     assert str(caught.value)
+
+
+def test_an_agent_behind_a_url_is_not_waited_for_once_its_episode_is_ended(url):
+    agent = AgentProgram(f"{url}/slow_body")
+    with ThreadPoolExecutor(1) as pool:
+        playing = pool.submit(agent.play, {}, "http://127.0.0.1:1/v1", "key")
+        while agent._awaited is None:
+            time.sleep(0.01)
+        agent.stop()
+        with pytest.raises(CancelledError):
+            playing.result()
 
 
 @pytest.mark.parametrize(

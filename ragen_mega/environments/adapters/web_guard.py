@@ -77,8 +77,6 @@ class GuardedServer(uvicorn.Server):
         (listener,) = sockets or []
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        # Accepted connections inherit it: the kernel drops a client that does not read.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SECONDS_TO_READ)
         self._accepting = asyncio.create_task(self._accept(listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,6 +96,9 @@ class GuardedServer(uvicorn.Server):
             while len(held) >= self.most_connections and not self._close_one():
                 await asyncio.sleep(_PAUSE)
             with suppress(OSError):  # the client has gone
+                if option := getattr(socket, "TCP_USER_TIMEOUT", None):  # on Linux
+                    # The kernel drops a client that does not read.
+                    connection.setsockopt(socket.IPPROTO_TCP, option, 1000 * _SECONDS_TO_READ)
                 await loop.connect_accepted_socket(self._protocol, connection)
 
     def _protocol(self) -> asyncio.Protocol:
