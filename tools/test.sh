@@ -15,8 +15,10 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start several ranks
 "$PYTHON" tests/fake_cuda/build.py & # once for each version of torch; says why where it cannot
 builder=$!
-if ! compgen -G "ragen_mega/*/*/__pycache__/*.nbi" >/dev/null; then # numba's cache
+compiled=ragen_mega/__pycache__/compiled # once for each clone; numba's cache is in the user's home
+if [ ! -e "$compiled" ]; then
     "$PYTHON" -m tests.support.compile >/dev/null
+    touch "$compiled"
 fi
 wait "$builder"
 # Each worker takes the next file, in the order of tests/conftest.py.
