@@ -18,7 +18,7 @@ builder=$!
 compiled=ragen_mega/__pycache__/compiled # once for each clone; numba's cache is in the user's home
 if [ ! -e "$compiled" ]; then
     "$PYTHON" -m tests.support.compile >/dev/null
-    touch "$compiled"
+    mkdir -p "${compiled%/*}" && touch "$compiled"
 fi
 wait "$builder"
 # Each worker takes the next file, in the order of tests/conftest.py.
