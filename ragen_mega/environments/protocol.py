@@ -87,8 +87,9 @@ class Environment(Protocol):
     claim about it holds), `close()`, `solver` (a `Solver`), `narrator` (a `Narrator`),
     `example_options` (options under which the examples in prompts are played),
     `random_answer(generator)`, `difficulty` (a whole number, of the present state), `splits`,
-    `num_tasks`, `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True`, set
-    in the class itself: its calls are too short to need a thread.
+    `num_tasks`, `is_hidden` (True: equal first observations may be of different states),
+    `accepts_board(rows)` and `board_set` (see boards.py), and `is_instant = True`, set in the class
+    itself: its calls are too short to need a thread.
     """
 
     def reset(self, seed: int) -> Observation:

@@ -15,6 +15,7 @@ from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.exchange import gather_batch
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
+from ragen_mega.environments.registry import declares
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.endings import environment_errors
 from ragen_mega.rollout.first_requests import begin_alike
@@ -291,9 +292,12 @@ class HeldOutStarts:
         self._met: dict[str, set[str]] = {}
 
     def evaluated(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Record the starts of an evaluation. First prompts that are all alike tell nothing."""
+        """Record the starts of an evaluation. First prompts that are all alike tell nothing, nor do
+        those of an environment that hides its state.
+        """
         for name, prompts in _first_prompts(groups).items():
-            self._held_out[name] = prompts if len(prompts) > 1 or len(groups) == 1 else set()
+            tell = (len(prompts) > 1 or len(groups) == 1) and not declares(name, "is_hidden")
+            self._held_out[name] = prompts if tell else set()
 
     def trained(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
         """Record the starts of a rollout; returns a warning for each environment in which one is

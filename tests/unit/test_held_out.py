@@ -106,22 +106,32 @@ def group_of(name: str, *prompts: list[int]) -> TrajectoryGroup:
 
 def test_starts_are_counted_once_and_warned_of_once() -> None:
     starts = HeldOutStarts()
-    starts.evaluated([group_of("taxi", [1, 2]), group_of("taxi", [3]), group_of("taxi", [3])])
-    assert starts.count("taxi") == (0, 2) and starts.count("bandit") is None
-    assert starts.trained([group_of("taxi", [1], [2]), group_of("bandit", [3])]) == []
-    (said,) = starts.trained([group_of("taxi", [3], [3])])
-    assert "met 1 of the 2 starts that taxi" in said
-    assert starts.trained([group_of("taxi", [3]), group_of("taxi", [1, 2])]) == []
+    starts.evaluated(
+        [group_of("sokoban", [1, 2]), group_of("sokoban", [3]), group_of("sokoban", [3])]
+    )
+    assert starts.count("sokoban") == (0, 2) and starts.count("bandit") is None
+    assert starts.trained([group_of("sokoban", [1], [2]), group_of("bandit", [3])]) == []
+    (said,) = starts.trained([group_of("sokoban", [3], [3])])
+    assert "met 1 of the 2 starts that sokoban" in said
+    assert starts.trained([group_of("sokoban", [3]), group_of("sokoban", [1, 2])]) == []
     other = HeldOutStarts()
     other.load_state_dict(json.loads(json.dumps(starts.state_dict())))
-    assert starts.count("taxi") == other.count("taxi") == (2, 2)
-    assert other.trained([group_of("taxi", [3])]) == []
+    assert starts.count("sokoban") == other.count("sokoban") == (2, 2)
+    assert other.trained([group_of("sokoban", [3])]) == []
     other.load_state_dict({})  # of an older run
-    assert other.count("taxi") is None
+    assert other.count("sokoban") is None
 
 
 def test_prompts_that_are_all_alike_tell_nothing() -> None:
     """A number that is to be guessed is not in the prompt."""
     starts = HeldOutStarts()
-    starts.evaluated([group_of("guess", [1]), group_of("guess", [1])])
-    assert starts.count("guess") is None and starts.trained([group_of("guess", [1])]) == []
+    starts.evaluated([group_of("bandit_test", [1]), group_of("bandit_test", [1])])
+    assert (
+        starts.count("bandit_test") is None and starts.trained([group_of("bandit_test", [1])]) == []
+    )
+
+
+def test_equal_beginnings_of_a_world_that_hides_its_state_are_not_counted() -> None:
+    starts = HeldOutStarts()
+    starts.evaluated([group_of("lookup", [1]), group_of("lookup", [2])])
+    assert starts.trained([group_of("lookup", [1])]) == [] and starts.count("lookup") is None

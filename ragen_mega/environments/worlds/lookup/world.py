@@ -96,6 +96,7 @@ class Lookup:
     """
 
     is_instant = True
+    is_hidden = True
     max_turns: int
     max_actions: int
     max_actions_per_turn = 1
