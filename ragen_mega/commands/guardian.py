@@ -27,7 +27,7 @@ _SECONDS_OF_SILENCE = 1.0
 """Time after a second signal before the user is told of the wait."""
 _SECONDS_TO_CLEAN = 5.0
 """Time that processes of killed ranks have to notice their end, and to remove their files."""
-_SECONDS_TO_REPORT = 30.0
+_SECONDS_TO_REPORT = 8.0
 """Time that a launcher without ranks has to end."""
 _PERIOD = 0.5
 _COMPUTES = 0.25
