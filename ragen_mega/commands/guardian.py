@@ -27,8 +27,8 @@ _SECONDS_OF_SILENCE = 1.0
 """Time after a second signal before the user is told of the wait."""
 _SECONDS_TO_CLEAN = 5.0
 """Time that processes of killed ranks have to notice their end, and to remove their files."""
-_SECONDS_TO_REPORT = 8.0
-"""Time that a launcher without ranks has to end."""
+_SECONDS_TO_REPORT = 7.0
+"""Time that a launcher has to end once its ranks are being killed."""
 _PERIOD = 0.5
 _COMPUTES = 0.25
 """Share of a core from which on a rank computes and does not wait."""
@@ -97,8 +97,9 @@ class _Guardian:
             if self._is_orphaned and not self._family():
                 return shutil.rmtree(self._folder, ignore_errors=True)
             if self._first and self._left() <= 0.0:
+                end = time.monotonic() + _SECONDS_TO_REPORT
                 self._kill(self._family())
-                return self._end_launcher()
+                return self._end_launcher(max(0.0, end - time.monotonic()))
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()
@@ -173,11 +174,11 @@ class _Guardian:
         if self._is_orphaned:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _end_launcher(self) -> None:
-        """Give the launcher time to report its ranks, then kill it."""
+    def _end_launcher(self, seconds: float) -> None:
+        """Give the launcher these seconds to report its ranks, then kill it."""
         with suppress(psutil.Error):
             try:
-                self._launcher.wait(_SECONDS_TO_REPORT)
+                self._launcher.wait(seconds)
             except psutil.TimeoutExpired:
                 self._launcher.kill()
 
