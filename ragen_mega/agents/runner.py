@@ -146,7 +146,7 @@ class AgentProgram:
         if self._processes is None:
             with door(None) as api_key:
                 return self.play(task, base_url, api_key)
-        place = self._processes.get()  # once an episode of another seat has ended
+        place = self._processes.get()  # once another episode has ended
         try:
             if self._is_stopped:
                 raise RuntimeError("the episode was ended before the agent had a process")
