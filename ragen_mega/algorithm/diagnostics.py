@@ -125,8 +125,8 @@ class EchoTrapThresholds:
     reward_std_lost: float = 0.1
     """Warn when it stayed below this share for a whole window: RAGEN's criterion for stopping."""
     solved_success_rate: float = 0.9
-    """A reward std that falls while the success rate is at least this means convergence: no
-    warning.
+    """A reward std or an entropy that falls while the success rate is at least this means
+    convergence: no warning.
     """
     entropy_collapse: float = 0.1
     """Warn when the level of the entropy falls below this share of its early level."""
@@ -215,14 +215,12 @@ class EchoTrapMonitor:
         self._lowest_entropy, self._active = state["lowest_entropy"], list(state["active"])
 
     def _reward_std_warnings(self) -> list[EchoTrapWarning]:
+        if not self._has_level("reward_std") or self._is_solved:
+            return []
         unsolved = 1.0
         if self._has_level("success_rate"):
             before, now = fmean(self._early["success_rate"]), median(self._window("success_rate"))
-            if now >= self.thresholds.solved_success_rate:
-                return []
             unsolved = min(1.0, (1 - now) / (1 - before)) if before < 1 else 1.0
-        if not self._has_level("reward_std"):
-            return []
         early, recent = fmean(self._early["reward_std"]), self._window("reward_std")
         cliff = self.thresholds.reward_std_cliff * early * unsolved
         lost = self.thresholds.reward_std_lost * early
@@ -241,7 +239,7 @@ class EchoTrapMonitor:
         floor = self.thresholds.entropy_collapse * early
         ceiling = self._lowest_entropy + self.thresholds.entropy_rise * early
         if level < floor:
-            return [EchoTrapWarning("entropy_collapse", level, floor)]
+            return [] if self._is_solved else [EchoTrapWarning("entropy_collapse", level, floor)]
         return [EchoTrapWarning("entropy_rise", level, ceiling)] if level > ceiling else []
 
     def _grad_norm_warnings(self) -> list[EchoTrapWarning]:
@@ -251,6 +249,12 @@ class EchoTrapMonitor:
         spike = self.thresholds.grad_norm_spike * median(past)
         limit = max(spike, median(self._early["grad_norm"]))
         return [EchoTrapWarning("grad_norm_spike", last, limit)] if last > limit else []
+
+    @property
+    def _is_solved(self) -> bool:
+        return self._has_level("success_rate") and (
+            median(self._window("success_rate")) >= self.thresholds.solved_success_rate
+        )
 
     def _has_level(self, name: str) -> bool:
         return len(self._early[name]) == self.thresholds.window

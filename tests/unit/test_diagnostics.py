@@ -403,6 +403,17 @@ def test_entropy_rules():
     assert not any(feed(EchoTrapMonitor(), "entropy", [0.0] * 20)), "nothing to fall from"
 
 
+def test_a_sure_policy_that_solves_the_task_has_not_collapsed():
+    """The bandit's first run ends at 99% with an entropy near 0, and that is what it should do."""
+    sure = [2.0] * 10 + [0.1] * 10
+    for late, expected in ((0.99, []), (0.5, ["entropy_collapse"])):
+        monitor, rules = EchoTrapMonitor(), []
+        for entropy, success in zip(sure, [0.5] * 10 + [late] * 10, strict=True):
+            begun = monitor.observe({"entropy": entropy, "success_rate": success})
+            rules += [warning.rule for warning in begun]
+        assert rules == expected, late
+
+
 def test_grad_norm_rule():
     rules = feed(EchoTrapMonitor(), "grad_norm", [1.0] * 10 + [4.9, 5.1, 1.0])
     assert rules[9:] == [[], [], ["grad_norm_spike"], []]
