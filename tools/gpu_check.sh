@@ -160,7 +160,7 @@ JSON
             --repetitions 1 --recipes tensorwise ;;
         experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
         moe_sync) echo --model "$output/mixture" --repeats 1 ;;
-        reshard) echo --model Qwen2.5-0.5B --memory-gb 0.2 --bucket-mb 4 --repeats 1 ;;
+        reshard) echo --model Qwen2.5-0.5B --num-layers 1 --bucket-mb 4 --repeats 1 ;;
         step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;
@@ -217,7 +217,7 @@ kernels() {
 }
 
 bench_cases() { # NAME FLAG...
-    "$python" tools/benchmarks/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 60 \
+    "$python" tools/benchmarks/bench_kernels.py --json "$output/$1.json" --budget 60 \
         "${@:2}" $(smaller bench)
 }
 bench() { bench_cases bench_kernels --no-compile; } # ceilings first, then a shape of each job
@@ -329,11 +329,11 @@ te() {
             -m gpu $(workers 4) --junitxml="$output/te.xml" $(smaller te)
 }
 
-fp8() { # three steps of training with FP8, then drift and break-even shapes
+fp8() { # three steps of training with FP8, then drift and times
     require transformer_engine.pytorch || return 1
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
+    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" \
         --tokens 8192 32768 --hidden 2048 4096 --repetitions 10 $(smaller fp8) && return "$failed"
 }
 

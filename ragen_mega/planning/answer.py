@@ -150,8 +150,8 @@ def listed(found: Sequence[dict[str, Any]]) -> str:
     for report in found:
         lines.append(
             f"{report['predicted_seconds']:<9.1f}{report['tensor_parallel']:<4}"
-            f"{report['pipeline_parallel']:<4}{report['expert_parallel']:<4}{report['data_parallel']:<4}"
-            f"{report['rollout_tensor_parallel']:<12}"
+            f"{report['pipeline_parallel']:<4}{report['expert_parallel']:<4}"
+            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
             f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
             f"{report['peak_gib']:10.1f}{report['host_gib_per_node']:10.1f}"
             f"  {', '.join(report['bound_by'])}"

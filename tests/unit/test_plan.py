@@ -395,6 +395,45 @@ def test_a_checkpoint_on_its_way_to_the_disk_is_in_host_memory(offload: str, cop
     assert host_bytes(shape, setting) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks", "writers"),
+    [
+        ("--use-distributed-optimizer", 8, 1),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", 8, 2),
+        ("--pipeline-model-parallel-size 4 --use-distributed-optimizer", 8, 4),
+        ("--use-distributed-optimizer", 16, 1),
+    ],
+)
+def test_a_node_holds_one_copy_of_a_checkpoint_and_what_each_rank_parks(
+    flags: str, ranks: int, writers: int
+) -> None:
+    """Of eight GPUs: one data-parallel rank writes each part, and all park theirs."""
+    shape = shape_of("Qwen3-8B")
+    base = "--bf16 --advantage-estimator grpo --offload rollout".split()
+    setting = Setting.from_config(parse([*base, *flags.split()]), ranks)
+    states = [
+        state_of(shape, setting, stage, is_critic=False) for stage in range(setting.parallel.cut.pp)
+    ]
+    parked = max(state.parameters + state.optimizer for state in states)
+    whole = 14 * shape.num_parameters  # weights in bfloat16, masters and moments in float32
+    found = host_bytes(shape, setting, 8)
+    assert found == pytest.approx(8 * parked + whole, rel=0.08)
+    assert host_bytes(shape, setting) == pytest.approx(parked + whole / writers, rel=0.08)
+
+
+def test_a_node_without_room_on_the_host_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models of 30B with Adam's state on one node, and what its eight ranks park: 1.5 TB."""
+    words = ("--recipe", "qwen3_30b_a3b")
+    code, result, said = told(capsys, tmp_path / "plan.json", *words)
+    assert code == 0 and result["host_gib_per_node"] == pytest.approx(1534, abs=1)
+    assert "host memory of a node       1533.82 of 1600" in said
+    code, result, said = told(capsys, tmp_path / "plan.json", *words, "--host-memory-gb", "1500")
+    assert code == 1 and not result["fits"]
+    assert "host memory does not fit: lower --offload" in said
+
+
 SMOLLM2 = ModelShape.from_config(
     {
         "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576,

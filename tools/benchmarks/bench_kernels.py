@@ -2,7 +2,7 @@
 """Roofline table of the fused kernels: time, share of the copy bandwidth or of the GEMM rate,
 memory and error.
 
-    python tools/benchmarks/bench_kernels.py --json kernels.json --plot kernels.svg
+    python tools/benchmarks/bench_kernels.py --json kernels.json
 
 Implementations of one job take turns, inputs rotate over sets that together exceed L2, and what an
 in-place operation overwrites is restored outside the timed region. Rates count the minimum of
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import (
-    OUTPUTS,
+    JSON,
     interleave,
     long_copy_bytes,
     milliseconds_of,
@@ -41,7 +41,7 @@ from ragen_mega.report.metrics import write_json
 WARMUPS = 5
 CPU_COPY_BYTES = 64 << 20
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--device",
         "that measures",
@@ -255,16 +255,6 @@ def tables(report: Mapping[str, Any]) -> str:
     )
 
 
-def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Return a map: job -> shape and implementation -> plotted quantiles: 20 %, median, 80 %."""
-    drawn: dict[str, dict[str, list[float]]] = {}
-    for row in results:
-        name = f"{shape_of(row['shape'])}  {row['provider']}"
-        spread = [row[key] for key in ("p20", "milliseconds", "p80")]
-        drawn.setdefault(f"{row['case']} [ms]", {})[name] = spread
-    return drawn
-
-
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
     if arguments.repetitions < 1 or arguments.input_sets < 1:
@@ -273,7 +263,7 @@ def main(arguments: argparse.Namespace) -> None:
             f" {arguments.input_sets}"
         )
     report = measure(arguments)
-    publish(arguments, report, tables(report), bars(report["results"]))
+    publish(arguments, report, tables(report))
 
 
 if __name__ == "__main__":

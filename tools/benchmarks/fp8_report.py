@@ -1,7 +1,7 @@
 """Measure the costs and gains of FP8 on this machine: drift of log-probabilities against bfloat16,
-and the shapes from which a recipe pays.
+and the time of two layers over that in bfloat16.
 
-    python tools/benchmarks/fp8_report.py --json fp8.json --markdown fp8.md
+    python tools/benchmarks/fp8_report.py --json fp8.json
     python tools/benchmarks/fp8_report.py --load MODEL --recipes tensorwise blockwise
 
 Drift: log-probabilities of tokens that the bfloat16 policy itself samples, under every recipe that
@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
-from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
+from harness import JSON, interleave, milliseconds_of, provenance, publish, table
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -46,7 +46,7 @@ TIMED_LAYERS = 2
 WARMUPS = 3
 ROWS_OF_LOGITS = 512
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--model",
         f"shape of a model of random weights (default: Qwen2.5-0.5B): {', '.join(SHAPES)}",
@@ -232,31 +232,6 @@ def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
     }
 
 
-def break_even_tokens(ratios: Mapping[int, float]) -> int | None:
-    """Return the fewest measured tokens from which on every ratio (time over bfloat16's) is below
-    1, None if that of the most tokens is not. `ratios` maps tokens to the ratio.
-    """
-    most_losing = max((tokens for tokens, ratio in ratios.items() if not ratio < 1), default=0)
-    return min((tokens for tokens in ratios if tokens > most_losing), default=None)
-
-
-def summarize(report: dict[str, Any]) -> dict[str, dict[int, int | None]]:
-    """Return a map: recipe -> hidden size -> break-even tokens, from the times of the report."""
-    return {
-        name: {
-            hidden: break_even_tokens(
-                {
-                    row["tokens"]: row["ratios"][name]
-                    for row in report["time"]
-                    if row["hidden"] == hidden
-                }
-            )
-            for hidden in sorted({row["hidden"] for row in report["time"]})
-        }
-        for name in report["recipes"]
-    }
-
-
 def tables(report: dict[str, Any]) -> str:
     """Return the report as text."""
     recipes = report["recipes"]
@@ -272,14 +247,7 @@ def tables(report: dict[str, Any]) -> str:
         )
         for row in report["time"]
     ]
-    shapes = [
-        (
-            name,
-            report["alignment"][name],
-            ", ".join(f"{width}: {least or 'never'}" for width, least in row.items()),
-        )
-        for name, row in report["break_even"].items()
-    ]
+    padded = ", ".join(f"{name} {size}" for name, size in report["alignment"].items())
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     return "\n\n".join(
         (
@@ -292,8 +260,7 @@ def tables(report: dict[str, Any]) -> str:
             table(("", "mean", "mean abs", "p99 abs", "max abs", "KL"), drifts),
             "## Time of forward and backward over that of bfloat16",
             table(("tokens", "hidden", "bf16 ms", *recipes), times),
-            "## From which shape on a recipe pays",
-            table(("recipe", "tokens padded to", "tokens, by hidden size"), shapes),
+            f"A recipe pays where its ratio is below 1. Tokens are padded to multiples: {padded}.",
         )
     )
 
@@ -359,13 +326,7 @@ def main(arguments: argparse.Namespace) -> None:
         free()
         if arguments.json:  # whatever ends this program, what is done stays
             write_json(arguments.json, report)
-    report["break_even"] = summarize(report)
-    bars = {
-        f"{name}, {row['tokens']} x {row['hidden']}": readings
-        for row in report["time"]
-        for name, readings in row["readings"].items()
-    }
-    publish(arguments, report, tables(report), {"milliseconds of forward and backward": bars})
+    publish(arguments, report, tables(report))
     shutdown()
 
 
