@@ -52,7 +52,7 @@ def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
     host = host_bytes(shape, setting, room.node)
     advice = {phase: remedies(shape, setting, phase) for phase in tight}
     if host > room.host:
-        advice["host memory"] = ["lower --offload", "take nodes with more", "take more GPUs"]
+        advice["host memory"] = ["set --offload none", "take nodes with more", "take more GPUs"]
     return {
         "status": "predicted",
         "parameters": shape.num_parameters,

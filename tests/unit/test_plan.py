@@ -417,8 +417,8 @@ def test_a_node_holds_one_copy_of_a_checkpoint_and_what_each_rank_parks(
     parked = max(state.parameters + state.optimizer for state in states)
     whole = 14 * shape.num_parameters  # weights in bfloat16, masters and moments in float32
     found = host_bytes(shape, setting, 8)
-    assert found == pytest.approx(8 * parked + whole, rel=0.08)
-    assert host_bytes(shape, setting) == pytest.approx(parked + whole / writers, rel=0.08)
+    assert found == pytest.approx(8 * parked + whole, rel=0.12)
+    assert host_bytes(shape, setting) == pytest.approx(parked + whole / writers, rel=0.12)
 
 
 def test_a_node_without_room_on_the_host_does_not_fit(
@@ -431,7 +431,7 @@ def test_a_node_without_room_on_the_host_does_not_fit(
     assert "host memory of a node       1533.82 of 1600" in said
     code, result, said = told(capsys, tmp_path / "plan.json", *words, "--host-memory-gb", "1500")
     assert code == 1 and not result["fits"]
-    assert "host memory does not fit: lower --offload" in said
+    assert "host memory does not fit: set --offload none" in said
 
 
 SMOLLM2 = ModelShape.from_config(
