@@ -90,8 +90,6 @@ setup(
             "ruff==0.17.6",  # tools/style.sh; another version may find more
             "mypy==2.4.1",
             "markdown-it-py>=3",  # to follow the links of the documentation
-            "mkdocs-material==9.8.1",  # as the extra docs: the site is built by a test
-            "mkdocs==1.6.1",
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.
@@ -115,7 +113,6 @@ setup(
         # sequences, on GPUs before Hopper. The newest that Transformer Engine 2.11 takes.
         "flash": ["flash-attn==2.8.3"],
         "wandb": ["wandb>=0.19"],
-        "docs": ["mkdocs-material==9.8.1", "mkdocs==1.6.1"],
         # Environments of other libraries (docs/adapters.md), one set each.
         "textarena": ["textarena>=0.7.4,<0.8"],
         "reasoning-gym": ["reasoning-gym>=0.1.23,<0.2"],

@@ -59,7 +59,6 @@ FOREIGN_FLAGS = {
     "--chat-template": "of SGLang and vLLM",
     "--dist": "of pytest-xdist",
     "--no-python": "of torchrun",
-    "--strict": "of mkdocs",
 }
 TRAINING = "examples/pretrain_starpo.sh"
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")

@@ -156,11 +156,10 @@ smaller() { # PART: the flags with which --small makes it small
 JSON
     case "$1" in
         te) echo -k same_weights ;;
-        fp8) echo --model "$shape" --drift-tokens 256 --tokens 128 --hidden 128 --length 64 \
-            --repetitions 1 --recipes tensorwise ;;
+        fp8) echo --model "$shape" --tokens 256 --length 64 --recipes tensorwise ;;
         experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
         moe_sync) echo --model "$output/mixture" --repeats 1 ;;
-        reshard) echo --model Qwen2.5-0.5B --memory-gb 0.2 --bucket-mb 4 --repeats 1 ;;
+        reshard) echo --model Qwen2.5-0.5B --num-layers 1 --bucket-mb 4 --repeats 1 ;;
         step) echo --model "$shape" --num-groups 2 --group-size 2 --response-length 4 --steps 3 ;;
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;
@@ -217,7 +216,7 @@ kernels() {
 }
 
 bench_cases() { # NAME FLAG...
-    "$python" tools/benchmarks/bench_kernels.py --json "$output/$1.json" --plot "$output/$1.svg" --budget 60 \
+    "$python" tools/benchmarks/bench_kernels.py --json "$output/$1.json" --budget 60 \
         "${@:2}" $(smaller bench)
 }
 bench() { bench_cases bench_kernels --no-compile; } # ceilings first, then a shape of each job
@@ -329,12 +328,11 @@ te() {
             -m gpu $(workers 4) --junitxml="$output/te.xml" $(smaller te)
 }
 
-fp8() { # three steps of training with FP8, then drift and break-even shapes
+fp8() { # three steps of training with FP8, then the drift of log-probabilities
     require transformer_engine.pytorch || return 1
     local failed=0
     train_bandit fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" --markdown "$output/fp8.md" \
-        --tokens 8192 32768 --hidden 2048 4096 --repetitions 10 $(smaller fp8) && return "$failed"
+    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" $(smaller fp8) && return "$failed"
 }
 
 train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise

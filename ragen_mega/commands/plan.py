@@ -3,25 +3,23 @@ is rented or built.
 
     ragen-mega plan --model Qwen2.5-14B --num-gpus 16 --hardware H100
     ragen-mega plan --recipe qwen2.5_7b --hardware H200
-    ragen-mega plan --model Qwen3-14B --num-gpus 16 --search --plot step.svg
+    ragen-mega plan --model Qwen3-14B --num-gpus 16 --search
     ragen-mega plan --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 \\
         --rollout-engine sglang
     ragen-mega plan --validate                # predicted beside published
-    ragen-mega plan --calibrate machine.json  # measure this machine, in some minutes
 
 All other flags are those of training. They come after those of --recipe, which is planned as it is,
 or of the model's own recipe (for a directory that of the model nearest in size), whose layout is
-searched but for what flags say of it. Nothing here was measured on a GPU of ours: docs/predictor.md
-states the assumptions about time, ragen_mega/planning/memory.py those about memory. GB are GiB.
-Exit code 0 if every phase fits, 1 with remedies if one does not, 2 for bad input.
+searched but for what flags say of it. The seconds are estimates: docs/predictor.md says how far
+published steps are from them. GB are GiB. Exit code 0 if every phase fits, 1 with remedies if one
+does not, 2 for bad input.
 """
 
 import argparse
 import math
-from pathlib import Path
 
-from ragen_mega.commands.command_line import JSON, command, flag, name_or_path, target
-from ragen_mega.planning import calibration, validation
+from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
+from ragen_mega.planning import validation
 from ragen_mega.planning.answer import answer
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.report.metrics import write_json
@@ -40,11 +38,13 @@ FLAGS = (
     flag("--num-gpus", "GPUs of the job (default: of the recipe, else 8)", type=int),
     flag(
         "--hardware",
-        f"kind of GPU: {', '.join(HARDWARE)}; or what --calibrate wrote",
+        f"kind of GPU: {', '.join(HARDWARE)}; or a .json file with the fields of"
+        " ragen_mega.planning.hardware.Hardware",
         "H100",
         type=name_or_path,
     ),
     flag("--gpu-memory-gb", "GiB of one GPU (default: of --hardware)", type=float),
+    flag("--host-memory-gb", "GiB of a node (default: 200 for each of its GPUs)", type=float),
     flag(
         "--dollars-per-gpu-hour",
         "price (default: of --hardware, see ragen_mega/planning/hardware.py)",
@@ -62,27 +62,7 @@ FLAGS = (
         "list the layouts of these GPUs that fit, the fastest by prediction first",
         False,
     ),
-    flag("--plot", "draw the step as a timeline (svg, png or pdf)", type=target, metavar="OUT"),
-    flag(
-        "--validate",
-        "print predicted beside published of our rows, or of a file of that form, and stop",
-        type=Path,
-        nargs="?",
-        const=validation.ROWS,
-        metavar="ROWS",
-    ),
-    flag(
-        "--calibrate",
-        "measure what this machine reaches, write it here (.json) for --hardware, and stop",
-        type=target,
-        metavar="OUT",
-    ),
-    flag(
-        "--check-steps",
-        "with --calibrate: also train the configurations of planning/calibration.py and print"
-        " their seconds beside the predicted ones (5 to 20 minutes on an idle machine)",
-        False,
-    ),
+    flag("--validate", "print predicted beside published steps, and stop", False),
     JSON,
 )
 
@@ -91,26 +71,16 @@ NUMBERS = {
     "sharing": (1, "at least 1, where every token of every trajectory is computed,"),
     "environment_seconds": (0, "at least 0"),
 } | dict.fromkeys(
-    ("num_gpus", "gpu_memory_gb", "dollars_per_gpu_hour", "response_tokens"),
+    ("num_gpus", "gpu_memory_gb", "host_memory_gb", "dollars_per_gpu_hour", "response_tokens"),
     (math.ulp(0.0), "positive"),
 )
 """Flag -> its least value and its rule."""
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible number, a file that --hardware would not read, or a flag
-    that nothing reads.
-    """
-    if (arguments.validate or arguments.calibrate) and arguments.others:
-        raise ValueError(
-            f"--validate and --calibrate take no flags of training: {arguments.others[0]}; drop"
-            " them"
-        )
-    if arguments.calibrate and arguments.calibrate.suffix != ".json":
-        raise ValueError(
-            f"--calibrate {arguments.calibrate} must end in .json, by which --hardware tells a file"
-            " from a name; rename it"
-        )
+    """Raise ValueError for an impossible number or a flag that nothing reads."""
+    if arguments.validate and arguments.others:
+        raise ValueError(f"--validate takes no flags of training: {arguments.others[0]}; drop them")
     for name, (least, rule) in NUMBERS.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value < math.inf:
@@ -122,10 +92,8 @@ def check_flags(arguments: argparse.Namespace) -> None:
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
     if arguments.validate:
-        result = validation.report(arguments.validate)
+        result = validation.report()
         print(validation.markdown(result))
-    elif arguments.calibrate:
-        result = calibration.calibrate(arguments.calibrate, arguments.check_steps)
     else:
         result, text = answer(arguments)
         print(text)

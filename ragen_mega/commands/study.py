@@ -5,7 +5,6 @@
     ragen-mega study filter --slurm lines.txt     # a command a line, for a job array
     ragen-mega study filter --report              # what there is so far, of all seeds
     ragen-mega study --list
-    ragen-mega study pretrained --preset paper --hardware H100 --predict    # hours and money
 
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
@@ -29,10 +28,9 @@ from pathlib import Path
 from ragen_mega.commands.command_line import command, flag, name_or_path, report_folder
 from ragen_mega.config import parse
 from ragen_mega.extensions.extras import require
-from ragen_mega.planning.hardware import find_machine
 from ragen_mega.ranks.launcher import refuse_copies
 from ragen_mega.run.check import check_environments
-from ragen_mega.studies import price, tables
+from ragen_mega.studies import tables
 from ragen_mega.studies.definitions import PRESETS, STUDIES, Study, find
 from ragen_mega.studies.runs import (
     Runner,
@@ -67,12 +65,6 @@ from ragen_mega.studies.runs import (
     ),
     flag("--jobs", "runs at a time, a thread each (OMP_NUM_THREADS)", 1),
     flag("--ranks", "ranks of a run, unless its arm names them", 1),
-    flag(
-        "--hardware",
-        "the GPU of --predict, or what `ragen-mega plan --calibrate` wrote",
-        type=name_or_path,
-    ),
-    flag("--predict", "only predict what the study takes and costs, and run nothing", False),
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
     flag("--reports", "folder of the report (default: report/ in that of the runs)", type=Path),
@@ -96,21 +88,15 @@ def main(arguments: argparse.Namespace) -> int | None:
     arguments.reports = arguments.reports or report_folder(
         "docs/results/studies", folder / "report"
     )
-    match, only_reports = arguments.match or "none", arguments.report and not arguments.predict
-    if only_reports:
+    match = arguments.match or "none"
+    if arguments.report:
         study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
     for arm in study.arms:
         # a wrong flag is said before anything runs
         check_environments(parse(flags_of(study, arm, match)).environment)
-    if arguments.predict:
-        if not arguments.hardware:
-            raise ValueError("--predict needs to know the GPU; add --hardware")
-        machine, each = find_machine(arguments.hardware), {"match": match, "ranks": arguments.ranks}
-        price.write(study, machine, arguments.reports, **each, num_seeds=num_seeds)
-        return 0
     first = arguments.first_seed or 0
     seeds: Sequence[int] = range(first, first + num_seeds)
-    if only_reports:
+    if arguments.report:
         if arguments.seeds is None and arguments.first_seed is None:
             seeds = found_seeds(study, folder)
         tables.write(study, folder, arguments.reports, seeds, mixed=mixed)

@@ -16,28 +16,45 @@ from ragen_mega.config.cli import RECIPES, with_recipe
 from ragen_mega.config.flags import read_settings
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, server_error
-from ragen_mega.planning import cost, validation
+from ragen_mega.planning import cost
 from ragen_mega.planning.hardware import Machine, find_machine
-from ragen_mega.planning.layouts import HOST_GIB, LAYOUT, best, fits, ranked, smallest
-from ragen_mega.planning.memory import FILL, GIB, Setting, host_bytes, plan, remedies
+from ragen_mega.planning.layouts import LAYOUT, best, fits, ranked, smallest
+from ragen_mega.planning.memory import (
+    FILL,
+    GIB,
+    HOST_GIB,
+    Room,
+    Setting,
+    host_bytes,
+    plan,
+    remedies,
+)
 from ragen_mega.planning.published import SHAPES, model_config
-from ragen_mega.planning.time import Play, default_play
+from ragen_mega.planning.time import Play, default_play, step_seconds
 from ragen_mega.run.check import check_environments
 
 
-def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, Any]:
-    """Examine whether every phase fits `capacity` GiB: phases in GiB, host memory, and remedies
-    where one does not. Raises ValueError if the model cannot be cut this way.
+def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
+    """Examine whether every phase fits into the GPUs, and what ranks keep on the host into their
+    node: GiB of both, and remedies where one does not fit. Raises ValueError if the model cannot be
+    cut this way.
     """
     layout, cut = setting.parallel, setting.parallel.cut
     server = setting.engine_tp, setting.engine_ep
     if error := cut_error(shape, cut) or server_error(shape, *server):
         raise ValueError(error)
-    phases = plan(shape, setting)
-    totals = {phase: sum(terms.values()) / GIB for phase, terms in phases.items()}
-    tight = [phase for phase, total in totals.items() if total > capacity]
+    terms = {
+        phase: {name: size / GIB for name, size in sizes.items()}
+        for phase, sizes in plan(shape, setting).items()
+    }
+    totals = {phase: sum(sizes.values()) for phase, sizes in terms.items()}
+    tight = [phase for phase, total in totals.items() if total > room.gpu / GIB]
+    host = host_bytes(shape, setting, room.node)
+    advice = {phase: remedies(shape, setting, phase) for phase in tight}
+    if host > room.host:
+        advice["host memory"] = ["set --offload none", "take nodes with more", "take more GPUs"]
     return {
-        "status": "predicted, not yet run on a GPU",
+        "status": "predicted",
         "parameters": shape.num_parameters,
         "num_gpus": setting.num_ranks,
         "tensor_parallel": cut.tp,
@@ -49,16 +66,15 @@ def examine(shape: ModelShape, setting: Setting, capacity: float) -> dict[str, A
         "recompute": layout.recompute,
         "offload": layout.offload,
         "max_tokens": setting.max_tokens,
-        "gpu_memory_gib": capacity,
+        "gpu_memory_gib": room.gpu / GIB,
         "phases_gib": totals,
-        "terms_gib": {
-            phase: {name: size / GIB for name, size in terms.items()}
-            for phase, terms in phases.items()
-        },
+        "terms_gib": terms,
         "peak_gib": max(totals.values()),
         "host_gib_per_rank": host_bytes(shape, setting) / GIB,
-        "fits": not tight,
-        "remedies": {phase: remedies(shape, setting, phase) for phase in tight},
+        "host_gib_per_node": host / GIB,
+        "host_memory_gib": room.host / GIB,
+        "fits": not advice,
+        "remedies": advice,
     }
 
 
@@ -99,7 +115,8 @@ def described(report: dict[str, Any]) -> str:
     return "\n".join(
         (
             *lines,
-            f"\nhost memory a GPU         {report['host_gib_per_rank']:9.2f}",
+            f"\nhost memory of a node     {report['host_gib_per_node']:9.2f} of"
+            f" {report['host_memory_gib']:g}",
             *advice,
             f"{'fits' if report['fits'] else 'does not fit'}: peak {report['peak_gib']:.2f} of"
             f" {report['gpu_memory_gib']:g} GiB",
@@ -125,18 +142,18 @@ def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
     return " ".join(flags)
 
 
-def listed(found: Sequence[tuple[float, dict[str, Any]]]) -> str:
+def listed(found: Sequence[dict[str, Any]]) -> str:
     """Write a line for each layout: predicted seconds of a step, its plan, and its bound."""
     lines = [
-        "seconds  TP  PP  EP  DP  rollout TP  recompute  offload  tokens   peak GiB  host GiB  by"
+        "seconds  TP  PP  EP  DP  rollout TP  recompute  offload  tokens   peak GiB  node GiB  by"
     ]
-    for seconds, report in found:
+    for report in found:
         lines.append(
-            f"{seconds:<9.1f}{report['tensor_parallel']:<4}{report['pipeline_parallel']:<4}"
-            f"{report['expert_parallel']:<4}{report['data_parallel']:<4}"
-            f"{report['rollout_tensor_parallel']:<12}"
+            f"{report['predicted_seconds']:<9.1f}{report['tensor_parallel']:<4}"
+            f"{report['pipeline_parallel']:<4}{report['expert_parallel']:<4}"
+            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
             f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
-            f"{report['peak_gib']:10.1f}{report['host_gib_per_rank']:10.1f}"
+            f"{report['peak_gib']:10.1f}{report['host_gib_per_node']:10.1f}"
             f"  {', '.join(report['bound_by'])}"
         )
     return "\n".join(lines)
@@ -221,34 +238,25 @@ def read_run(
     return PlannedRun(recipe, words, config, frozenset(given), is_searched)
 
 
+def room_of(arguments: argparse.Namespace, machine: Machine) -> Room:
+    """Read the memory of a GPU and of a node, by flags or of the hardware."""
+    node = machine.hardware.node
+    gpu = arguments.gpu_memory_gb or machine.hardware.gpu_gib
+    host = arguments.host_memory_gb or HOST_GIB * node
+    return Room(gpu * GIB, node, host * GIB)
+
+
 def searched(
-    shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, capacity: float, play: Play
+    shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, room: Room, play: Play
 ) -> tuple[dict[str, Any], str]:
     """Search the layouts that fit: their seconds and bounds as values, and their list as text."""
-    found, room = [], capacity * GIB
+    found = []
     for seconds, config in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
-        phases = cost.step_seconds(machine, shape, config, num_gpus, play)
-        setting = Setting.from_config(config, num_gpus, sharing=play.sharing)
-        report = examine(shape, setting, capacity)
-        found.append((seconds, report | {"bound_by": cost.bound(phases)}))
-    layouts = [report | {"predicted_seconds": seconds} for seconds, report in found]
-    return {"layouts": layouts, "fits": bool(found)}, listed(found)
-
-
-def priced(
-    arguments: argparse.Namespace, machine: Machine, shape: ModelShape, config: StarPOConfig,
-    num_gpus: int, capacity: float, play: Play, *, is_searched: bool,
-) -> tuple[dict[str, Any], str]:  # fmt: skip
-    """Price a step under a layout, as values and as text; draw it if asked to."""
-    price = arguments.dollars_per_gpu_hour
-    dollars = machine.hardware.dollars if price is None else price
-    interval = validation.interval("rl, mixture" if shape.num_experts else "rl, dense")
-    result = cost.cost(machine, shape, config, num_gpus, play, dollars, interval)
-    helps = cost.advice(machine, shape, config, num_gpus, capacity, play)
-    if arguments.plot:
-        title = f"{arguments.model or config.model.load} on {num_gpus} {machine.hardware.name}"
-        cost.timeline(result, title, arguments.plot)
-    return result | {"helps": helps}, cost.described(result, helps, is_searched=is_searched)
+        phases = step_seconds(machine, shape, config, num_gpus, play)
+        report = examine(shape, Setting.from_config(config, num_gpus, sharing=play.sharing), room)
+        report |= {"bound_by": cost.bound(phases), "predicted_seconds": seconds}
+        found.append(report)
+    return {"layouts": found, "fits": bool(found)}, listed(found)
 
 
 def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -257,9 +265,8 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     hf = model_config(arguments.model) if arguments.model else None
     run = read_run(arguments, machine, ModelShape.of(hf) if hf else None)
     hf = hf or model_config(run.config.model.load or "")
-    shape = ModelShape.of(hf)
+    shape, room = ModelShape.of(hf), room_of(arguments, machine)
     num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
-    capacity = arguments.gpu_memory_gb or machine.hardware.gpu_gib
     play = default_play(
         run.config,
         arguments.response_tokens,
@@ -274,35 +281,37 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     result: dict[str, Any] = {"fits": True}
     chosen: StarPOConfig | None = run.config
     if arguments.search:
-        result, text = searched(shape, run, machine, num_gpus, capacity, play)
+        result, text = searched(shape, run, machine, num_gpus, room, play)
         lines.append(text)
     if run.is_searched:
-        room = capacity * GIB
         chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
         title = "best with room to spare"
         if not chosen and not arguments.search:
             chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
             title = (
-                f"no layout fits {capacity:g} GiB and {HOST_GIB:g} GiB of host memory a GPU; the"
-                " one that needs least of the GPU"
+                f"no layout fits {room.gpu / GIB:g} GiB a GPU and {room.host / GIB:g} GiB of host"
+                " memory a node; the one that needs least of the GPU"
             )
-        elif chosen and not fits(shape, chosen, num_gpus, FILL * room, play.sharing):
+        elif chosen and not fits(
+            shape, chosen, num_gpus, room._replace(gpu=FILL * room.gpu), play.sharing
+        ):
             title = f"best that fits, with less than {1 - FILL:.0%} of a GPU to spare"
         if chosen:
-            flags = run.flags(chosen)
-            result["flags"] = flags
-            lines.append(f"{title}: {flags}")
+            result["flags"] = run.flags(chosen)
+            lines.append(f"{title}: {result['flags']}")
     if chosen and not arguments.search:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
-        result |= examine(shape, setting, capacity)
+        result |= examine(shape, setting, room)
         lines.append(described(result))
     if chosen:
-        price, text = priced(
-            arguments, machine, shape, chosen, num_gpus, capacity, play, is_searched=run.is_searched
-        )
-        result, lines = result | {"cost": price}, [*lines, f"\n{text}"]
-        if chosen.rollout.rollout_engine == "embedded" and not machine.hardware.cores:
+        price, default = arguments.dollars_per_gpu_hour, machine.hardware.dollars
+        dollars, used = default if price is None else price, (num_gpus, play)
+        result["cost"] = cost.cost(machine, shape, chosen, *used, dollars)
+        helps = cost.advice(machine, shape, chosen, *used, room)
+        result["cost"]["helps"] = helps
+        lines += ["", cost.described(result["cost"], helps, is_searched=run.is_searched)]
+        if chosen.rollout.rollout_engine == "embedded":
             lines.append(
                 "the rollout is that of --rollout-engine sglang: the embedded engine samples on the"
                 " processor, which --hardware does not describe"

@@ -1,42 +1,36 @@
-"""The cost of a step, its bound and the changes that help next, in words and as a timeline."""
+"""The cost of a step, its bound and the changes that help next, in words."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.models.shape import ModelShape, server_error
+from ragen_mega.planning import validation
 from ragen_mega.planning.hardware import Machine
 from ragen_mega.planning.layouts import fits
-from ragen_mega.planning.memory import GIB
-from ragen_mega.planning.time import Play, Sizes, Terms, computed_length, step_seconds
-from ragen_mega.report.plots import headless_pyplot
+from ragen_mega.planning.memory import Room
+from ragen_mega.planning.time import (
+    Play,
+    Sizes,
+    Terms,
+    computed_length,
+    step_seconds,
+    total,
+)
 
 STEPS = 100
 """Steps whose price is given."""
 WORTH = 0.02
 """Share of a step that a change must save to be listed."""
 NAMED = 3
-READING = {"weights": "reading weights", "key-value cache": "reading keys and values"}
-"""Names of a rollout's terms where they stand alone: nothing is sent there."""
-
-
-def total(phases: Mapping[str, Terms]) -> float:
-    """Sum the seconds of a step."""
-    return sum(sum(terms.values()) for terms in phases.values())
 
 
 def bound(phases: Mapping[str, Terms]) -> tuple[str, str]:
     """Find (the longest phase, its largest term)."""
     longest = max(phases, key=lambda phase: sum(phases[phase].values()))
     return longest, max(phases[longest], key=lambda term: phases[longest][term])
-
-
-def named(phase: str, term: str) -> str:
-    """Name a term as a reader sees it."""
-    return READING.get(term, term) if phase == "rollout" else term
 
 
 def changes(config: StarPOConfig, machine: Machine) -> dict[str, StarPOConfig]:
@@ -94,10 +88,10 @@ def advice(
     shape: ModelShape,
     config: StarPOConfig,
     num_gpus: int,
-    capacity: float,
     play: Play,
+    room: Room,
 ) -> list[tuple[str, float]]:
-    """List (flags, seconds that they save) of changes that still fit into `capacity` GiB, best
+    """List (flags, seconds that they save) of changes that still fit, best
     first.
     """
     now = total(step_seconds(machine, shape, config, num_gpus, play))
@@ -108,7 +102,7 @@ def advice(
         server = size, other.rollout.rollout_expert_parallel_size
         if num_gpus % size or trainers % size or server_error(shape, *server):
             continue
-        if fits(shape, other, trainers, capacity * GIB, play.sharing):
+        if fits(shape, other, trainers, room, play.sharing):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))
             saved.append((name, now - seconds))
     saved.sort(key=lambda item: -item[1])
@@ -165,14 +159,13 @@ def cost(
     num_gpus: int,
     play: Play,
     dollars: float,
-    interval: tuple[float, float, str],
 ) -> dict[str, Any]:
     """Compute seconds by phase and term, rates, GPU-hours and money of STEPS steps, with an
-    interval: the least and the most times that it may be, and its basis. `update_mfu` counts the
+    interval: how many times as much it was in published steps. `update_mfu` counts the
     tokens that updates compute, against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
-    seconds = total(phases)
+    seconds, interval = total(phases), validation.interval()
     hours = STEPS * seconds * num_gpus / 3600
     work = workload(config, play)
     trained = work["trajectories_trained"] * work["updates_per_rollout"]
@@ -190,7 +183,7 @@ def cost(
         "phases_seconds": phases,
         "seconds": seconds,
         "interval": interval,
-        "interval_seconds": [times * seconds for times in interval[:2]],
+        "interval_seconds": [times * seconds for times in interval],
         "bound_by": {"phase": phase, "term": term},
         "tokens_per_second_per_gpu": work["tokens"] / seconds / num_gpus,
         "update_mfu": flops / updating / trainers / peak,
@@ -211,9 +204,9 @@ def described(
     for phase, terms in phases.items():
         spent = sum(terms.values())
         largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
-        mostly = ", ".join(f"{named(phase, name)} {time:.2f}" for name, time in largest if time)
+        mostly = ", ".join(f"{name} {time:.2f}" for name, time in largest if time)
         lines.append(f"{phase:<24}{spent:9.2f}{spent / seconds:7.0%}  {mostly}")
-    low, high, basis = result["interval"]
+    low, high = result["interval"]
     dollars = result["dollars"]
     phase, term = result["bound_by"].values()
     spent = sum(phases[phase].values())
@@ -222,39 +215,16 @@ def described(
     return "\n".join(
         (
             *lines,
-            f"a step takes {seconds:.1f} s ({low * seconds:.1f} to {high * seconds:.1f} s: between"
-            f" {low:.2g} and {high:.2g} times, {basis});"
-            f" {result['tokens_per_second_per_gpu']:.0f} tokens/s and GPU, MFU of the update"
+            f"a step takes about {seconds:.1f} s; expect {low * seconds:.1f} to"
+            f" {high * seconds:.1f} s, because four of five published numbers were {low:.2g} to"
+            f" {high:.2g} times what this model predicts",
+            f"{result['tokens_per_second_per_gpu']:.0f} tokens/s and GPU, MFU of the update"
             f" {result['update_mfu']:.0%} of the {result['mfu_of']} peak",
             f"{result['steps']} steps cost {result['gpu_hours']:.1f} {result['hardware']} hours,"
             f" {dollars:.0f} $ at {result['dollars_per_gpu_hour']:.2f} $ a GPU-hour"
             f" ({low * dollars:.0f} to {high * dollars:.0f} $)",
             f"bound by: {phase}, {spent / seconds:.0%} of the step, of which"
-            f" {named(phase, term)} {phases[phase][term] / spent:.0%}",
+            f" {term} {phases[phase][term] / spent:.0%}",
             f"what would help next: {saved or f'{others}more GPUs'}",
         )
     )
-
-
-def timeline(result: Mapping[str, Any], title: str, path: Path) -> None:
-    """Draw the step: phases one after the other, each with its terms."""
-    pyplot = headless_pyplot()
-    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    phases, start = result["phases_seconds"], 0.0
-    names = sorted({name for terms in phases.values() for name in terms})
-    colors = {name: pyplot.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
-    shown = set()
-    for row, terms in enumerate(phases.values()):
-        for name, seconds in terms.items():
-            if seconds > 0.002 * result["seconds"]:
-                label = None if name in shown else name
-                shown.add(name)
-                axes.barh(row, seconds, left=start, color=colors[name], label=label)
-            start += seconds
-    axes.set_yticks(range(len(phases)), [*phases])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step, predicted")
-    axes.set_title(title, loc="left")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -11,14 +11,14 @@ from ragen_mega.models.shape import ModelShape, cut_error, server_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
 from ragen_mega.planning.memory import (
     FILL,
-    GIB,
+    Room,
     Setting,
     device_state,
     engine_bytes,
     host_bytes,
-    plan,
+    peak_bytes,
 )
-from ragen_mega.planning.time import Play, default_play, step_seconds
+from ragen_mega.planning.time import Play, default_play, step_seconds, total
 
 DEFAULT = Machine(HARDWARE["H100"])
 """The machine that recipes are made for."""
@@ -26,8 +26,6 @@ TOKENS = (16384, 8192, 4096)
 """Tokens of a microbatch that a layout is tried with."""
 MARGIN = 1.1
 """Fewer pipeline stages are worth this factor of the predicted seconds."""
-HOST_GIB = 200.0
-"""Host memory per GPU: nodes with eight have 2 TB."""
 LAYOUT = {
     "parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -103,31 +101,22 @@ def layouts(
         yield replace(config, parallel=parallel, rollout=rollout, train=train)
 
 
-def peak_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of the phase that needs most."""
-    return max(sum(terms.values()) for terms in plan(shape, setting).values())
-
-
 def fits(
-    shape: ModelShape,
-    config: StarPOConfig,
-    num_ranks: int,
-    gpu_bytes: float,
-    sharing: float = 1.0,
+    shape: ModelShape, config: StarPOConfig, num_ranks: int, room: Room, sharing: float = 1.0
 ) -> bool:
-    """Return whether every phase fits into `gpu_bytes`, and the host's part into `HOST_GIB` per
-    GPU.
-    """
+    """Return whether every phase fits into the GPUs, and the host's part into the nodes."""
     setting = Setting.from_config(config, num_ranks, sharing=sharing)
-    peak = peak_bytes(shape, setting)
-    return peak <= gpu_bytes and host_bytes(shape, setting) <= HOST_GIB * GIB
+    return (
+        peak_bytes(shape, setting) <= room.gpu
+        and host_bytes(shape, setting, room.node) <= room.host
+    )
 
 
 def ranked(
     shape: ModelShape,
     config: StarPOConfig,
     num_ranks: int,
-    gpu_bytes: float,
+    room: Room,
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
@@ -140,13 +129,12 @@ def ranked(
     for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
         setting = Setting.from_config(candidate, num_ranks)
         state = sum(device_state(shape, setting, 0, is_critic=False))
-        if max(state, engine_bytes(shape, setting)[0]) > gpu_bytes:
+        if max(state, engine_bytes(shape, setting)[0]) > room.gpu:
             continue  # whatever else it needs
         phases = step_seconds(machine, shape, candidate, num_ranks, play)
-        seconds = sum(sum(terms.values()) for terms in phases.values())
-        timed.append((seconds, position, candidate))
+        timed.append((total(phases), position, candidate))
     for seconds, _, candidate in sorted(timed, key=lambda item: item[:2]):
-        if fits(shape, candidate, num_ranks, gpu_bytes, play.sharing):
+        if fits(shape, candidate, num_ranks, room, play.sharing):
             yield seconds, candidate
 
 
@@ -154,7 +142,7 @@ def best(
     shape: ModelShape,
     config: StarPOConfig,
     num_ranks: int,
-    gpu_bytes: float,
+    room: Room,
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
@@ -168,21 +156,17 @@ def best(
     for share, parks in itertools.product((FILL, 1.0), sorted(placed)):
         parallel = replace(config.parallel, optimizer_cpu_offload=parks)
         tried = replace(config, parallel=parallel)
-        fitting = ranked(shape, tried, num_ranks, share * gpu_bytes, machine, play, fixed)
-        near = [*_near_the_fastest(fitting)]
+        tight = room._replace(gpu=share * room.gpu)
+        fitting = ranked(shape, tried, num_ranks, tight, machine, play, fixed)
+        near, limit = list[StarPOConfig](), math.inf
+        for seconds, candidate in fitting:
+            limit = min(limit, MARGIN * seconds)
+            if seconds > limit:
+                break
+            near.append(candidate)
         if near:
-            return min(near, key=lambda one: one.parallel.pipeline_model_parallel_size)
+            return min(near, key=lambda found: found.parallel.pipeline_model_parallel_size)
     return None
-
-
-def _near_the_fastest(fitting: Iterator[tuple[float, StarPOConfig]]) -> Iterator[StarPOConfig]:
-    """Yield the layouts of `ranked` that are within MARGIN of its first one."""
-    limit = math.inf
-    for seconds, candidate in fitting:
-        limit = min(limit, MARGIN * seconds)
-        if seconds > limit:
-            return
-        yield candidate
 
 
 def smallest(

@@ -113,6 +113,11 @@ class Setting:
         )
 
     @property
+    def roles(self) -> tuple[bool, ...]:
+        """Whether each of the models that train is the critic."""
+        return (False, True) if self.has_critic else (False,)
+
+    @property
     def dp(self) -> int:
         cut = self.parallel.cut
         return self.num_ranks // (cut.tp * cut.pp)
@@ -375,7 +380,9 @@ def stage_phases(
         in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(cut.tp, cut.ep))
     if setting.on_host:
         base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
-        base["checkpoint and host copies"] = host_copies(shape, setting, stage)
+        # each rank has an equal part of the checkpoint
+        staged = staged_bytes(shape, setting, stage) // setting.dp
+        base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
     else:
         contexts = CUDA_CONTEXT * (2 if weights else 1)
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, setting.dp))
@@ -426,6 +433,11 @@ def plan(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
     }
 
 
+def peak_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes of the phase that needs most."""
+    return max(sum(terms.values()) for terms in plan(shape, setting).values())
+
+
 def _largest(shape: ModelShape, setting: Setting) -> set[int]:
     """Return the stages among which one needs most: those with a vocabulary, and the first one with
     the most layers. Behind it fewer microbatches are in flight.
@@ -435,25 +447,50 @@ def _largest(shape: ModelShape, setting: Setting) -> set[int]:
     return {0, held.index(max(held)), cut.pp - 1}
 
 
-def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of host memory of the rank that needs most, whose device is a GPU: its copies
-    and the engine's weights if a copy is kept. An export goes tensor by tensor.
+HOST_GIB = 200.0
+"""Assumed: host memory of a node for each of its GPUs; nodes with eight have 2 TB."""
+
+
+class Room(NamedTuple):
+    """The memory of GPUs and of the nodes that hold them, in bytes."""
+
+    gpu: float
+    node: int = 8
+    """GPUs of a node."""
+    host: float = 8 * HOST_GIB * GIB
+    """Host memory of a node."""
+
+
+def host_bytes(shape: ModelShape, setting: Setting, node: int = 1) -> int:
+    """Count the bytes of host memory of the node of so many GPUs that needs most: copies of its
+    ranks, their engines' weights if copies are kept, and a checkpoint on its way to the disk, of
+    which one data-parallel rank writes every part. An export goes tensor by tensor.
     """
-    copies = max(host_copies(shape, setting, stage) for stage in _largest(shape, setting))
-    return copies + (engine_bytes(shape, setting)[0] if setting.weights_on_host else 0)
+    cut, ranks = setting.parallel.cut, min(node, setting.num_ranks)
+    stages = max(1, ranks * cut.pp // setting.num_ranks)
+    writers = min(ranks, stages * max(cut.tp, cut.ep))
+    kept = engine_bytes(shape, setting)[0] if setting.weights_on_host else 0
+    return ranks * kept + max(
+        ranks * host_copies(shape, setting, stage) + writers * staged_bytes(shape, setting, stage)
+        for stage in _largest(shape, setting)
+    )
+
+
+def staged_bytes(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Count the bytes of a checkpoint that a rank which writes its part copies to host memory."""
+    layout = replace(setting.parallel, use_distributed_optimizer=False)
+    whole = replace(setting, parallel=layout)
+    states = [state_of(shape, whole, stage, is_critic=role) for role in setting.roles]
+    return sum(state.parameters + state.optimizer for state in states)
 
 
 def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
-    """Count the bytes of what a rank of a pipeline stage copies to host memory: offloaded tensors,
-    the reference policy, and a checkpoint on its way to the disk, which one data-parallel rank
-    writes for all. Where ranks share that memory, each has an equal part of the checkpoint.
+    """Count the bytes of what a rank of a pipeline stage keeps in host memory: offloaded tensors
+    and the reference policy.
     """
     layout, total = setting.parallel, 0
-    whole = replace(setting, parallel=replace(layout, use_distributed_optimizer=False))
-    for is_critic in (False, *([True] * setting.has_critic)):
+    for is_critic in setting.roles:
         state = state_of(shape, setting, stage, is_critic=is_critic)
-        staged = state_of(shape, whole, stage, is_critic=is_critic)
-        total += (staged.parameters + staged.optimizer) // (setting.dp if setting.on_host else 1)
         if setting.has_reference and not is_critic:
             # the actor's own wait here too while the reference computes
             total += state.parameters * (2 if layout.offload == "none" else 1)

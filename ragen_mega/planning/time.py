@@ -1,21 +1,18 @@
 """Prediction of the seconds of a step: the bytes and operations of its parts, over the machine's
 rates.
 
-No torch, no ranks. FLOPs, the pipeline's bubble and its chunks: arXiv:2104.04473; traffic of tensor
-parallelism: arXiv:2205.05198, of sharded optimizers: arXiv:1910.02054, of experts: section 3.2.2 of
-arXiv:2412.19437; backward of fused attention: arXiv:2205.14135. A step of decoding is a constant
-plus what its sequences add; a rollout is played event by event. The assumptions are in
-docs/predictor.md, their errors against published steps in docs/benchmarks/predictor.md.
+No torch, no ranks. FLOPs and the pipeline's bubble: arXiv:2104.04473; traffic of tensor
+parallelism: arXiv:2205.05198, of sharded optimizers: arXiv:1910.02054; backward of fused attention:
+arXiv:2205.14135. docs/predictor.md says in words what is counted and how far published steps are
+from it.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from statistics import NormalDist
 
 from ragen_mega.config import StarPOConfig
@@ -25,6 +22,10 @@ from ragen_mega.planning.hardware import Machine
 from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
 
 BF16, FP32 = 2, 4
+TILE = 256
+"""Assumed: inner elements in whose time a tile of a matrix product starts and finishes."""
+ATTENTION = 0.5
+"""Assumed: share of the peak that attention reaches with heads of 128 channels."""
 ADAM_BYTES = 34
 """Bytes per element: gradient, float32 weight and two moments read, three of them written, a copy
 in bfloat16, and the gradient's norm.
@@ -35,15 +36,14 @@ connection between processes, with its copies (docs/benchmarks/placement.md).
 """
 SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
+ALL_REDUCE = 1e-5
+"""Assumed: seconds of a small all-reduce in a decode step, which a graph starts."""
+EXPOSED = 0.3
+"""Assumed: share of overlapped communication that is waited for all the same."""
+BUCKETS = 32
+"""Lengths of trajectories that a rollout distinguishes."""
 Terms = dict[str, float]
 """Term -> seconds."""
-PHASES = {
-    "rollout": ("rollout",),
-    "sync": ("sync",),
-    "advantages": ("old log-probabilities", "reference", "values"),
-    "update": ("update critic", "update actor"),
-}
-"""Timers of a run -> phases of the predictor."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,6 @@ class Sizes:
     is_tied: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
-    attention_layers: int = 0
-    """Layers that attend to all tokens and hold their keys and values (0: every layer)."""
 
     @classmethod
     def of(cls, shape: ModelShape) -> Sizes:
@@ -79,11 +77,6 @@ class Sizes:
     def attention_weights(self) -> int:
         """Count the elements of a layer's matrices around attention."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-
-    @property
-    def attending(self) -> int:
-        """Count the layers with keys and values."""
-        return self.attention_layers or self.num_layers
 
     @property
     def expert_weights(self) -> int:
@@ -112,7 +105,7 @@ class Sizes:
         """Count the FLOPs, forward and backward, of a token, of its attention to one token, and of
         the LM head for it.
         """
-        channels = self.attending * self.num_heads * self.head_dim
+        channels = self.num_layers * self.num_heads * self.head_dim
         return Cost.of_model(self.active, channels, self.head)
 
     def flops(self, length: float, labels: float = 1.0) -> float:
@@ -130,59 +123,37 @@ class TrainingLayout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    cp: int = 1
     ep: int = 1
     vp: int = 1
     """Chunks of layers of a pipeline stage (interleaved schedule)."""
-    sequence_parallel: bool = True
     overlaps: bool = False
     """Collectives of tensor and expert parallelism overlap with matrix products."""
-    copies: bool = False
-    """A token is sent once for every expert that it needs (Megatron's all-to-all), not once to each
-    node and rank.
-    """
-    is_fsdp: bool = False
-    shards_optimizer: bool = True
     parks_optimizer: bool = False
     """Adam's state stays in host memory, and an update brings it to the device and back."""
     fp8: bool = False
-    graphs: bool = False
-    """A whole step is one CUDA graph, which needs no host, and an exchange of tokens sorts them."""
     recompute: str = "none"
-    """Part that is computed again: none, attention (Megatron's selective), selective (the
-    feed-forward part) or full.
-    """
+    """Part that is computed again: none, selective (the feed-forward part) or full."""
     itemsize: int = BF16
 
     @property
     def num_gpus(self) -> int:
         """Count the GPUs of the job."""
-        return self.tp * self.pp * self.dp * self.cp
+        return self.tp * self.pp * self.dp
 
 
 def product(
     machine: Machine, rows: float, inner: float, columns: float, cut: TrainingLayout
 ) -> float:
-    """Compute the seconds of [rows, inner] x [inner, columns]: its operations, those that fill and
-    empty the pipeline of each tile, and its operands once.
+    """Compute the seconds of [rows, inner] x [inner, columns]: its operations, and its operands
+    once. In FP8 what is multiplied is also written, as it is and transposed.
     """
-    hardware, reached = machine.hardware, machine.constants
-    peak = hardware.peak(cut.itemsize, fp8=cut.fp8)
-    peak *= reached.product_fp8 if cut.fp8 else reached.product
-    size = 1 if cut.fp8 else cut.itemsize
+    reached = machine.constants
+    share = reached.product_fp8 if cut.fp8 else reached.product
+    peak = share * machine.hardware.peak(cut.itemsize, fp8=cut.fp8)
+    size, quantised = (1, cut.itemsize + 2) if cut.fp8 else (cut.itemsize, 0)
     moved = size * (rows * inner + inner * columns) + cut.itemsize * rows * columns
-    if cut.fp8:  # what is multiplied is read, and written in FP8 as it is and transposed
-        moved += (cut.itemsize + 2) * rows * inner
-    return 2 * rows * (inner + reached.tile) * columns / peak + moved / (
-        reached.memory * hardware.memory
-    )
-
-
-def width_factor(head_dim: int) -> float:
-    """Return the operations a second of attention, relative to heads of 128: the exponentials of a
-    narrow head take as long (figures 5 and 6 of arXiv:2407.08608).
-    """
-    return 1.5 * head_dim / (head_dim + 64)
+    moved += quantised * rows * inner
+    return 2 * rows * (inner + TILE) * columns / peak + moved / machine.memory
 
 
 def layer(
@@ -191,71 +162,47 @@ def layer(
     """Compute the seconds of a layer's forward pass over `tokens` positions in trajectories of
     `length`.
     """
-    hardware, reached = machine.hardware, machine.constants
-    tokens, h, tp = tokens / cut.cp, sizes.hidden_size, cut.tp
+    h, tp, itemsize = sizes.hidden_size, cut.tp, cut.itemsize
     heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
-    # tokens of all ranks meet at the experts, each of which is whole
-    split, experts = (1, sizes.num_experts / cut.ep) if sizes.num_experts else (tp, 1.0)
-    used, ffn = sizes.experts_per_token or 1, sizes.ffn_size / split
-    routed = tokens * used * split / tp
-    matrices = (
+    # an expert is whole, and each rank sends its own tokens to it
+    used, experts = sizes.experts_per_token or 1, sizes.num_experts / cut.ep or 1
+    ffn = sizes.ffn_size if sizes.num_experts else sizes.ffn_size / tp
+    routed = tokens * used / tp if sizes.num_experts else tokens
+    products = (
         (1.0, tokens, h, heads + 2 * keys),
         (1.0, tokens, heads, h),
         (experts, routed / experts, h, 2 * ffn),
         (experts, routed / experts, ffn, h),
     )
-    # two norms and two additions; split and rotated queries and keys; the gate; experts permute
-    passes = 10 * tokens * h / (tp if cut.sequence_parallel else 1) + 4 * tokens * (heads + keys)
-    permuted = (2.0 if cut.graphs else reached.permute) * bool(sizes.num_experts)
-    passes += routed * (3 * ffn + permuted * h)
-    attended = reached.attention * width_factor(sizes.head_dim) * hardware.peak(cut.itemsize)
-    share = sizes.attending / sizes.num_layers  # on average over the layers
-    # Megatron deals early and late blocks to each rank; who has the last of even blocks is late
-    attended /= share * (2 - 1 / cut.cp if cut.is_fsdp else 1)
-    terms = {
+    # two norms and two additions; split and rotated queries and keys; the gate; sorted tokens
+    passes = 10 * tokens * h / tp + 4 * tokens * (heads + keys) + 3 * routed * ffn
+    passes += machine.constants.permute * routed * h * bool(sizes.num_experts)
+    # the exponentials of a narrow head take as long (figures 5 and 6 of arXiv:2407.08608)
+    attended = ATTENTION * 1.5 * sizes.head_dim / (sizes.head_dim + 64)
+    attended *= machine.hardware.peak(itemsize)
+    waited = EXPOSED if cut.overlaps else 1.0
+    gathered = (2 if sizes.num_experts else 4) * (tp - 1) / tp * tokens * h * itemsize
+    sent = 2 * routed * (cut.ep - 1) / cut.ep * h * itemsize  # there and back
+    return {
         "matrix products": sum(
             number * product(machine, rows, inner, columns, cut)
-            for number, rows, inner, columns in matrices
+            for number, rows, inner, columns in products
         ),
         "attention": 2 * tokens * length * heads / attended,
-        "element-wise": cut.itemsize * passes / (reached.memory * hardware.memory),
+        "element-wise": itemsize * passes / machine.memory,
+        "tensor parallelism": waited * gathered / machine.link(tp),
+        "expert parallelism": waited * sent / machine.link(cut.ep * tp),
     }
-    cuts = 2 if sizes.num_experts else 4  # experts are whole
-    shared = cuts * (tp - 1) / tp * tokens * h * cut.itemsize / machine.link(tp)
-    visible = reached.exposed if cut.overlaps else 1.0
-    terms["tensor parallelism"] = visible * shared + 4 * reached.latency * (tp > 1)
-    # a token goes to each node that it needs once, and another there to each rank meanwhile; an
-    # exchange has a round for each node
-    nodes, local = math.ceil(cut.ep / hardware.node), min(cut.ep, hardware.node)
-    to_nodes, to_ranks = (
-        used if cut.copies else distinct(places, used) for places in (nodes, cut.ep)
-    )
-    sent = max(
-        to_ranks * (local - 1) / local / machine.link(local),
-        to_nodes * (nodes - 1) / nodes / machine.link(cut.num_gpus),
-    )
-    sent = 2 * (visible * tokens / tp * sent * h * cut.itemsize + nodes * reached.latency)
-    terms["expert parallelism"] = sent * (cut.ep > 1)
-    ring = 2 * keys * tokens * cut.itemsize * (cut.cp - 1) / machine.link(tp * cut.cp)
-    seen = max(reached.exposed * ring, ring - terms["attention"] / share)
-    terms["context parallelism"] = share * (seen + (cut.cp - 1) * reached.latency)
-    return terms
-
-
-def distinct(places: int, drawn: float) -> float:
-    """Return how many of `places` as many even draws reach, on average."""
-    return places * (1 - (1 - 1 / places) ** drawn)
 
 
 def head(machine: Machine, sizes: Sizes, cut: TrainingLayout, tokens: float) -> float:
-    """Compute the seconds of the forward pass of LM head and loss of so many labels: a read and a
-    write of logits as they are and 3.5 passes in float32, a third of what Megatron's loss takes
-    there and back.
+    """Compute the seconds of the forward pass of LM head and loss of so many labels, whose logits
+    are read and written, with 3.5 passes in float32.
     """
-    tokens, vocab = tokens / cut.cp, sizes.vocab_size / cut.tp
+    vocab, in_bf16 = sizes.vocab_size / cut.tp, replace(cut, fp8=False)
     moved = tokens * vocab * (2 * cut.itemsize + 3.5 * FP32)
-    seconds = product(machine, tokens, sizes.hidden_size, vocab, replace(cut, fp8=False))
-    return seconds + moved / (machine.constants.memory * machine.hardware.memory)
+    seconds = product(machine, tokens, sizes.hidden_size, vocab, in_bf16)
+    return seconds + moved / machine.memory
 
 
 def passes(
@@ -266,94 +213,40 @@ def passes(
     tokens: float,
     length: float,
     micros: float,
-    backward: float = 2.0,
+    is_trained: bool = True,
     labels: float = 1.0,
 ) -> Terms:
-    """Compute the seconds of `micros` microbatches of `tokens` positions through the pipeline.
-    `backward` is the cost of a product's backward pass in forward passes: 0 for log-probabilities,
-    1 if the weights have no gradients. The LM head computes `labels` times as many tokens, 0 of a
-    critic.
+    """Compute the seconds of `micros` microbatches of `tokens` positions through the pipeline,
+    forward and, if they are trained on, backward. The LM head computes `labels` times as many
+    tokens, 0 of a critic.
     """
-    single = layer(machine, sizes, cut, tokens, length)
-    mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
-    share = mlp / (mlp + sizes.attention_weights)
+    single, layers = layer(machine, sizes, cut, tokens, length), sizes.num_layers / cut.pp
     whole = sum(single.values())
-    around = share * (whole - single["attention"])
-    parts = {"none": 0.0, "attention": single["attention"], "selective": around, "full": whole}
-    again = parts[cut.recompute] / whole * bool(backward)
-    layers = sizes.num_layers / cut.pp * micros  # on average: stages may differ by some
-    factors = dict.fromkeys(single, 1 + backward)
-    factors["attention"] = 1 + 2.5 * bool(backward)
-    factors["element-wise"] = 1 + 2.0 * bool(backward)
-    for name in ("tensor parallelism", "expert parallelism"):
-        factors[name] = 2.0 if backward else 1.0
-    terms = {name: layers * factors[name] * seconds for name, seconds in single.items()}
-    terms["recomputation"] = layers * again * whole
-    # adapters, whose weights alone have gradients, are as many products again
-    started = machine.constants.launch * (2 if backward == 1 else 1)
-    started += machine.constants.route * bool(sizes.num_experts)
-    started += 4 * machine.constants.collective * (cut.tp > 1)
-    passed = layers * (1 + (2 + again) * bool(backward)) * (not cut.graphs)
-    hidden = 0.0 if machine.hardware.cores else sum(terms.values())
-    terms["launches"] = max(0.0, passed * started - hidden)
-    terms["launches"] += passed * machine.constants.adapter * (backward == 1 and cut.is_fsdp)
-    terms["microbatches"] = micros * machine.constants.micro * (1 + 2 * bool(backward))
+    mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
+    around = mlp / (mlp + sizes.attention_weights) * (whole - single["attention"])
+    again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
+    backward = dict.fromkeys(single, 2.0) | {"attention": 2.5}
+    backward |= {"tensor parallelism": 1.0, "expert parallelism": 1.0}
+    terms = {
+        name: micros * layers * seconds * (1 + backward[name] * is_trained)
+        for name, seconds in single.items()
+    }
+    terms["recomputation"] = micros * layers * again
+    started = micros * layers * (1 + (2 + again / whole) * is_trained) * machine.constants.launch
+    terms["launches"] = max(0.0, started - sum(terms.values()))  # the host runs ahead of the GPU
     body = sum(terms.values())
-    last = micros * (1 + backward) * head(machine, sizes, cut, labels * tokens)
-    # where layers do not divide evenly, the first and the last stage have those fewer, as published
-    # layouts do; the trainer's own stages have one fewer each
-    most = math.ceil(sizes.num_layers / cut.pp)
-    fewer = math.ceil((most * cut.pp - sizes.num_layers) / 2)
-    slowest = max(most * body, (most - fewer) * body + last * sizes.num_layers / cut.pp)
-    slowest *= cut.pp / sizes.num_layers
-    sent = (1 + bool(backward)) * tokens / cut.cp * sizes.hidden_size * cut.itemsize
-    sent /= cut.tp if cut.sequence_parallel else 1
-    hop = sent / machine.link(cut.num_gpus) + machine.constants.latency
-    hop *= machine.constants.exposed if cut.vp > 1 else 1.0  # chunks compute meanwhile
-    bubble = (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros
+    last = micros * (1 + 2 * is_trained) * head(machine, sizes, cut, labels * tokens)
+    most = math.ceil(layers)  # of a stage; the last one has those that are left, and the LM head
+    left = sizes.num_layers - most * (cut.pp - 1)
+    slowest = max(most * body, left * body + last * layers) / layers
+    hop = tokens * sizes.hidden_size * cut.itemsize / cut.tp / machine.link(cut.num_gpus)
+    hops = (micros + cut.pp - 1) * (1 + is_trained) * (cut.pp > 1)
     return terms | {
         "LM head": last / cut.pp,
         "stage imbalance": slowest - body - last / cut.pp,
-        "pipeline bubble": bubble * idle_share(machine.hardware.cores, cut),
-        "pipeline transfers": (micros + cut.pp - 1) * cut.vp * hop * (cut.pp > 1),
+        "pipeline bubble": (cut.pp - 1) / cut.vp * (body + last / cut.pp) / micros,
+        "pipeline transfers": hops * hop,
     }
-
-
-def idle_share(cores: int, cut: TrainingLayout) -> float:
-    """Return the share of a pipeline's bubble in which nothing computes: where ranks share `cores`,
-    ranks that have work compute faster while others wait for theirs.
-    """
-    stage = cut.num_gpus / cut.pp
-    if not cores or cut.pp == 1 or cut.num_gpus <= cores:
-        return 1.0
-    return max(0.0, (cores - stage) / (cut.num_gpus - stage))
-
-
-def gradients(machine: Machine, sizes: Sizes, cut: TrainingLayout, hidden: float) -> Terms:
-    """Compute the seconds of an optimizer step besides the passes: the reduction of gradients over
-    data-parallel ranks beside the last backward pass and, where each rank updates its share, the
-    gathering of parameters beside the first forward pass, as far as these passes, of `hidden`
-    seconds together, do not hide them; and Adam.
-    """
-    reached = machine.constants
-    dense = sizes.num_layers * sizes.attention_weights / (cut.tp * cut.pp)
-    experts = sizes.num_layers * sizes.expert_weights / cut.pp
-    experts *= sizes.num_experts / cut.ep if sizes.num_experts else 1 / cut.tp
-    outer = sizes.head * (1 if sizes.is_tied and cut.pp == 1 else 2) / (cut.tp * min(2, cut.pp))
-    held, ranks = dense + experts + outer, cut.dp * cut.cp
-    ring = (ranks - 1) / ranks * held / machine.link(cut.num_gpus // cut.pp, cut.tp)
-    reduced = ring * FP32 * (1 if cut.shards_optimizer else 2)
-    gathered = ring * cut.itemsize * cut.shards_optimizer
-    seen = sum(
-        max(reached.exposed * moved, moved - share * hidden)
-        for moved, share in ((reduced, 2 / 3), (gathered, 1 / 3))
-    )
-    sharers = max(1.0, ranks / cut.ep) if sizes.num_experts else ranks
-    updated = (dense + outer) / ranks + experts / sharers if cut.shards_optimizer else held
-    seconds = ADAM_BYTES * updated / (reached.memory * machine.hardware.memory)
-    if cut.parks_optimizer:
-        seconds += 2 * (MOMENTS + FP32) * updated / (reached.link * machine.hardware.host_link)
-    return {"data parallelism": seen if ranks > 1 else 0.0, "optimizer": seconds}
 
 
 def training(
@@ -364,41 +257,27 @@ def training(
     tokens: float,
     length: float,
     micros: float,
-    backward: float = 2.0,
-    trained: float = 1.0,
     labels: float = 1.0,
 ) -> Terms:
     """Compute the seconds of one optimizer step on `micros` microbatches of every data-parallel
-    rank; `trained` is the share of the weights that have gradients.
+    rank. Gradients are reduced and parameters gathered beside the passes of one microbatch, as far
+    as these hide it.
     """
-    common = {"tokens": tokens, "length": length, "micros": micros, "backward": backward}
-    terms = passes(machine, sizes, cut, **common, labels=labels)
-    compute = sum(terms.values())
-    if cut.is_fsdp:  # weights are gathered for both passes, gradients scattered, every microbatch
-        ranks = cut.dp * cut.cp
-        experts = sizes.num_layers * sizes.num_experts * sizes.expert_weights
-        lacking = (sizes.total - experts) / cut.tp * (ranks - 1) / ranks
-        lacking += experts / cut.ep * (1 - cut.ep * cut.pp / cut.num_gpus)
-        # a stage of a pipeline keeps its weights until its last microbatch
-        rounds = micros * (2 + trained) if cut.pp == 1 else 1 + trained
-        traffic = rounds * cut.itemsize * lacking / cut.pp
-        traffic /= machine.link(cut.num_gpus, cut.tp * cut.cp)
-        exposed = machine.constants.exposed
-        terms["data parallelism"] = max(exposed * traffic, traffic - compute)
-    # with chunks the gradients of one are reduced while the last microbatches pass the others
-    last = min(cut.pp, micros) if cut.vp > 1 else 1
-    behind = gradients(machine, sizes, cut, compute / micros * last)
-    started = machine.constants.update_layer * sizes.num_layers / cut.pp
-    terms["optimizer"] = trained * behind["optimizer"] + machine.constants.update + started
-    terms.setdefault("data parallelism", trained * behind["data parallelism"])
+    terms = passes(machine, sizes, cut, tokens=tokens, length=length, micros=micros, labels=labels)
+    dense = sizes.num_layers * sizes.attention_weights + sizes.head * (2 - sizes.is_tied)
+    experts = sizes.num_layers * sizes.expert_weights * (sizes.num_experts or 1)
+    held = dense / (cut.tp * cut.pp) + experts / (
+        cut.pp * (cut.ep if sizes.num_experts else cut.tp)
+    )
+    ring = (cut.dp - 1) / cut.dp * held * (FP32 + cut.itemsize)
+    ring /= machine.link(cut.num_gpus // cut.pp, cut.tp)
+    hidden = sum(terms.values()) / micros
+    terms["data parallelism"] = max(EXPOSED * ring, ring - hidden)
+    updated = sizes.total / cut.num_gpus
+    terms["optimizer"] = ADAM_BYTES * updated / machine.memory + machine.constants.update
+    if cut.parks_optimizer:
+        terms["optimizer"] += 2 * (MOMENTS + FP32) * updated / machine.host_link
     return terms
-
-
-def untuned(machine: Machine, terms: Terms) -> Terms:
-    """Add to `terms` of training the loss of a layout that nobody has tuned: steps of reinforcement
-    learning differ in lengths and routing, and are not tuned as benchmarks of training are.
-    """
-    return terms | {"untuned layout": (machine.constants.untuned - 1) * sum(terms.values())}
 
 
 def decode_step(
@@ -410,48 +289,30 @@ def decode_step(
     context: float,
     fp8: bool = False,
     itemsize: int = BF16,
-    ep: int = 1,
-) -> tuple[float, float, float, float]:
+) -> Terms:
     """Compute the seconds in which an engine samples a token for each of `batch` sequences of
-    `context` tokens on average: (weights and the fixed cost of a step, keys and values, cost of the
-    sequences, two all-reduces a layer). With `ep` experts lie whole on as many of its `tp` GPUs,
-    and all wait for the GPU that most tokens go to.
+    `context` tokens on average.
     """
     hardware, reached = machine.hardware, machine.constants
-    bandwidth = reached.decode_memory * hardware.memory
-    experts, most = sizes.expert_weights, 1.0
-    if sizes.num_experts:  # experts that no token chose are not read
-        met = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch**reached.routing
-        above = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))  # deviations, of the largest of ep
-        read = met + above * math.sqrt(met * (1 - met) * ep / sizes.num_experts)
-        experts *= min(1.0, read) * sizes.num_experts / reached.decode_expert
-        most += above / math.sqrt(batch * sizes.experts_per_token / ep)
-    layers = sizes.num_layers * (sizes.attention_weights + experts)
+    bandwidth, used = reached.decode_memory * hardware.memory, sizes.experts_per_token
+    read = 1.0
+    if sizes.num_experts:  # experts that no token chose are not read; texts on a subject agree
+        met = 1 - (1 - used / sizes.num_experts) ** batch**reached.routing
+        read = met * sizes.num_experts / reached.decode_expert
+    layers = sizes.num_layers * (sizes.attention_weights + read * sizes.expert_weights)
     weights = (layers * (1 if fp8 else itemsize) + sizes.head * itemsize) / tp
     width = max(1.0, sizes.num_kv_heads / tp) * sizes.head_dim
-    cache = 2 * sizes.attending * width * itemsize * context
-    peak = hardware.peak(itemsize, fp8=fp8)
-    routed = sizes.num_layers * sizes.experts_per_token * sizes.expert_weights
-    dense = (sizes.active - routed + sizes.head) / reached.decode_product
-    products = 2 / tp / peak * (dense + most * routed / reached.decode_routed)
-    fixed = weights / bandwidth + reached.decode_host + sizes.num_layers * reached.decode_layer
+    cache = 2 * sizes.num_layers * width * itemsize * context
+    peak = reached.product * hardware.peak(itemsize, fp8=fp8)
+    flops = 2 * (sizes.active + sizes.head) / tp
     reduced = 2 * (tp - 1) / tp * batch * sizes.hidden_size * itemsize / machine.link(tp)
-    # small ones wait for a round within the node, or for one within, between and within nodes
-    reduced += reached.decode_reduce * (1 if tp <= hardware.node else 3)
-    return (
-        fixed,
-        batch * cache / bandwidth,
-        batch * (reached.decode_sequence + products),
-        2 * sizes.num_layers * reduced * (tp > 1),
-    )
-
-
-def prompt_token(
-    machine: Machine, sizes: Sizes, *, tp: int, fp8: bool = False, itemsize: int = BF16
-) -> float:
-    """Compute the seconds in which an engine reads a token of a prompt."""
-    peak = machine.constants.product * machine.hardware.peak(itemsize, fp8=fp8)
-    return 2 * sizes.active / tp / peak
+    return {
+        "reading weights": weights / bandwidth,
+        "reading keys and values": batch * cache / bandwidth,
+        "products": batch * flops / peak,
+        "host": sizes.num_layers * reached.decode_layer + batch * reached.decode_sequence,
+        "tensor parallelism": 2 * sizes.num_layers * (reduced + ALL_REDUCE) * (tp > 1),
+    }
 
 
 @dataclass(frozen=True)
@@ -469,8 +330,6 @@ class Play:
     """Seconds of the environment per turn."""
     sharing: float = 1.0
     """Tokens of the trajectories of a pass per token that it computes."""
-    prefilled: float = 1.0
-    """Share of the tokens that an engine reads that it computes; trajectories share the others."""
     window: int = 0
     """Turns that the policy sees at a time (0: all). When one leaves the window, the turns that are
     left are a new prompt and a text of their own; each holds the task as the first one does.
@@ -509,35 +368,21 @@ class Play:
         answer = self.sampled / self.turns
         return self.seen * self.prompt_tokens + (self.texts - 1) * (self.text_length - answer)
 
-    @property
-    def asked(self) -> float:
-        """Count the tokens of the prompts of a trajectory, each as the policy sees it."""
-        answer = self.sampled / self.turns
-        first = (self.seen + 1) / 2 * self.text_length - self.seen * answer
-        return first + (self.texts - 1) * (self.text_length - answer)
 
-
-@lru_cache(maxsize=256)  # a fit of constants asks for the same ones a thousand times
-def turn_lengths(play: Play, count: int) -> tuple[float, ...]:
-    """Draw the tokens of `count` turns with the mean of `play`: even quantiles of a log-normal
-    distribution cut at the limit, in an order that mixes them.
+def sampled_lengths(play: Play, count: int) -> list[float]:
+    """Return the sampled tokens of `count` trajectories, the shortest first: quantiles of a
+    log-normal distribution, whose turns are independent, cut at the limit, with the mean of `play`.
     """
-    if play.response_tokens >= play.max_response or play.spread == 0:
-        return (min(play.response_tokens, play.max_response),) * count
-    quantiles = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-    shape = [math.exp(play.spread * q) for q in quantiles]
-    low, high = 0.0, 64 * play.max_response if play.max_response < math.inf else 1e6
-    for _ in range(50):
-        scale = (low + high) / 2
-        mean = sum(min(scale * s, play.max_response) for s in shape) / count
-        low, high = (scale, high) if mean < play.response_tokens else (low, scale)
-    stride = next(n for n in range(int(0.618 * count) or 1, 2 * count) if math.gcd(n, count) == 1)
-    return tuple(
-        max(1.0, min(scale * shape[i * stride % count], play.max_response)) for i in range(count)
-    )
+    normal, most = NormalDist(sigma=play.spread / math.sqrt(play.turns) or 1e-9), play.max_response
+    drawn = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    lengths, scale = drawn, 1.0
+    for _ in range(30):  # what the limit cuts off, the others make up for
+        scale *= play.sampled * count / sum(lengths)
+        lengths = [min(scale * length, play.turns * most) for length in drawn]
+    return lengths
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # a search asks for the same ones under many layouts of training
 def rollout(
     machine: Machine,
     sizes: Sizes,
@@ -547,76 +392,30 @@ def rollout(
     tp: int = 1,
     fp8: bool = False,
     itemsize: int = BF16,
-    cached: bool = True,
     room: float = math.inf,
-    ep: int = 1,
-) -> tuple[tuple[str, float], ...]:
-    """Simulate the seconds in which one engine plays `sessions` trajectories at their own pace,
-    from event to event: a turn ends, an environment has answered. As many play at once as `room`,
-    the tokens whose keys and values it can hold, has room for on average; the next one begins when
-    one ends. The terms are those of `decode_step`, the time of prompts (all that the policy sees
-    again each turn unless the radix cache is `cached`, which does not help once a window slides),
-    and the time in which every trajectory waits for its environment.
+) -> Mapping[str, float]:
+    """Compute the terms of the seconds in which one engine plays `sessions` trajectories. As many
+    decode at once as `room`, the tokens whose keys and values it can hold, has room for; the
+    longest are left for the end, few at a time. Each waits for its environment between two turns.
     """
-    reached = machine.constants
-    per_token = prompt_token(machine, sizes, tp=tp, fp8=fp8, itemsize=itemsize)
-    lengths = iter(turn_lengths(play, sessions * play.turns))
-    turns = [[next(lengths) for _ in range(play.turns)] for _ in range(sessions)]
-    names = ("weights", "key-value cache", "sequences", "tensor parallelism")
-    terms = dict.fromkeys((*names, "prompts", "environment", "turns"), 0.0)
-    now, steps, held = 0.0, 0.0, 0.0  # held: tokens of all decoding trajectories
-    later = deque(range(sessions))
-    at_once = int(max(1, min(sessions, room / play.text_length)))
-    waiting = [(0.0, later.popleft(), 0) for _ in range(at_once)]
-    contexts = [0.0] * sessions
-    running: list[tuple[float, int, int]] = []  # (step at which the turn ends, session, turn)
-    while waiting or running:
-        if not running and waiting[0][0] > now:
-            terms["environment"] += waiting[0][0] - now
-            now = waiting[0][0]
-        if machine.hardware.cores and waiting and waiting[0][0] <= now:
-            alone = decode_step(machine, sizes, tp=tp, batch=1, context=0, itemsize=itemsize)[0]
-            terms["prompts"] += alone  # prompts are a pass of their own
-            now += alone
-        while waiting and waiting[0][0] <= now:
-            _, session, turn = heapq.heappop(waiting)
-            if play.window and turn >= play.window:  # a turn has left it
-                answers = turns[session][turn + 1 - play.window : turn]
-                read = contexts[session] = play.window * play.prompt_tokens + sum(answers)
-            else:
-                read = play.prompt_tokens + (0.0 if cached else contexts[session])
-                contexts[session] += play.prompt_tokens
-            terms["prompts"] += play.prefilled * read * per_token
-            terms["turns"] += reached.turn
-            now += play.prefilled * read * per_token + reached.turn
-            held += contexts[session]
-            heapq.heappush(running, (steps + turns[session][turn], session, turn))
-        batch = len(running)
-        context = held / batch
-        if machine.hardware.cores:  # the embedded engine attends to as many places for all
-            context = max(contexts[s] + turns[s][t] - (end - steps) for end, s, t in running)
-        step = partial(
-            decode_step, machine, sizes, batch=batch, tp=tp, ep=ep, fp8=fp8, itemsize=itemsize
+    at_once = max(1.0, min(sessions, room / play.text_length))
+    context = (play.text_length + play.prompt_tokens) / 2  # on average over an answer
+    peak = machine.constants.product * machine.hardware.peak(itemsize, fp8=fp8)
+    terms = {
+        "prompts": sessions * play.read * 2 * sizes.active / tp / peak,
+        "environment": (play.turns - 1) * play.environment_seconds * math.ceil(sessions / at_once),
+    }
+    lengths = sampled_lengths(play, min(sessions, BUCKETS))
+    for position, (shorter, length) in enumerate(zip([0.0, *lengths], lengths)):
+        running = sessions * (1 - position / len(lengths))
+        batch = min(running, at_once)
+        step = decode_step(
+            machine, sizes, batch=batch, context=context, tp=tp, fp8=fp8, itemsize=itemsize
         )
-        ahead = running[0][0] - steps
-        if waiting:
-            first = sum(step(context=context))
-            ahead = min(ahead, max(1.0, math.ceil((waiting[0][0] - now) / first)))
-        parts = step(context=context + ahead / 2)  # a token longer after each step
-        for name, seconds in zip(names, parts):
-            terms[name] += ahead * seconds
-        now += ahead * sum(parts)
-        steps += ahead
-        held += ahead * batch
-        while running and running[0][0] <= steps + 1e-9:
-            _, session, turn = heapq.heappop(running)
-            contexts[session] += turns[session][turn]
-            held -= contexts[session]
-            if turn + 1 < play.turns:
-                heapq.heappush(waiting, (now + play.environment_seconds, session, turn + 1))
-            elif later:
-                heapq.heappush(waiting, (now, later.popleft(), 0))
-    return tuple(terms.items())
+        for name, seconds in step.items():
+            spent = (length - shorter) * running / batch * seconds
+            terms[name] = terms.get(name, 0.0) + spent
+    return terms
 
 
 def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
@@ -625,9 +424,6 @@ def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
     return TrainingLayout(
         **layout.cut._asdict(),
         dp=setting.dp,
-        copies=True,
-        sequence_parallel=layout.sequence_parallel,
-        shards_optimizer=layout.use_distributed_optimizer,
         parks_optimizer=layout.optimizer_cpu_offload,
         fp8=layout.fp8 != "none",
         recompute=layout.recomputation,
@@ -635,40 +431,21 @@ def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
     )
 
 
-def hand_over(
-    machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int
-) -> tuple[Terms, Terms]:
-    """Compute the seconds in which as many ranks that only sample get the weights (0: all ranks do
-    both): seconds of ranks that train, and seconds of ranks that sample.
+def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int) -> Terms:
+    """Compute the seconds in which engines get the weights: from the ranks that train beside them,
+    or on as many ranks that only sample, the first of which passes them on.
     """
-    reached, cut = machine.constants, setting.parallel.cut
+    cut, reached = setting.parallel.cut, machine.constants
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    taken = {"weights into engine": weights / reached.sync}
-    if not num_samplers:
-        is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'
-            setting.engine_ep == cut.ep if shape.num_experts else setting.engine_tp == cut.tp
-        )
-        moved = 0.0 if is_local else weights / machine.link(cut.pp * max(cut.tp, cut.ep))
-        return {"weights between ranks": moved}, taken
-    whole, ranks = shape.engine_weights(setting.itemsize, 1), cut.tp * cut.pp
-    # the first sampler passes them on to the others
-    taken["weights to samplers"] = min(2, num_samplers) * whole / CONNECTION
-    return {
-        "weights between ranks": whole / machine.link(ranks) if ranks > 1 else 0.0,
-        "weights to host": whole / (reached.link * machine.hardware.host_link),
-    }, taken
-
-
-def waited(phases: Mapping[str, Terms], staleness: int) -> Terms:
-    """Compute the part of "rollout" that ranks which train wait for, where others play it and get
-    the weights for it: rollout t begins when it has those of step t - `staleness`, and step t when
-    it has rollout t.
-    """
-    played = sum(phases["rollout"].values())
-    own = sum(sum(terms.values()) for terms in phases.values()) - played
-    arriving = phases["rollout"]["weights to samplers"]  # while they play the rollout before
-    step = max(own, played - arriving, (own + played) / (1 + staleness))
-    return {name: (step - own) / played * time for name, time in phases["rollout"].items()}
+    terms = {"weights into engine": weights / reached.sync}
+    if num_samplers:
+        whole = shape.engine_weights(setting.itemsize, 1)
+        return terms | {"weights to samplers": min(2, num_samplers) * whole / CONNECTION}
+    is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'
+        setting.engine_ep == cut.ep if shape.num_experts else setting.engine_tp == cut.tp
+    )
+    moved = 0.0 if is_local else weights / machine.link(cut.pp * max(cut.tp, cut.ep))
+    return terms | {"weights between ranks": moved}
 
 
 def offloaded(shape: ModelShape, setting: Setting) -> int:
@@ -685,6 +462,11 @@ def computed_length(config: StarPOConfig, play: Play) -> float:
     return play.length / (play.sharing if config.shares_prefixes else 1.0)
 
 
+def total(phases: Mapping[str, Mapping[str, float]]) -> float:
+    """Sum the seconds of a step."""
+    return sum(sum(terms.values()) for terms in phases.values())
+
+
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
@@ -694,27 +476,23 @@ def step_seconds(
     With placement separate these are the seconds of ranks that train: of a rollout that others play
     meanwhile only those that they wait for. Raises ValueError for a split that cannot be.
     """
-    machine = machine.shared_by(num_gpus)
     trainers = config.parallel.num_trainers(num_gpus)
     samplers = config.parallel.rollout_ranks or trainers
-    setting, sizes = Setting.from_config(config, trainers), Sizes.of(shape)
-    cut, rolled = cut_of(config, setting), config.rollout
-    reached, hardware = machine.constants, machine.hardware
-    if (cut.fp8 or setting.engine_fp8) and not hardware.fp8:
+    setting, sizes, rolled = Setting.from_config(config, trainers), Sizes.of(shape), config.rollout
+    cut = cut_of(config, setting)
+    if (cut.fp8 or setting.engine_fp8) and not machine.hardware.fp8:
         raise ValueError(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
-            f" {hardware.name} does not; drop them or take another"
+            f" {machine.hardware.name} does not; drop them or take another"
         )
-    given, taken = hand_over(machine, shape, setting, config.parallel.rollout_ranks)
-    is_apart = config.parallel.placement == "separate"
-    phases = {"sync": given if is_apart else taken | given}
-    engines = rolled.num_engines(samplers, min(samplers, hardware.node))
-    sessions = rolled.sessions_per_engine(engines)
+    phases = {"sync": hand_over(machine, shape, setting, config.parallel.rollout_ranks)}
+    sessions = rolled.sessions_per_engine(
+        rolled.num_engines(samplers, min(samplers, machine.hardware.node))
+    )
     phases["rollout"] = dict(
         rollout(
             machine, sizes, play, sessions=sessions, room=rolled.kv_cache_size(sessions),
-            tp=setting.engine_tp, ep=setting.engine_ep, fp8=setting.engine_fp8,
-            itemsize=setting.itemsize,
+            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
@@ -735,43 +513,31 @@ def step_seconds(
         }
 
     def scored(**changes: float) -> Terms:
-        terms = passes(machine, sizes, cut, backward=0.0, **(micros(trained) | changes))
-        return untuned(machine, terms | {"batch": reached.start})
+        return passes(machine, sizes, cut, is_trained=False, **(micros(trained) | changes))
+
+    def updated(**changes: float) -> Terms:
+        terms = training(machine, sizes, cut, **(micros(minibatch) | changes))
+        return {name: updates * seconds for name, seconds in terms.items()}
 
     if config.old_logprobs_from(updates) == "pass":
         phases["old log-probabilities"] = scored()
     if setting.has_reference:  # it takes the place of the actor's parameters, which come back
         moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters
-        phases["reference"] = scored() | {"host link": moved / reached.link / hardware.host_link}
-    update = training(machine, sizes, cut, **micros(minibatch))
+        phases["reference"] = scored() | {"host link": moved / machine.host_link}
     if setting.has_critic:
         phases["values"] = scored(labels=0.0)
-        learned = passes(machine, sizes, cut, **(micros(minibatch) | {"labels": 0.0}))
-        critic = {name: update[name] for name in ("data parallelism", "optimizer")} | learned
-        phases["update critic"] = {
-            name: updates * time for name, time in untuned(machine, critic).items()
-        }
-    phases["update actor"] = {
-        name: updates * time for name, time in untuned(machine, update).items()
-    }
-
+        phases["update critic"] = updated(labels=0.0)
+    phases["update actor"] = updated()
     if config.parallel.offload != "none":
-        moved = offloaded(shape, setting)
-        phases["offload"] = {"host link": 2 * moved / (reached.link * hardware.host_link)}
+        phases["offload"] = {"host link": 2 * offloaded(shape, setting) / machine.host_link}
     tokens = rolled.num_groups * rolled.group_size * play.length
-    phases["other"] = {"overhead": reached.overhead * tokens}
-    if is_apart:
-        phases["rollout"] |= taken
-        phases["rollout"] = waited(phases, rolled.max_staleness)
+    phases["other"] = {"overhead": machine.constants.overhead * tokens}
+    if config.parallel.placement == "separate":
+        played = sum(phases.pop("rollout").values())
+        own = total(phases)
+        step = max(own, played, (own + played) / (1 + rolled.max_staleness))
+        phases["rollout"] = {"waiting for the ranks that sample": step - own}
     return phases
-
-
-def by_timer(phases: Mapping[str, Terms]) -> Terms:
-    """Sum predicted seconds under the timers of a run (keys of PHASES)."""
-    return {
-        timer: sum(sum(phases.get(part, {}).values()) for part in parts)
-        for timer, parts in PHASES.items()
-    }
 
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:

@@ -1,10 +1,10 @@
 """The time left of a run against a simulated one whose end is known."""
 
 import pytest
+from ragen_mega.studies.price import run_seconds
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.report.pace import Pace, duration
-from ragen_mega.studies.price import run_seconds
 
 STEP, EPISODE, STEPS = 7.0, 0.25, 12
 EVALUATIONS = {4: 40, 8: 40, 12: 320}

@@ -714,58 +714,6 @@ def test_the_pretrained_study_is_the_papers() -> None:
         assert max(sum(terms.values()) for terms in phases) < 72 * GIB, "of an H100's 80"
 
 
-def test_the_predicted_page_is_what_the_tool_writes(tmp_path: Path) -> None:
-    words = ["pretrained", "--preset", "paper", "--hardware", "H100", "--predict"]
-    tool.main([*words, "--reports", str(tmp_path)])
-    page = (ROOT / "docs" / "results" / "pretrained_predicted.md").read_text()
-    assert (tmp_path / "pretrained_predicted.md").read_text() == page
-
-
-def test_the_price_of_a_study_counts_its_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Steps, seeds, and evaluations at the rollout's pace: two of 32 episodes, the last of 64."""
-    path = tmp_path / "priced.toml"
-    path.write_text(
-        'title = "t"\nsource = "s"\n[paper]\nrecipe = "qwen2.5_0.5b"\n'
-        'flags = "--num-steps 30 --eval-interval 20 --eval-prompts 32 --eval-samples 2"\n'
-        '[[arms]]\nname = "a"\nflags = ""\n[[arms]]\nname = "b"\nflags = "--filter-value 0.5"\n'
-    )
-    flags = ["--hardware", "H100", "--predict", "--seeds", "4", "--reports", str(tmp_path)]
-    tool.main([str(path), *flags])
-    text = capsys.readouterr().out
-    head, _, *rows = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
-    names = [one.strip() for one in head]
-    arms = [
-        dict(zip(names, (cell.split(" (")[0].strip() for cell in row), strict=True)) for row in rows
-    ]
-    hours = []
-    for arm in arms[:-1]:
-        step, rollout = float(arm["step s"]), float(arm["rollout s"])
-        expected = 4 * (30 * step + (32 + 32 + 64) / 128 * rollout) / 3600
-        hours.append(float(arm["GPU-hours"]))
-        assert hours[-1] == pytest.approx(expected, rel=0.01)  # three digits are printed
-        assert float(arm["$"]) == pytest.approx(3 * expected, rel=0.01)
-    assert float(arms[-1]["GPU-hours"]) == pytest.approx(sum(hours), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "add --hardware"),
-        (["--hardware", "H9"], "--hardware must be"),
-        (["--hardware", "H100"], "size of the model"),
-    ],
-)
-def test_a_price_is_refused_in_one_line(
-    flags: list[str], said: str, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        tool.main([str(tiny), "--predict", *flags])
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
 def test_a_study_may_get_more_arms_and_another_text(tiny: Path, tmp_path: Path) -> None:
     folder, more = tmp_path / "runs", TINY.replace("nowhere", "somewhere")
     study_runs.claim_folder(folder, Study.read(tiny), "none", mixed=False)

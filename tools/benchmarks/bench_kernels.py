@@ -1,30 +1,24 @@
 #!/usr/bin/env python
 """Roofline table of the fused kernels: time, share of the copy bandwidth or of the GEMM rate,
-memory and error; or, without a GPU, what their machine code uses on sm_90.
+memory and error.
 
-    python tools/benchmarks/bench_kernels.py --json docs/benchmarks/kernels.json \\
-        --plot docs/benchmarks/kernels.svg
-    python tools/benchmarks/bench_kernels.py --compile-only \\
-        --json docs/benchmarks/kernels_sm90_static.json \\
-        --markdown docs/benchmarks/kernels_sm90_static.md
+    python tools/benchmarks/bench_kernels.py --json kernels.json
 
 Implementations of one job take turns, inputs rotate over sets that together exceed L2, and what an
 in-place operation overwrites is restored outside the timed region. Rates count the minimum of
-bytes and FLOPs, not those that were spent. Exit code 1 if a compiled kernel exceeds its budget.
+bytes and FLOPs, not those that were spent.
 """
 
 import argparse
 import itertools
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from harness import (
-    OUTPUTS,
+    JSON,
     interleave,
     long_copy_bytes,
     milliseconds_of,
@@ -47,8 +41,7 @@ from ragen_mega.report.metrics import write_json
 WARMUPS = 5
 CPU_COPY_BYTES = 64 << 20
 FLAGS = (
-    *OUTPUTS,
-    flag("--compile-only", "static budgets on sm_90; needs triton, not a GPU", False),
+    JSON,
     flag(
         "--device",
         "that measures",
@@ -262,55 +255,15 @@ def tables(report: Mapping[str, Any]) -> str:
     )
 
 
-def bars(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Return a map: job -> shape and implementation -> plotted quantiles: 20 %, median, 80 %."""
-    drawn: dict[str, dict[str, list[float]]] = {}
-    for row in results:
-        name = f"{shape_of(row['shape'])}  {row['provider']}"
-        spread = [row[key] for key in ("p20", "milliseconds", "p80")]
-        drawn.setdefault(f"{row['case']} [ms]", {})[name] = spread
-    return drawn
-
-
-def count_instructions(arguments: argparse.Namespace) -> int:
-    """Compile every kernel and publish its resources; returns the exit code."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError(
-            "--compile-only compiles kernels, TRITON_INTERPRET=1 interprets them: unset it"
-        )
-    if arguments.plot:
-        raise ValueError("--plot draws times, and --compile-only measures none; drop one of them")
-    try:
-        from benchmarks import static_report
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--compile-only needs triton ({error}): pip install triton==3.6.0 'numpy<2.4'"
-        ) from error
-    report = provenance() | static_report.report()
-    text = static_report.preamble(report) + table(static_report.COLUMNS, static_report.rows(report))
-    publish(arguments, report, text, {})
-    over = [
-        f"{row['name']}: {'; '.join(row['violations'])}"
-        for row in report["kernels"]
-        if row["violations"]
-    ]
-    for line in over:
-        print(f"over budget: {line}", file=sys.stderr)
-    return 1 if over else 0
-
-
 @command(__doc__, *FLAGS)
-def main(arguments: argparse.Namespace) -> int:
-    if arguments.compile_only:
-        return count_instructions(arguments)
+def main(arguments: argparse.Namespace) -> None:
     if arguments.repetitions < 1 or arguments.input_sets < 1:
         raise ValueError(
             f"--repetitions and --input-sets must be >= 1, got {arguments.repetitions} and"
             f" {arguments.input_sets}"
         )
     report = measure(arguments)
-    publish(arguments, report, tables(report), bars(report["results"]))
-    return 0
+    publish(arguments, report, tables(report))
 
 
 if __name__ == "__main__":

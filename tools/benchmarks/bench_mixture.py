@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, spread, table
+from harness import JSON, interleave, milliseconds_of, provenance, publish, spread, table
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
@@ -26,7 +26,7 @@ from ragen_mega.ranks import collectives
 VOCAB = 1024
 """Words of the model around the layer, which is never run."""
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--model",
         "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json",
@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> None:
         f" {report['hardware']}: {share:.0%} of its products' rate\n\n"
     )
     text += table(("work", "ms", "TFLOP/s"), rows)
-    publish(arguments, report, text, {"milliseconds": found})
+    publish(arguments, report, text)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import OUTPUTS, interleave, provenance, publish, spread, table
+from harness import JSON, interleave, provenance, publish, spread, table
 from peers import Settings
 
 from ragen_mega.commands.command_line import command, flag
@@ -36,7 +36,7 @@ TOOLS = Path(__file__).parent  # which holds peers.py
 ENVIRONMENT = TOOLS.parents[1] / ".venv-trl"
 PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag("--trl-python", f"of an environment with TRL (default: {ENVIRONMENT.name}, made here)"),
     flag("--load", "Hugging Face checkpoint (default: the default small model, random)", type=Path),
     flag("--bf16", "weights of both sides in bfloat16", False),
@@ -226,11 +226,7 @@ def main(arguments: argparse.Namespace) -> None:
             case = measure(python, settings, scratch, arguments.repeats)
             report["cases"].append(case)
             print(f"{turns} turns: TRL / ours {case['ratio']['wall']:.2f}", flush=True)
-    panels = {
-        f"seconds a step, {case['turns']} turns": case["repeats"]["wall"]
-        for case in report["cases"]
-    }
-    publish(arguments, report, tables(report), panels)
+    publish(arguments, report, tables(report))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ shard by each path that the layout allows:
 
 `seconds` is the whole sync of the slowest rank, with one copy into the engine's memory. `bound` is
 what plain collectives and one plain copy of the same bytes take in the same run, nothing else;
-`share` is bound / seconds, only noise can exceed 100%. If memory is short, fewer layers
-and then a smaller vocabulary are measured; the output says how many. Both paths must deliver all
-names with equal checksums, or the exit code is 1.
+`share` is bound / seconds, only noise can exceed 100%. Both paths must deliver all names with
+equal checksums, or the exit code is 1.
 """
 
 import argparse
@@ -28,10 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from harness import OUTPUTS, interleave, provenance, publish, seconds_of, spread, table
+from harness import JSON, interleave, provenance, publish, seconds_of, spread, table
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -59,9 +57,8 @@ from ragen_mega.report.metrics import write_json
 from ragen_mega.rollout.engine import EngineShard
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-MIN_VOCAB = 4096
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--model",
         "whose shapes are sent: a name in ragen_mega/planning/model_shapes.json, or a directory"
@@ -77,45 +74,17 @@ FLAGS = (
         metavar="TP",
     ),
     flag("--dtype", "of the weights", "bfloat16", choices=DTYPES),
-    flag("--num-layers", "of the model's (default: as many as fit into the memory)", type=int),
-    flag(
-        "--memory-gb",
-        "of all (default: 60%% of what is free, at most 4 without CUDA)",
-        type=float,
-    ),
+    flag("--num-layers", "of the model's (default: all; fewer where memory is short)", type=int),
     flag("--bucket-mb", "largest gathered bucket", BUCKET_BYTES // 2**20),
     flag("--repeats", "whose median counts", 5),
     flag("--worker", argparse.SUPPRESS, type=Path),
-    flag("--vocab-size", argparse.SUPPRESS, type=int),
 )
 
 
-def fitting_config(arguments: argparse.Namespace, budget: float) -> PretrainedConfig:
-    """Return the largest part of the model that fits into `budget` bytes of all processes: the
-    weights once, and per rank a bucket and the largest tensor in three stages each. Raises
-    ValueError if not even the smallest does.
-    """
-    itemsize, pp = DTYPES[arguments.dtype].itemsize, arguments.pipeline_model_parallel_size
-    num_ranks = pp * arguments.tensor_model_parallel_size
-    full = model_config(arguments.model)
-    full.num_hidden_layers = arguments.num_layers or full.num_hidden_layers
-    check_model(full, arguments.layout)
-    sizes = [(layers, full.vocab_size) for layers in range(full.num_hidden_layers, 0, -pp)]
-    while (vocab := sizes[-1][1] // 2 // 64 * 64) >= MIN_VOCAB:
-        sizes.append((pp, vocab))
-    for num_layers, vocab_size in sizes:
-        hf = model_config(arguments.model, num_hidden_layers=num_layers, vocab_size=vocab_size)
-        shape = ModelShape.of(hf)
-        widest = 2 * shape.ffn_size * max(1, shape.num_experts)  # gates and ups, of all experts
-        largest = shape.hidden_size * max(shape.vocab_size, widest) * itemsize
-        per_rank = 3 * arguments.bucket_mb * 2**20 + 3 * largest
-        if shape.num_parameters * itemsize + num_ranks * per_rank <= budget:
-            return hf
-    raise ValueError(
-        f"{arguments.model} with {pp} layers on {num_ranks} ranks does not fit into"
-        f" {budget / 1e9:.1f} GB; raise --memory-gb, or lower --bucket-mb, the parallel sizes or"
-        " --model"
-    )
+def configured(arguments: argparse.Namespace) -> PretrainedConfig:
+    """Return the model whose shapes are sent."""
+    layers = {"num_hidden_layers": arguments.num_layers} if arguments.num_layers else {}
+    return model_config(arguments.model, **layers)
 
 
 def plain(plan: ReshardPlan, memory: Tensor, engine_bytes: int, *, with_tp: bool) -> None:
@@ -144,9 +113,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks.
     """
     torch.set_num_threads(1)
-    hf = model_config(
-        arguments.model, num_hidden_layers=arguments.num_layers, vocab_size=arguments.vocab_size
-    )
+    hf = configured(arguments)
     groups = initialize(arguments.layout)
     model = build_model(hf, transformer_config(hf, arguments.layout), groups)
     local = [(slot, parameter.detach()) for slot, parameter in held(model)]
@@ -244,8 +211,7 @@ def tables(report: Mapping[str, Any]) -> str:
     head = "path, PP GB, TP GB, seconds, spread, bound s, GB/s, bound GB/s, share".split(", ")
     lines = [
         f"{report['model']} {report['dtype']}: {report['num_layers']} of"
-        f" {report['full_num_layers']} layers, {report['vocab_size']} of"
-        f" {report['full_vocab_size']} words, {report['model_gbytes']:.2f} GB; TP {report['tp']} x"
+        f" {report['full_num_layers']} layers, {report['model_gbytes']:.2f} GB; TP {report['tp']} x"
         f" PP {report['pp']} -> rollout TP {report['rollout_tp']}, {report['buckets']} buckets,"
         f" {report['backend']} on {report['hardware']}",
         table(head, rows),
@@ -297,24 +263,18 @@ def main(arguments: argparse.Namespace) -> None:
             f"TP x PP ({num_ranks}) must be at most the {torch.cuda.device_count()} CUDA devices;"
             " lower one"
         )
-    budget = min(0.6 * psutil.virtual_memory().available, 4e9)  # more would take many minutes
-    if has_cuda:
-        budget = 0.6 * sum(torch.cuda.mem_get_info(index)[0] for index in range(num_ranks))
-    hf = fitting_config(arguments, arguments.memory_gb * 1e9 if arguments.memory_gb else budget)
+    hf = configured(arguments)
+    check_model(hf, arguments.layout)
     head_rows(ModelShape.of(hf), 0, arguments.rollout_tensor_parallel_size)
-    size = ("--num-layers", hf.num_hidden_layers, "--vocab-size", hf.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        run_ranks(num_ranks, Path(__file__), *arguments.argv, *size, "--worker", file)
+        run_ranks(num_ranks, Path(__file__), *arguments.argv, "--worker", file)
         measured = json.loads(file.read_text())
-    full = model_config(arguments.model)
     report = provenance() | {
         "model": arguments.model,
         "dtype": arguments.dtype,
         "num_layers": hf.num_hidden_layers,
-        "full_num_layers": full.num_hidden_layers,
-        "vocab_size": hf.vocab_size,
-        "full_vocab_size": full.vocab_size,
+        "full_num_layers": model_config(arguments.model).num_hidden_layers,
         "model_gbytes": ModelShape.of(hf).num_parameters * DTYPES[arguments.dtype].itemsize / 1e9,
         "tp": arguments.tensor_model_parallel_size,
         "pp": arguments.pipeline_model_parallel_size,
@@ -322,10 +282,7 @@ def main(arguments: argparse.Namespace) -> None:
         "backend": "nccl" if has_cuda else "gloo",
         **measured,
     }
-    bars = {path: row["all_seconds"] for path, row in report["paths"].items()} | {
-        f"bound of {path}": row["all_bound_seconds"] for path, row in report["paths"].items()
-    }
-    publish(arguments, report, tables(report), {"seconds of a weight sync": bars})
+    publish(arguments, report, tables(report))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 import torch
-from harness import OUTPUTS, provenance, publish, spread, table
+from harness import JSON, provenance, publish, spread, table
 from random_models import write_checkpoint
 
 from ragen_mega.commands.command_line import command, flag
@@ -64,7 +64,7 @@ TARGET_MODEL, TARGET_TRAJECTORIES, TARGET_TOKENS = "Qwen2.5-0.5B", 128, 338
 _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--model",
         "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
@@ -337,8 +337,7 @@ def main(arguments: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
         if report["runs"]:
-            bars = {run_name(run["keep"]): run["all_seconds"] for run in report["runs"]}
-            publish(arguments, report, tables(report), {"seconds per step": bars})
+            publish(arguments, report, tables(report))
 
 
 if __name__ == "__main__":

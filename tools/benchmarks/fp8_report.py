@@ -1,52 +1,45 @@
-"""Measure the costs and gains of FP8 on this machine: drift of log-probabilities against bfloat16,
-and the shapes from which a recipe pays.
+"""Measure what FP8 costs in accuracy on this machine: the drift of log-probabilities against
+bfloat16.
 
-    python tools/benchmarks/fp8_report.py --json fp8.json --markdown fp8.md
+    python tools/benchmarks/fp8_report.py --json fp8.json
     python tools/benchmarks/fp8_report.py --load MODEL --recipes tensorwise blockwise
 
-Drift: log-probabilities of tokens that the bfloat16 policy itself samples, under every recipe that
-this GPU computes, beside what bfloat16 loses against float32 and what Transformer Engine's layers
-change in bfloat16. Time: forward and backward of two layers with the quantisation of their weights,
-recipes taking turns with bfloat16 in one run, medians as ratios. Needs one CUDA GPU and Transformer
-Engine; without them exit code 2.
+The tokens are those that the bfloat16 policy itself samples. Every recipe that this GPU computes
+stands beside what bfloat16 loses against float32 and what Transformer Engine's layers change in
+bfloat16. Needs one CUDA GPU and Transformer Engine; without them exit code 2. What FP8 saves in
+time is `bench_step.py -- --fp8 hybrid` beside `bench_step.py`.
 """
 
 import argparse
 import gc
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
-from harness import OUTPUTS, interleave, milliseconds_of, provenance, publish, table
+from harness import JSON, provenance, publish, table
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.config.sections.parallel import FP8Recipe
-from ragen_mega.data.packing import Share, microbatch, pack
+from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize, shutdown
-from ragen_mega.megatron.model import QwenModel, build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe, token_alignment
+from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe
 from ragen_mega.models.huggingface import load_config, random_weights
 from ragen_mega.planning.published import SHAPES, model_config
-from ragen_mega.ranks import collectives
-from ragen_mega.report.metrics import write_json
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 
 BF16 = "bf16"
 """The row that the others are compared with: Transformer Engine's layers without FP8."""
-TIMED_LAYERS = 2
-WARMUPS = 3
 ROWS_OF_LOGITS = 512
 FLAGS = (
-    *OUTPUTS,
+    JSON,
     flag(
         "--model",
         f"shape of a model of random weights (default: Qwen2.5-0.5B): {', '.join(SHAPES)}",
@@ -54,11 +47,8 @@ FLAGS = (
     flag("--load", "Hugging Face name or directory; drift of random weights says little about it"),
     flag("--recipes", "default: all that this GPU computes", nargs="+", choices=sorted(RECIPES)),
     flag("--fp8", "format, as in training", "hybrid", choices=("hybrid", "e4m3")),
-    flag("--drift-tokens", "sampled and compared", 8192),
-    flag("--tokens", "of a timed microbatch", [512, 2048, 8192, 32768], type=int, nargs="+"),
-    flag("--hidden", "widths, multiples of 128", [896, 2048, 4096], type=int, nargs="+"),
+    flag("--tokens", "sampled and compared", 8192),
     flag("--length", "tokens of a trajectory", 1024),
-    flag("--repetitions", "whose median counts", 20),
     flag("--seed", "of weights and tokens", 0),
 )
 
@@ -135,71 +125,6 @@ def measure_drift(
     return rows
 
 
-def timed_model(hidden: int) -> PretrainedConfig:
-    """Return the layers of a width, with Qwen2.5's proportions and a tiny vocabulary."""
-    heads = max(1, hidden // 128)
-    return Qwen2Config(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=TIMED_LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=math.gcd(heads, max(1, heads // 4)),
-        tie_word_embeddings=True,
-    )
-
-
-def measure_ratios(
-    tokens: Sequence[int],
-    hidden: int,
-    length: int,
-    variants: Mapping[str, ParallelConfig],
-    groups: Any,
-    repetitions: int,
-) -> list[dict[str, Any]]:
-    """Measure the median milliseconds of every variant for each number of tokens, and their ratio
-    to the first variant's.
-    """
-    hf, device, rows = timed_model(hidden), collectives.device(), []
-    models = {
-        name: build_model(hf, transformer_config(hf, parallel), groups)[0]
-        for name, parallel in variants.items()
-    }
-    for model in models.values():
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-
-    def step(model: QwenModel, inputs: Mapping[str, Any]) -> float:
-        def forward_and_backward() -> None:
-            # weights are quantised again, as in the first microbatch of a step
-            model.set_is_first_microbatch()
-            output = model(**inputs)
-            output.backward(torch.ones_like(output))
-
-        model.zero_grad(set_to_none=True)
-        return milliseconds_of(forward_and_backward, device.type)
-
-    for num_tokens in tokens:
-        batch = random_batch(num_tokens, length, hf.vocab_size, seed=0)
-        jobs = {}
-        for name, parallel in variants.items():
-            whole = Share([*range(batch.num_trajectories)], [0] * batch.num_trajectories)
-            multiple = token_alignment(parallel)
-            inputs = model_inputs(microbatch(batch, whole, multiple=multiple, device=device))
-            jobs[name] = lambda model=models[name], inputs=inputs: step(model, inputs)
-        readings = interleave(jobs, repetitions, warmups=WARMUPS)
-        medians = {name: statistics.median(values) for name, values in readings.items()}
-        base = next(iter(medians.values()))
-        ratios = {name: value / base for name, value in medians.items()}
-        rows.append(
-            {"tokens": num_tokens, "hidden": hidden, "milliseconds": medians, "ratios": ratios}
-            | {"readings": readings}
-        )
-        said = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        print(f"{num_tokens:7d} tokens x {hidden:5d}  {said}", flush=True)
-    return rows
-
-
 def free() -> None:
     """Return unreferenced memory to the device."""
     gc.collect()
@@ -232,54 +157,12 @@ def drift(reference: Tensor, other: Tensor) -> dict[str, float]:
     }
 
 
-def break_even_tokens(ratios: Mapping[int, float]) -> int | None:
-    """Return the fewest measured tokens from which on every ratio (time over bfloat16's) is below
-    1, None if that of the most tokens is not. `ratios` maps tokens to the ratio.
-    """
-    most_losing = max((tokens for tokens, ratio in ratios.items() if not ratio < 1), default=0)
-    return min((tokens for tokens in ratios if tokens > most_losing), default=None)
-
-
-def summarize(report: dict[str, Any]) -> dict[str, dict[int, int | None]]:
-    """Return a map: recipe -> hidden size -> break-even tokens, from the times of the report."""
-    return {
-        name: {
-            hidden: break_even_tokens(
-                {
-                    row["tokens"]: row["ratios"][name]
-                    for row in report["time"]
-                    if row["hidden"] == hidden
-                }
-            )
-            for hidden in sorted({row["hidden"] for row in report["time"]})
-        }
-        for name in report["recipes"]
-    }
-
-
 def tables(report: dict[str, Any]) -> str:
     """Return the report as text."""
-    recipes = report["recipes"]
     drifts = [
         (name, *(f"{value:.2e}" for value in row.values())) for name, row in report["drift"].items()
     ]
-    times = [
-        (
-            row["tokens"],
-            row["hidden"],
-            f"{row['milliseconds'][BF16]:.2f}",
-            *(f"{row['ratios'][name]:.2f}" for name in recipes),
-        )
-        for row in report["time"]
-    ]
-    shapes = [
-        (
-            name,
-            report["alignment"][name],
-            ", ".join(f"{width}: {least or 'never'}" for width, least in row.items()),
-        )
-        for name, row in report["break_even"].items()
-    ]
+    padded = ", ".join(f"{name} {size}" for name, size in report["alignment"].items())
     versions = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     return "\n\n".join(
         (
@@ -290,10 +173,7 @@ def tables(report: dict[str, Any]) -> str:
             f"{report['drift_tokens']} tokens sampled by the {BF16} policy; weights:"
             f" {report['weights']}.",
             table(("", "mean", "mean abs", "p99 abs", "max abs", "KL"), drifts),
-            "## Time of forward and backward over that of bfloat16",
-            table(("tokens", "hidden", "bf16 ms", *recipes), times),
-            "## From which shape on a recipe pays",
-            table(("recipe", "tokens padded to", "tokens, by hidden size"), shapes),
+            f"FP8 pads tokens to multiples: {padded}.",
         )
     )
 
@@ -340,32 +220,17 @@ def main(arguments: argparse.Namespace) -> None:
         read = random_weights(hf, arguments.seed).get
     variants = layouts(recipes, arguments.fp8)
     groups = initialize(variants[BF16], arguments.seed)
-    batch = random_batch(arguments.drift_tokens, arguments.length, hf.vocab_size, arguments.seed)
-    timed = {name: variants[name] for name in (BF16, *recipes)}
+    batch = random_batch(arguments.tokens, arguments.length, hf.vocab_size, arguments.seed)
     report: dict[str, Any] = provenance() | {
         "machine": asdict(machine),
         "weights": arguments.load or f"{arguments.model}, random",
         "fp8": arguments.fp8,
         "recipes": recipes,
         "alignment": {name: RECIPES[name].alignment for name in recipes},
-        "drift_tokens": arguments.drift_tokens,
+        "drift_tokens": arguments.tokens,
         "drift": measure_drift(hf, read, batch, variants, groups, max_tokens=8192),
     }
-    report["time"] = []
-    for hidden in arguments.hidden:
-        report["time"] += measure_ratios(
-            arguments.tokens, hidden, arguments.length, timed, groups, arguments.repetitions
-        )
-        free()
-        if arguments.json:  # whatever ends this program, what is done stays
-            write_json(arguments.json, report)
-    report["break_even"] = summarize(report)
-    bars = {
-        f"{name}, {row['tokens']} x {row['hidden']}": readings
-        for row in report["time"]
-        for name, readings in row["readings"].items()
-    }
-    publish(arguments, report, tables(report), {"milliseconds of forward and backward": bars})
+    publish(arguments, report, tables(report))
     shutdown()
 
 

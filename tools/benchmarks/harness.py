@@ -1,5 +1,5 @@
 """The harness of all benchmarks here: jobs that take turns, medians with their spread, and results
-as JSON, Markdown and a plot.
+as JSON and Markdown.
 """
 
 import argparse
@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ragen_mega.commands.command_line import JSON, flag
+from ragen_mega.commands.command_line import JSON as JSON
 from ragen_mega.report.markdown import table as table
 from ragen_mega.report.metrics import write_json
-from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.provenance import provenance as provenance
 from ragen_mega.run.timers import seconds_of
 
@@ -24,12 +23,6 @@ sys.path.append(
 )  # for `benchmarks`, which is not installed
 
 T = TypeVar("T")
-OUTPUTS = (
-    JSON,
-    flag("--markdown", "and its tables here", type=Path, metavar="OUT"),
-    flag("--plot", "draw medians and spread here (svg, png or pdf)", type=Path, metavar="OUT"),
-)
-"""Output flags of a benchmark, for `publish`."""
 
 
 def interleave(
@@ -83,30 +76,8 @@ def spread(readings: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(readings), "min": min(readings), "max": max(readings)}
 
 
-def publish(
-    arguments: argparse.Namespace,
-    report: Mapping[str, Any],
-    text: str,
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-) -> None:
-    """Print `text` and write what OUTPUTS ask for; the plot has a panel for each title (with the
-    unit) in `panels`, and in it a row for each name with its readings.
-    """
+def publish(arguments: argparse.Namespace, report: Mapping[str, Any], text: str) -> None:
+    """Print `text` and write the report where --json asks for it."""
     print(text, flush=True)
     if arguments.json:
         write_json(arguments.json, report)
-    if arguments.markdown:
-        arguments.markdown.write_text(text + "\n")
-    if arguments.plot:
-        pyplot = headless_pyplot()
-        heights = [0.8 + 0.25 * len(rows) for rows in panels.values()]
-        size = {"figsize": (9, sum(heights)), "height_ratios": heights}
-        figure, grid = pyplot.subplots(len(panels), squeeze=False, layout="constrained", **size)
-        for axes, (title, rows) in zip(grid.flat, panels.items()):
-            axes.boxplot(
-                [*rows.values()], tick_labels=[*rows], whis=(0, 100), orientation="horizontal"
-            )
-            axes.invert_yaxis()
-            axes.set_title(title, loc="left")
-        figure.suptitle(report["hardware"])
-        figure.savefig(arguments.plot)

@@ -88,11 +88,6 @@ def _found(pattern: str, text: str) -> str:
     raise ValueError(f"the output of a CUDA tool has no {pattern}: {text!r:.200}")
 
 
-def ptxas_version() -> str:
-    """Return the version of the assembler that Triton ships, such as 12.8.93."""
-    return _found(r"V([\d.]+)", run_tool("ptxas", "--version"))
-
-
 def inner_loops(assembly: str, elements_per_thread: float) -> list[LoopCount]:
     """Return the backward branches that enclose no other, in program order."""
     instructions: list[str] = []

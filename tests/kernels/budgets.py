@@ -15,7 +15,7 @@ from ragen_kernels import triton_policy, triton_returns, triton_rows, triton_tok
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .static_analysis import KernelReport, analyse
+from tests.kernels.machine_code import KernelReport, analyse
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 232448  # limit of one program on sm_90
