@@ -13,8 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
+from ragen_mega.agents.player import AgentPlayer
+from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
-from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY, Episode
+from ragen_mega.environments.episode import (
+    ERROR,
+    FAILED_ACTION,
+    TRUNCATED_BY,
+    Episode,
+    failed_turn,
+)
 from ragen_mega.environments.pool import (
     MAX_THREADS,
     EnvironmentFailed,
@@ -24,7 +32,15 @@ from ragen_mega.environments.pool import (
 )
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.engine import RolloutEngine, WeightsLost
-from ragen_mega.rollout.player import Advance, Attempt, OpenEnvironment, Player, PlaySettings, Task
+from ragen_mega.rollout.player import (
+    Advance,
+    Attempt,
+    OpenEnvironment,
+    Player,
+    PlaySettings,
+    SharedEngine,
+    Task,
+)
 from ragen_mega.rollout.renderer import ChatRenderer
 
 FAILED_ATTEMPTS = "failed_attempts"
@@ -97,7 +113,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         advance: Advance | None = None,
     ) -> None:
         advance = advance or (lambda num_tokens, is_over: None)
-        self._player = Player(engine, renderer, settings, advance, self._pause_if_due)
+        self._shared = SharedEngine(engine, self._pause_if_due)
+        self._player = Player(self._shared, renderer, settings, advance)
+        self._agents = AgentPlayer(self._shared, renderer, settings, advance)
         self._engine = engine
         self._settings = settings
         self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them
@@ -138,7 +156,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         Raises EngineError if the engine fails, FloatingPointError if its weights have diverged, and
         whatever `advance` raises.
         """
-        self._player.go_on(begin_turns=True)
         for session, task in self._new:
             kind = self._queue(session, task)
             if kind.is_instant or kind.num_open < MAX_THREADS:
@@ -147,14 +164,18 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 running.add_done_callback(self._ended)
                 self._running.add(running)
         self._new.clear()
-        return _apart(self._runner.run)(self._until_paused(steps))
+        return self._go_on(steps, begin_turns=True)
 
     def finish_turns(self) -> bool:
         """Play the turns that have begun to their ends, and return True; the next `play` begins
         further ones. Returns False and raises as `play` does.
         """
-        self._player.go_on(begin_turns=False)
-        return _apart(self._runner.run)(self._until_paused(None))
+        return self._go_on(None, begin_turns=False)
+
+    def _go_on(self, steps: int | None, *, begin_turns: bool) -> bool:
+        self._shared.go_on(begin_turns=begin_turns)
+        self._agents.restart_clocks()
+        return _apart(self._runner.run)(self._until_paused(steps))
 
     def drop_caches(self) -> None:
         """Let the next turn of every trajectory compute its context again."""
@@ -188,14 +209,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._failed is not None:
             self._failed.result()
-        return self._player.has_weights
+        return self._shared.has_weights
 
     def _pause_if_due(self) -> None:
         """Pause once a trajectory has failed, weights are lost, or all that run wait to begin a
         turn, also if none is left.
         """
-        player = self._player
-        is_due = self._failed or not player.has_weights or player.num_held == len(self._running)
+        shared = self._shared
+        is_due = self._failed or not shared.has_weights or shared.num_held == len(self._running)
         if is_due and self._paused is not None and not self._paused.done():
             self._paused.set_result(None)
 
@@ -239,7 +260,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                 while kind.waiting and not opened.is_broken:
                     attempt = kind.waiting.popleft()
                     try:
-                        trajectory = await self._player.play(attempt, opened)
+                        trajectory = await self._play(attempt, opened)
                     finally:
                         self._engine.release(attempt.session)
                     info = trajectory.turns[-1].info
@@ -251,6 +272,25 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                     self._trajectories[attempt.session] = trajectory
                     self._unfinished.discard(attempt.session)
         kind.num_open -= 1
+
+    async def _play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
+        """Start an episode and let the player of its kind play it."""
+        task = attempt.task
+        trajectory = Trajectory(
+            group_id=task.group_id,
+            environment=task.environment,
+            seed=task.seed,
+            outcome_seed=task.outcome_seed,
+            weight_version=self._engine.weight_version,
+        )
+        try:
+            messages = await opened.start(task)
+        except EnvironmentFailed as error:
+            return self._player.unplayed(attempt, trajectory, failed_turn(error).info)
+        program = opened.episode.environment
+        if isinstance(program, AgentProgram):
+            return await self._agents.play(attempt, opened, program, trajectory)
+        return await self._player.play(attempt, opened, messages, trajectory)
 
     @contextlib.contextmanager
     def _opened(self, kind: _Kind) -> Iterator[OpenEnvironment]:

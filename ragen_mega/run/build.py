@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 from transformers import PretrainedConfig
 
+from ragen_mega.agents.examples import find_references
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.section import flag_of
@@ -68,7 +69,6 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
-from ragen_mega.warm_start.agent_play import find_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,

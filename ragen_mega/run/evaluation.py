@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ragen_mega.agents.examples import find_references
 from ragen_mega.config import EnvironmentConfig, RolloutConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.rules import Sections
@@ -21,7 +22,7 @@ from ragen_mega.environments.protocol import check_seed
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
-from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
+from ragen_mega.rollout.held_out import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
@@ -29,7 +30,6 @@ from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 from ragen_mega.system.paths import expanded
-from ragen_mega.warm_start.agent_play import find_references
 
 MAX_SESSIONS = 256
 """Trajectories decoded at a time."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ragen_mega.agents.repetition import begin_alike
+from ragen_mega.agents.served_episode import ASKED
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.exchange import gather_batch
@@ -18,8 +20,6 @@ from ragen_mega.environments.episode import QUOTED
 from ragen_mega.environments.registry import declares
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.endings import environment_errors
-from ragen_mega.rollout.first_requests import begin_alike
-from ragen_mega.rollout.served_episode import ASKED
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.storage.sealed_files import write_sealed
 

@@ -10,6 +10,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from ragen_mega.agents.repetition import begins_again
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
 from ragen_mega.algorithm.tables import PlugInError
@@ -38,13 +39,12 @@ from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
 from ragen_mega.rollout.endings import PolicyErrors, describe_errors
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
-from ragen_mega.rollout.evaluate import (
+from ragen_mega.rollout.held_out import (
     EvaluationResult,
     HeldOut,
     evaluate_each,
     mean_references,
 )
-from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync

@@ -27,7 +27,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.traces import TRACES, traces
-from ragen_mega.rollout.evaluate import evaluate_each
+from ragen_mega.rollout.held_out import evaluate_each
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.train import starpo

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from ragen_mega.agents import runner
+from ragen_mega.agents.repetition import begins_again
 from ragen_mega.agents.runner import AGENTS, AgentProgram
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
@@ -30,7 +31,6 @@ from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.tasks import FileTasks
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from ragen_mega.run.check import import_agents, split_notes

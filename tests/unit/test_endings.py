@@ -22,6 +22,7 @@ from ragen_mega.environments.calls import step
 from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks import collectives
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect
@@ -34,7 +35,6 @@ from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.run.guards import StartGuard
 from ragen_mega.run.selection import shape_on_main
 from ragen_mega.storage.rollouts import RolloutStore
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.forked_ranks import on_ranks
 
 LOST = EnvironmentFailed("ConnectionError: no server (in step, a.py:3)")

@@ -30,11 +30,11 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 AGENT = "agent:agent_of_bench_door:run"
 FLAGS = (

@@ -3,18 +3,16 @@ become completions of the engine.
 """
 
 import asyncio
-import random
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
+from ragen_mega.agents.call_tree import Call, CallTree, RequestError, record
 from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply, call_id
 from ragen_mega.config.sections.agent import AgentConfig
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -41,60 +39,6 @@ class Answers(Protocol):
         """Sample what follows the prompt `tokens` of a call, with further entries for the info of
         the answer's turn.
         """
-
-
-Example = Callable[[Call, random.Random], str]
-"""Function that writes the text of the answer to a call, with its source of randomness."""
-
-
-class ExampleAnswers:
-    """Answers as an example gives them."""
-
-    def __init__(self, renderer: ChatRenderer, example: Example) -> None:
-        self._renderer, self._example = renderer, example
-
-    async def complete(
-        self, call: Call, tokens: list[int], sampling: SamplingParams
-    ) -> tuple[Completion, dict[str, Any]]:
-        """Encode the example's answer; see `Answers`."""
-        text = self._example(call, random.Random(sampling.seed))
-        if self._renderer.opens_thought and "</think>" not in text:
-            text = f"\n</think>\n\n{text}"
-        answer = self._renderer.encode_answer(text)[: sampling.max_tokens]
-        is_whole = answer[-1:] == [self._renderer.end_of_turn]
-        return Completion(answer, [0.0] * len(answer), "stop" if is_whole else "length"), {}
-
-
-class RecordedAnswers:
-    """Trained answers of an episode that was recorded, found by their prompts."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self._answers: defaultdict[tuple[int, ...], deque[Completion]] = defaultdict(deque)
-        starts = [start for start, _ in trajectory.segments]
-        for turn in sorted(trajectory.turns, key=lambda turn: turn.info[CALL]["answer"]):
-            begin = starts[bisect_right(starts, turn.start) - 1]
-            span = slice(turn.start, turn.end)
-            self._answers[tuple(trajectory.tokens[begin : turn.start])].append(
-                Completion(
-                    list(trajectory.tokens[span]),
-                    list(trajectory.rollout_logprobs[span]),
-                    turn.info["finish_reason"],
-                )
-            )
-
-    async def complete(
-        self, call: Call, tokens: list[int], sampling: SamplingParams
-    ) -> tuple[Completion, dict[str, Any]]:
-        """Return the next answer that was recorded for the prompt; see `Answers`. Raises
-        RequestError if there is none.
-        """
-        if not (left := self._answers.get(tuple(tokens))):
-            raise RequestError(
-                "the record has no answer to this prompt, so that the agent does not ask what it"
-                " asked",
-                code="not_recorded",
-            )
-        return left.popleft(), {}
 
 
 @dataclass(frozen=True, slots=True)

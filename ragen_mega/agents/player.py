@@ -1,0 +1,233 @@
+"""One episode of an agent from its start to its rewards: the program of the user asks at the door,
+and a shared engine, or another source of answers, samples what it asks for.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+from ragen_mega.agents.call_tree import Call
+from ragen_mega.agents.runner import AgentEpisode, AgentProgram, Outcome, judged, shared_client
+from ragen_mega.agents.served_episode import UNDELIVERED, Limits, ServedEpisode
+from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
+from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
+from ragen_mega.environments.pool import EnvironmentFailed
+from ragen_mega.ranks import collectives
+from ragen_mega.rollout.player import Advance, Attempt, OpenEnvironment, PlaySettings, SharedEngine
+from ragen_mega.rollout.renderer import ChatRenderer
+
+
+class Clock(contextlib.AbstractContextManager["Clock"]):
+    """The time of one episode of an agent, which counts from its start or from the last answer to
+    another episode of the agent, or the end of one. An episode that waits for others, as at a
+    semaphore or a limit of rates, is therefore not late while they go on.
+    """
+
+    def __init__(self, clocks: list["Clock"]) -> None:
+        """`clocks`: those of the agent's episodes that are played at present."""
+        self._clocks = clocks
+        self._watch: asyncio.Task[None] | None = None
+        self.num_elsewhere = 0
+        """Number of answers to other episodes in the meantime."""
+
+    def __enter__(self) -> Self:
+        self._clocks.append(self)
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clocks.remove(self)
+        for clock in self._clocks:
+            clock.start()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def start(self) -> None:
+        """Begin to count anew."""
+        self._start = time.monotonic()
+
+    def restart_others(self) -> None:
+        """Note an answer to this episode."""
+        for clock in self._clocks:
+            if clock is not self:
+                clock.num_elsewhere += 1
+                clock.start()
+
+    def watch(self, seconds: float, give_up: Callable[[], None]) -> None:
+        """Call `give_up` after so many seconds."""
+
+        async def wait() -> None:
+            while (left := self._start + seconds - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            give_up()
+
+        self._watch = asyncio.get_running_loop().create_task(wait())
+
+
+class AgentPlayer:
+    """Plays episodes of agents with a shared engine, each call of `play` at its own pace."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        renderer: ChatRenderer,
+        settings: PlaySettings,
+        advance: Advance,
+    ) -> None:
+        self._engine, self._renderer = engine, renderer
+        self._settings, self._advance = settings, advance
+        self._clocks: defaultdict[str, list[Clock]] = defaultdict(list)  # by agent
+        self._further_session = partial(next, itertools.count(-1, -1))
+
+    def restart_clocks(self) -> None:
+        """Let the time of all episodes count anew: nothing was played in the meantime."""
+        for clock in itertools.chain.from_iterable(self._clocks.values()):
+            clock.start()
+
+    async def play(
+        self,
+        attempt: Attempt,
+        opened: OpenEnvironment,
+        program: AgentProgram,
+        trajectory: Trajectory,
+    ) -> Trajectory:
+        """Play an episode of an agent that has been given its task. Returns `trajectory`, which has
+        no tokens yet.
+        """
+        settings, budget = self._settings, opened.episode.budget
+        limits = Limits(
+            max_context=settings.max_context_length,
+            max_tokens=budget.max_response_length,
+            max_answers=budget.max_turns,
+            temperature=settings.temperature,
+            top_p=1.0,
+            stop_token_ids=self._renderer.stop_token_ids,
+            agent=settings.agent,
+        )
+        clock = Clock(self._clocks[attempt.task.environment])
+        served = ServedEpisode(
+            self._renderer,
+            settings.answers or self._sessions(attempt, trajectory.weight_version),
+            limits,
+            ("agent", *attempt.stream(settings.seed)),
+            clock.restart_others,
+        )
+        with clock:
+            ending = await self._serve(served, clock, attempt, opened, program)
+        failure = (
+            EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
+            if served.is_endless
+            else ending.exception()
+        )
+        assert failure is None or isinstance(failure, EnvironmentFailed)  # see `Worker.call`
+        opened.is_broken = failure is not None
+        outcome, records = Outcome(0.0, success=False), served.records()
+        info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}
+        if failure is not None and info and records:
+            info["agent_error"] = str(failure)
+        elif failure is None and not served.tree.calls and clock.num_elsewhere:
+            info = failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
+        elif failure is not None and (failure.is_late or settings.agent.agent_reward is None):
+            info = (
+                failed_turn(failure).info | info
+            )  # an agent that does not return keeps the thread
+        else:
+            result, error = (None, str(failure)) if failure else (ending.result(), None)
+            episode = AgentEpisode(program.task, records, result, error)
+            try:
+                outcome = await opened.call(partial(judged, episode, settings.agent.agent_reward))
+            except EnvironmentFailed as failed:
+                info = failed_turn(failed).info | info
+        trajectory = served.tree.trajectory(
+            trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
+        )
+        trajectory.truncated = TRUNCATED_BY in info
+        trajectory.terminated = not trajectory.truncated
+        last = trajectory.turns[-1].info
+        last |= dict(outcome.info) | {"success": outcome.success} | info
+        if served.num_undelivered:
+            last[UNDELIVERED] = served.num_undelivered
+        self._advance(0, not attempt.is_repeated(last))
+        return trajectory
+
+    async def _serve(
+        self,
+        served: ServedEpisode,
+        clock: Clock,
+        attempt: Attempt,
+        opened: OpenEnvironment,
+        program: AgentProgram,
+    ) -> asyncio.Future[Any]:
+        """Let the program play, in the thread of its environment, and answer its requests. Returns
+        what the program returns or fails with.
+        """
+        # Only here, for it needs the extra `agents`.
+        from ragen_mega.agents.server import door
+
+        worker, agent = opened.worker, self._settings.agent
+        assert worker is not None  # an agent is not instant
+        entrance = door(agent.listen_on(collectives.rank()))
+        self._engine.rest(attempt.session)
+        worker.seconds = 0.0  # the clock measures this call
+        ending = worker.call(partial(program.run, entrance.url, partial(entrance.open, served)))
+        worker.seconds = agent.agent_timeout
+        if agent.agent_timeout:
+            clock.watch(agent.agent_timeout, lambda: worker.give_up(ending, program.why_late))
+        try:
+            await served.serve(ending, opened.meanwhile)
+        finally:
+            self._engine.end_rest(attempt.session)
+            ending.cancel()
+            program.stop()
+        return ending
+
+    def _sessions(self, attempt: Attempt, version: int) -> "_Sessions":
+        return _Sessions(
+            self._engine, self._advance, self._further_session, attempt.session, version
+        )
+
+
+class _Sessions:
+    """Sessions of the engine for the calls of an agent's episode.
+
+    A call continues the session of the episode if this is free. Otherwise it has one of its own. A
+    session is released when its call ends while others run, which may wait for its slot.
+    """
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        advance: Advance,
+        further_session: Callable[[], int],
+        own: int,
+        version: int,
+    ) -> None:
+        """`own`: session of the episode; `version`: weights at its start."""
+        self._shared, self._advance, self._further_session = engine, advance, further_session
+        self._own, self._version = own, version
+        self._busy: set[int] = set()
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Sample as soon as turns may begin; see `served_episode.Answers`."""
+        engine = self._shared.engine
+        await self._shared.wait_for_turn(self._own)
+        session = self._own if self._own not in self._busy else self._further_session()
+        self._busy.add(session)
+        try:
+            completion = await self._shared.generate(tokens, sampling, session)
+        finally:
+            self._busy.discard(session)
+            if session != self._own or self._busy:
+                engine.release(session)
+            if not self._busy:
+                self._shared.rest(self._own)
+        self._advance(len(completion.tokens), False)
+        version = engine.weight_version
+        return completion, {} if version == self._version else {VERSION: version}
