@@ -37,7 +37,7 @@ def starpo(run: Run) -> None:
         run.roll_back_if_collapsed(log)  # `--guard`
         run.rollouts.request(step + 1)  # samplers work while this step is logged and saved
         run.report(log)
-        run.evaluate_if_due(log)
+        run.evaluation.play_if_due(log)
         run.close(log)  # a row of metrics, a checkpoint if due
     run.finish()
 

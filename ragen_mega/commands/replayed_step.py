@@ -28,6 +28,7 @@ from ragen_mega.report.provenance import read_settings
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models, set_fields
+from ragen_mega.run.evaluation import References
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
@@ -217,7 +218,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         renderer=load_renderer(str(base), think=config.environment.think),
         tasks=TaskSampler(config),
         prompts={},
-        references=dict.fromkeys(config.environment.shares, unknown),
+        references=References(dict.fromkeys(config.environment.shares, unknown)),
         logger=RunLogger(directory, is_writer=False),
         console=Console(is_writer=False, num_steps=config.train.num_steps),
         placement=placement,

@@ -165,7 +165,7 @@ class Samplers:
         staleness = self._config.rollout.max_staleness
         last = min(step + staleness, self._config.train.num_steps - 1)
         self._present, self._digests[step] = step, digest
-        for rollout in range(self._next, last + 1):
+        for rollout in range(max(self._next, step), last + 1):
             due = max(self._oldest, rollout - staleness)
             if due not in self._digests or not self._order(rollout, due, step, weights):
                 self._order(rollout, step, step, weights)
@@ -271,10 +271,13 @@ class Samplers:
         digests = {str(version): digest for version, digest in self._digests.items()}
         return {"oldest": self._oldest, **digests}
 
-    def load_state_dict(self, step: int, directory: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint after `step` steps, in `directory`."""
-        self._next, self._oldest = step, state.get("oldest", 0)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`, with the files of `read_staged`."""
+        self._oldest = state.get("oldest", 0)
         self._digests = {int(version): state[version] for version in state if version != "oldest"}
+
+    def read_staged(self, directory: Path) -> None:
+        """Read the files that `staged` has left in a checkpoint."""
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
         self._weights = {
