@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +18,14 @@ from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajector
 from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.ranks import collectives
-from ragen_mega.rollout.player import Advance, Attempt, OpenEnvironment, PlaySettings, SharedEngine
+from ragen_mega.rollout.player import (
+    Advance,
+    Attempt,
+    OpenEnvironment,
+    Player,
+    PlaySettings,
+    SharedEngine,
+)
 from ragen_mega.rollout.renderer import ChatRenderer
 
 
@@ -69,7 +76,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         self._watch = asyncio.get_running_loop().create_task(wait())
 
 
-class AgentPlayer:
+class AgentPlayer(Player):
     """Plays episodes of agents with a shared engine, each call of `play` at its own pace."""
 
     def __init__(
@@ -79,8 +86,7 @@ class AgentPlayer:
         settings: PlaySettings,
         advance: Advance,
     ) -> None:
-        self._engine, self._renderer = engine, renderer
-        self._settings, self._advance = settings, advance
+        super().__init__(engine, renderer, settings, advance)
         self._clocks: defaultdict[str, list[Clock]] = defaultdict(list)  # by agent
         self._further_session = partial(next, itertools.count(-1, -1))
 
@@ -89,60 +95,36 @@ class AgentPlayer:
         for clock in itertools.chain.from_iterable(self._clocks.values()):
             clock.start()
 
-    async def play(
-        self,
-        attempt: Attempt,
-        opened: OpenEnvironment,
-        program: AgentProgram,
-        trajectory: Trajectory,
-    ) -> Trajectory:
-        """Play an episode of an agent that has been given its task. Returns `trajectory`, which has
-        no tokens yet.
-        """
+    async def play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
+        """Play one episode of an agent until its program ends, or a limit ends it."""
+        trajectory = attempt.trajectory(self._engine.weight_version)
+        try:
+            await opened.start(attempt.task)
+        except EnvironmentFailed as error:
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
+        program = opened.episode.environment
+        assert isinstance(program, AgentProgram)  # by the name of the environment
         settings, budget = self._settings, opened.episode.budget
         limits = Limits(
             max_context=settings.max_context_length,
             max_tokens=budget.max_response_length,
             max_answers=budget.max_turns,
             temperature=settings.temperature,
-            top_p=1.0,
-            stop_token_ids=self._renderer.stop_token_ids,
             agent=settings.agent,
         )
-        clock = Clock(self._clocks[attempt.task.environment])
-        served = ServedEpisode(
-            self._renderer,
-            settings.answers or self._sessions(attempt, trajectory.weight_version),
-            limits,
-            ("agent", *attempt.stream(settings.seed)),
-            clock.restart_others,
+        answers = settings.answers or _Sessions(
+            self._shared,
+            self._advance,
+            self._further_session,
+            attempt.session,
+            trajectory.weight_version,
         )
+        clock = Clock(self._clocks[attempt.task.environment])
+        seed = ("agent", *attempt.stream(settings.seed))
+        served = ServedEpisode(self._renderer, answers, limits, seed, clock.restart_others)
         with clock:
             ending = await self._serve(served, clock, attempt, opened, program)
-        failure = (
-            EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
-            if served.is_endless
-            else ending.exception()
-        )
-        assert failure is None or isinstance(failure, EnvironmentFailed)  # see `Worker.call`
-        opened.is_broken = failure is not None
-        outcome, records = Outcome(0.0, success=False), served.records()
-        info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}
-        if failure is not None and info and records:
-            info["agent_error"] = str(failure)
-        elif failure is None and not served.tree.calls and clock.num_elsewhere:
-            info = failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
-        elif failure is not None and (failure.is_late or settings.agent.agent_reward is None):
-            info = (
-                failed_turn(failure).info | info
-            )  # an agent that does not return keeps the thread
-        else:
-            result, error = (None, str(failure)) if failure else (ending.result(), None)
-            episode = AgentEpisode(program.task, records, result, error)
-            try:
-                outcome = await opened.call(partial(judged, episode, settings.agent.agent_reward))
-            except EnvironmentFailed as failed:
-                info = failed_turn(failed).info | info
+        outcome, info = await self._judge(served, clock, opened, program.task, ending)
         trajectory = served.tree.trajectory(
             trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
         )
@@ -172,7 +154,7 @@ class AgentPlayer:
         worker, agent = opened.worker, self._settings.agent
         assert worker is not None  # an agent is not instant
         entrance = door(agent.listen_on(collectives.rank()))
-        self._engine.rest(attempt.session)
+        self._shared.rest(attempt.session)
         worker.seconds = 0.0  # the clock measures this call
         ending = worker.call(partial(program.run, entrance.url, partial(entrance.open, served)))
         worker.seconds = agent.agent_timeout
@@ -181,15 +163,45 @@ class AgentPlayer:
         try:
             await served.serve(ending, opened.meanwhile)
         finally:
-            self._engine.end_rest(attempt.session)
+            self._shared.end_rest(attempt.session)
             ending.cancel()
             program.stop()
         return ending
 
-    def _sessions(self, attempt: Attempt, version: int) -> "_Sessions":
-        return _Sessions(
-            self._engine, self._advance, self._further_session, attempt.session, version
+    async def _judge(
+        self,
+        served: ServedEpisode,
+        clock: Clock,
+        opened: OpenEnvironment,
+        task: Mapping[str, Any],
+        ending: asyncio.Future[Any],
+    ) -> tuple[Outcome, dict[str, Any]]:
+        """Return the rewards of an episode that is over, none if it failed, and entries about its
+        end for the info of the last turn.
+        """
+        reward = self._settings.agent.agent_reward
+        failure = (
+            EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
+            if served.is_endless  # and the program was ended
+            else ending.exception()
         )
+        assert failure is None or isinstance(failure, EnvironmentFailed)  # see `Worker.call`
+        opened.is_broken = failure is not None
+        nothing, records = Outcome(0.0, success=False), served.records()
+        info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}
+        if failure is not None and info and records:
+            return nothing, info | {"agent_error": str(failure)}
+        if failure is None and not served.tree.calls and clock.num_elsewhere:
+            return nothing, failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
+        if failure is not None and (failure.is_late or reward is None):
+            # An agent that does not return keeps the thread in which it would be judged.
+            return nothing, failed_turn(failure).info | info
+        result, error = (None, str(failure)) if failure else (ending.result(), None)
+        episode = AgentEpisode(task, records, result, error)
+        try:
+            return await opened.call(partial(judged, episode, reward)), info
+        except EnvironmentFailed as failed:
+            return nothing, failed_turn(failed).info | info
 
 
 class _Sessions:
@@ -221,7 +233,10 @@ class _Sessions:
         session = self._own if self._own not in self._busy else self._further_session()
         self._busy.add(session)
         try:
-            completion = await self._shared.generate(tokens, sampling, session)
+            completion = None
+            while completion is None:
+                async with self._shared.outlasting_weights():
+                    completion = await engine.generate(tokens[:], sampling, session=session)
         finally:
             self._busy.discard(session)
             if session != self._own or self._busy:

@@ -49,8 +49,6 @@ class Limits:
     max_tokens: int
     max_answers: int
     temperature: float
-    top_p: float
-    stop_token_ids: tuple[int, ...]
     agent: AgentConfig
 
 
@@ -99,6 +97,7 @@ class ServedEpisode:
         """Cause by which the latest request was refused for a limit; None after one that was not.
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
+        self._own = {"temperature": limits.temperature, "top_p": 1.0}
         self._seed = tuple(seed)
         self._on_answer = on_answer
         self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
@@ -262,11 +261,11 @@ class ServedEpisode:
 
     def _asked(self, request: ChatRequest) -> dict[str, float]:
         """Return the parameters of sampling that differ from the trainer's."""
-        limits = self._limits
         asked = {"temperature": request.temperature, "top_p": request.top_p}
-        own = {"temperature": limits.temperature, "top_p": limits.top_p}
         return {
-            name: value for name, value in asked.items() if value is not None and value != own[name]
+            name: value
+            for name, value in asked.items()
+            if value is not None and value != self._own[name]
         }
 
     def _sampling(
@@ -281,13 +280,11 @@ class ServedEpisode:
         digest = text_seed(repr(prompt))
         times = self._times_asked[digest]
         self._times_asked[digest] += 1
-        own = {"temperature": limits.temperature, "top_p": limits.top_p}
-        if limits.agent.agent_sampling == "agent":
-            own |= asked
+        own = self._own | (asked if limits.agent.agent_sampling == "agent" else {})
         room = limits.max_context - len(prompt)
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
-            stop_token_ids=limits.stop_token_ids,
+            stop_token_ids=self._renderer.stop_token_ids,
             seed=text_seed(repr((*self._seed, prompt, times, request.seed))),
             num_recorded=num_recorded,
             **own,

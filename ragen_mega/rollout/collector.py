@@ -14,15 +14,9 @@ from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
 from ragen_mega.agents.player import AgentPlayer
-from ragen_mega.agents.runner import AgentProgram
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
-from ragen_mega.environments.episode import (
-    ERROR,
-    FAILED_ACTION,
-    TRUNCATED_BY,
-    Episode,
-    failed_turn,
-)
+from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY, Episode
 from ragen_mega.environments.pool import (
     MAX_THREADS,
     EnvironmentFailed,
@@ -148,33 +142,26 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """Indices of the tasks without a finished trajectory, in order."""
         return sorted(self._unfinished)
 
-    def play(self, steps: int | None = None) -> bool:
+    def play(self, steps: int | None = None, *, begin_turns: bool = True) -> bool:
         """Play until every trajectory is over, or for `steps` steps of the engine, and return True.
-        Returns False if the engine has lost its weights: give it weights and call this again.
-        Trajectories then continue where they were.
+        Without `begin_turns` only the turns that have begun are played, to their ends. Returns
+        False if the engine has lost its weights: give it weights and call this again. Trajectories
+        then continue where they were.
 
         Raises EngineError if the engine fails, FloatingPointError if its weights have diverged, and
         whatever `advance` raises.
         """
-        for session, task in self._new:
+        self._shared.go_on(begin_turns=begin_turns)
+        self._agents.restart_clocks()
+        for session, task in self._new if begin_turns else ():
             kind = self._queue(session, task)
             if kind.is_instant or kind.num_open < MAX_THREADS:
                 kind.num_open += 1
                 running = self._runner.get_loop().create_task(self._play_in_turn(kind))
                 running.add_done_callback(self._ended)
                 self._running.add(running)
-        self._new.clear()
-        return self._go_on(steps, begin_turns=True)
-
-    def finish_turns(self) -> bool:
-        """Play the turns that have begun to their ends, and return True; the next `play` begins
-        further ones. Returns False and raises as `play` does.
-        """
-        return self._go_on(None, begin_turns=False)
-
-    def _go_on(self, steps: int | None, *, begin_turns: bool) -> bool:
-        self._shared.go_on(begin_turns=begin_turns)
-        self._agents.restart_clocks()
+        if begin_turns:
+            self._new.clear()
         return _apart(self._runner.run)(self._until_paused(steps))
 
     def drop_caches(self) -> None:
@@ -259,8 +246,9 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             with self._opened(kind) as opened:
                 while kind.waiting and not opened.is_broken:
                     attempt = kind.waiting.popleft()
+                    player = self._agents if is_agent(attempt.task.environment) else self._player
                     try:
-                        trajectory = await self._play(attempt, opened)
+                        trajectory = await player.play(attempt, opened)
                     finally:
                         self._engine.release(attempt.session)
                     info = trajectory.turns[-1].info
@@ -272,25 +260,6 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                     self._trajectories[attempt.session] = trajectory
                     self._unfinished.discard(attempt.session)
         kind.num_open -= 1
-
-    async def _play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
-        """Start an episode and let the player of its kind play it."""
-        task = attempt.task
-        trajectory = Trajectory(
-            group_id=task.group_id,
-            environment=task.environment,
-            seed=task.seed,
-            outcome_seed=task.outcome_seed,
-            weight_version=self._engine.weight_version,
-        )
-        try:
-            messages = await opened.start(task)
-        except EnvironmentFailed as error:
-            return self._player.unplayed(attempt, trajectory, failed_turn(error).info)
-        program = opened.episode.environment
-        if isinstance(program, AgentProgram):
-            return await self._agents.play(attempt, opened, program, trajectory)
-        return await self._player.play(attempt, opened, messages, trajectory)
 
     @contextlib.contextmanager
     def _opened(self, kind: _Kind) -> Iterator[OpenEnvironment]:

@@ -6,7 +6,8 @@ loss mask. Episodes of agents: `agents/player.py`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -99,6 +100,16 @@ class Attempt:
         with this seed.
         """
         return seed, self.task.group_id, self.task.outcome_seed, self.repetition
+
+    def trajectory(self, weight_version: int) -> Trajectory:
+        """Return the trajectory of this attempt, without tokens."""
+        return Trajectory(
+            group_id=self.task.group_id,
+            environment=self.task.environment,
+            seed=self.task.seed,
+            outcome_seed=self.task.outcome_seed,
+            weight_version=weight_version,
+        )
 
     def is_repeated(self, info: dict[str, Any]) -> bool:
         """Return whether another attempt follows if the last turn has this info."""
@@ -209,25 +220,24 @@ class SharedEngine:
         """Note that a trajectory goes on, or that it is over."""
         self._resting.discard(session)
 
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, session: int
-    ) -> Completion:
-        """Sample what follows the tokens, again if the engine has lost its weights and got them
-        back. Raises EngineError if it fails otherwise.
+    @contextlib.asynccontextmanager
+    async def outlasting_weights(self) -> AsyncIterator[None]:
+        """Give a context for a request to the engine. If this has lost its weights, the context
+        ends once the engine has others, which may have come since the request. Raises EngineError
+        if the engine fails otherwise.
         """
-        while True:
-            loaded = self._loaded
-            try:
-                return await self.engine.generate(tokens[:], sampling, session=session)
-            except WeightsLost:
-                if loaded is self._loaded:  # others may have come since the request
-                    self.has_weights = False
-                    self._on_wait()
-                await loaded.wait()
-            except (RuntimeError, MemoryError, OSError) as error:
-                raise EngineError(
-                    f"the rollout engine failed: {type(error).__name__}: {error}"
-                ) from error
+        loaded = self._loaded
+        try:
+            yield
+        except WeightsLost:
+            if loaded is self._loaded:
+                self.has_weights = False
+                self._on_wait()
+            await loaded.wait()
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise EngineError(
+                f"the rollout engine failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 class Player:
@@ -245,27 +255,24 @@ class Player:
         self._settings = settings
         self._advance = advance
 
-    async def play(
-        self,
-        attempt: Attempt,
-        opened: OpenEnvironment,
-        messages: list[Message],
-        trajectory: Trajectory,
-    ) -> Trajectory:
-        """Play an episode that has begun with `messages` until it ends or its context is full.
-        Returns `trajectory`, which has no tokens yet.
-        """
+    async def play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
+        """Play one trajectory until its episode ends or its context is full."""
         engine, renderer, settings = self._engine, self._renderer, self._settings
         task, max_context = attempt.task, settings.max_context_length
+        trajectory = attempt.trajectory(engine.weight_version)
+        try:
+            messages = await opened.start(task)
+        except EnvironmentFailed as error:
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
         context = Context(renderer, opened.episode, settings.context_window)
         try:
             prompt = context.begin(messages)
         except ValueError as error:  # what the chat template does not take costs this episode
-            return self.unplayed(attempt, trajectory, failed_turn(error).info)
+            return self._unplayed(attempt, trajectory, failed_turn(error).info)
         if len(prompt) >= max_context:
             why = EnvironmentFailed(no_room(task.environment, len(prompt), max_context))
             info = failed_turn(why).info | {TRUNCATED_BY: "context"}
-            return self.unplayed(attempt, trajectory, info)
+            return self._unplayed(attempt, trajectory, info)
         trajectory.append_observation(prompt)
         is_over = False
         while not is_over:
@@ -275,7 +282,12 @@ class Player:
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
             )
             await self._shared.wait_for_turn(attempt.session)
-            completion = await self._shared.generate(context.tokens, sampling, attempt.session)
+            completion = None
+            while completion is None:
+                async with self._shared.outlasting_weights():
+                    completion = await engine.generate(
+                        context.tokens[:], sampling, session=attempt.session
+                    )
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version
@@ -305,7 +317,7 @@ class Player:
                     engine.release(attempt.session)
         return trajectory
 
-    def unplayed(
+    def _unplayed(
         self, attempt: Attempt, trajectory: Trajectory, info: dict[str, Any]
     ) -> Trajectory:
         """Return the trajectory of an environment that could not start: nothing was sampled."""

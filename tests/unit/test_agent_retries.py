@@ -98,8 +98,6 @@ LIMITS = Limits(
     max_tokens=9,
     max_answers=100,
     temperature=1.0,
-    top_p=1.0,
-    stop_token_ids=RENDERER.stop_token_ids,
     agent=AgentConfig(),
 )
 
