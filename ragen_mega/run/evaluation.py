@@ -5,7 +5,8 @@ and of a policy that is stored, in a run, a Hugging Face directory or on the Hub
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,6 @@ from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
 from ragen_mega.run.guards import HeldOutStarts
 from ragen_mega.run.log import RunLog, StepLog
-from ragen_mega.run.placement import Colocated
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
@@ -71,14 +71,14 @@ class RunEvaluation:
         references: References,
         starts: HeldOutStarts,
         *,
-        placement: Colocated,
+        lend_device: Callable[[], AbstractContextManager[None]],
         sync: WeightSync,
         timers: Timers,
         log: RunLog,
         console: Console,
     ) -> None:
         """`prompts`: initial states of each environment; `starts` counts those that training has
-        met, on the first rank.
+        met, on the first rank; `lend_device()` gives the device to the engine for its block.
         """
         self.references, self.starts = references, starts
         self.warm_start: dict[str, dict[str, Any]] = {}
@@ -86,7 +86,7 @@ class RunEvaluation:
         self.last: dict[str, EvaluationResult] = {}
         """The evaluation after the last step, once it has been made."""
         self._config, self._engine, self._renderer = config, engine, renderer
-        self._prompts, self._placement, self._sync = prompts, placement, sync
+        self._prompts, self._lend_device, self._sync = prompts, lend_device, sync
         self._timers, self._log, self._console = timers, log, console
 
     def play_if_due(self, log: StepLog) -> None:
@@ -116,7 +116,7 @@ class RunEvaluation:
             name: HeldOut(config.environment, settings, self._prompts[name], self.references[name])
             for name in config.environment.evaluated
         }
-        with self._timers.timeline_only("evaluation"), self._placement.lend_device(self._engine):
+        with self._timers.timeline_only("evaluation"), self._lend_device():
             self._sync.send()
             results = evaluate_each(
                 self._engine,

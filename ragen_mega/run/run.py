@@ -152,7 +152,7 @@ class Run:
             prompts,
             references,
             self.rollout_guard.starts,
-            placement=self.placement,
+            lend_device=partial(self.placement.lend_device, self.engine),
             sync=self.sync,
             timers=self.timers,
             log=self.log,
