@@ -77,7 +77,7 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _Queue:
     """The tasks that share their environments."""
 
     spare: OpenEnvironment | None
@@ -114,7 +114,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._settings = settings
         self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them
         self._unfinished: set[int] = set()  # sessions
-        self._kinds: dict[Callable[[], Episode], _Kind] = {}
+        self._queues: dict[Callable[[], Episode], _Queue] = {}
         self._repetitions: Counter[tuple[int, int]] = Counter()
         self._trajectories: dict[int, Trajectory] = {}  # by session, until they are taken
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -154,10 +154,10 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._shared.go_on(begin_turns=begin_turns)
         self._agents.restart_clocks()
         for session, task in self._new if begin_turns else ():
-            kind = self._queue(session, task)
-            if kind.is_instant or kind.num_open < MAX_THREADS:
-                kind.num_open += 1
-                running = self._runner.get_loop().create_task(self._play_in_turn(kind))
+            queue = self._enqueue(session, task)
+            if queue.is_instant or queue.num_open < MAX_THREADS:
+                queue.num_open += 1
+                running = self._runner.get_loop().create_task(self._play_in_turn(queue))
                 running.add_done_callback(self._ended)
                 self._running.add(running)
         if begin_turns:
@@ -180,8 +180,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             failures = trajectory.turns[-1].info.get(FAILED_ATTEMPTS, ())
             for seed in (trajectory.outcome_seed, *(each["outcome_seed"] for each in failures)):
                 self._repetitions.pop((trajectory.group_id, seed), None)
-        self._kinds = {
-            make: kind for make, kind in self._kinds.items() if kind.num_open or kind.waiting
+        self._queues = {
+            make: queue for make, queue in self._queues.items() if queue.num_open or queue.waiting
         }
         self._workers = [reference for reference in self._workers if reference()]
         return taken
@@ -214,38 +214,38 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._failed = running
         self._pause_if_due()
 
-    def _queue(self, session: int, task: Task) -> _Kind:
-        """Let a task wait for an environment, among the others of its kind, which is returned."""
-        if task.make_episode not in self._kinds:
-            self._kinds[task.make_episode] = self._first(task)
-        kind = self._kinds[task.make_episode]
+    def _enqueue(self, session: int, task: Task) -> _Queue:
+        """Let a task wait for an environment among those that share it; returns their queue."""
+        if task.make_episode not in self._queues:
+            self._queues[task.make_episode] = self._first(task)
+        queue = self._queues[task.make_episode]
         # Members may share their outcome seed, but never their samples.
         key = (task.group_id, task.outcome_seed)
         num_left = self._settings.attempts - 1
-        kind.waiting.append(Attempt(session, task, self._repetitions[key], num_left))
+        queue.waiting.append(Attempt(session, task, self._repetitions[key], num_left))
         self._repetitions[key] += 1
-        return kind
+        return queue
 
-    def _first(self, task: Task) -> _Kind:
-        """Return a new kind, with a first environment, built in the thread that will call it. If
+    def _first(self, task: Task) -> _Queue:
+        """Return a new queue with a first environment, built in the thread that will call it. If
         that fails, every trajectory tries for itself: a server may be away for a moment.
         """
         worker = Worker(self._settings.environment_timeout)
         try:
             episode = worker.build(task.environment, task.make_episode)
         except ValueError:
-            return _Kind(None, is_instant=False)
+            return _Queue(None, is_instant=False)
         if is_instant(episode.environment):
             worker.end(lambda: None)
-            return _Kind(OpenEnvironment(episode, None, self._meanwhile), is_instant=True)
-        return _Kind(OpenEnvironment(episode, worker, self._meanwhile), is_instant=False)
+            return _Queue(OpenEnvironment(episode, None, self._meanwhile), is_instant=True)
+        return _Queue(OpenEnvironment(episode, worker, self._meanwhile), is_instant=False)
 
-    async def _play_in_turn(self, kind: _Kind) -> None:
-        """Play tasks of one kind until none waits; a broken environment is replaced."""
-        while kind.waiting:
-            with self._opened(kind) as opened:
-                while kind.waiting and not opened.is_broken:
-                    attempt = kind.waiting.popleft()
+    async def _play_in_turn(self, queue: _Queue) -> None:
+        """Play the tasks of a queue until none waits; a broken environment is replaced."""
+        while queue.waiting:
+            with self._opened(queue) as opened:
+                while queue.waiting and not opened.is_broken:
+                    attempt = queue.waiting.popleft()
                     player = self._agents if is_agent(attempt.task.environment) else self._player
                     try:
                         trajectory = await player.play(attempt, opened)
@@ -253,20 +253,20 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
                         self._engine.release(attempt.session)
                     info = trajectory.turns[-1].info
                     if attempt.is_repeated(info):
-                        kind.waiting.appendleft(_further(attempt, trajectory))
+                        queue.waiting.appendleft(_further(attempt, trajectory))
                         continue
                     if attempt.failures:
                         info[FAILED_ATTEMPTS] = list(attempt.failures)
                     self._trajectories[attempt.session] = trajectory
                     self._unfinished.discard(attempt.session)
-        kind.num_open -= 1
+        queue.num_open -= 1
 
     @contextlib.contextmanager
-    def _opened(self, kind: _Kind) -> Iterator[OpenEnvironment]:
-        """Give the context an environment of this kind, which is closed on leaving."""
-        opened, kind.spare = kind.spare, None
+    def _opened(self, queue: _Queue) -> Iterator[OpenEnvironment]:
+        """Give the context an environment for this queue, which is closed on leaving."""
+        opened, queue.spare = queue.spare, None
         if opened is None:
-            worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+            worker = None if queue.is_instant else Worker(self._settings.environment_timeout)
             opened = OpenEnvironment(None, worker, self._meanwhile)
         try:
             yield opened
