@@ -255,15 +255,14 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        packed: CompactTrajectories | None = None
+        here: list[CompactTrajectories | None] = []  # on the first rank, where they stay
 
         def find() -> Delivery | Exception | None:
-            nonlocal packed
             found = self._find(step, start)
-            if not isinstance(found, Delivery):
-                return found
-            packed = found.trajectories
-            return replace(found, trajectories=None)
+            if isinstance(found, Delivery):
+                here.append(found.trajectories)
+                return replace(found, trajectories=None)
+            return found
 
         while (found := on_main(find)) is None:
             self._stop_if_asked()
@@ -273,7 +272,7 @@ class Samplers:
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = read_on_main(lambda: in_groups(expand(packed)) if packed else None)
+        groups = read_on_main(lambda: in_groups(expand(here[0])) if here[0] else None)
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
@@ -298,8 +297,7 @@ class Samplers:
         """Return the record of the weights for a checkpoint: version -> digest of its weights; and
         `oldest`, the first version since the run went back.
         """
-        digests = {str(version): digest for version, digest in self._digests.items()}
-        return {"oldest": self._oldest, **digests}
+        return {"oldest": self._oldest} | {str(each): text for each, text in self._digests.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`, with the files of `read_staged`."""
