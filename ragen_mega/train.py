@@ -30,14 +30,14 @@ from ragen_mega.storage.run_directory import Finished
 
 def starpo(run: Run) -> None:
     """Run one step of StarPO (arXiv:2504.20073) after another, until `num_steps`."""
-    run.rollouts.request(run.step)  # the weights leave for ranks that sample
+    run.rollouts.request(run.step)  # sends the weights to samplers (--placement separate)
     for step in run.steps():
         log = run.log.begin(step)
         train_step(run, step, log)
         run.roll_back_if_collapsed(log)  # `--guard`
-        run.rollouts.request(step + 1)  # others sample while this step is closed
+        run.rollouts.request(step + 1)  # samplers work while this step is logged and saved
         run.report(log)
-        run.evaluate_if_due(log)
+        run.evaluation.play_if_due(log)
         run.close(log)  # a row of metrics, a checkpoint if due
     run.finish()
 
@@ -50,7 +50,7 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
     # An earlier process may have sampled them under these weights.
     groups: Sequence[TrajectoryGroup] | None = rollouts.recall(step)
     if groups is None and rollouts.are_remote:
-        groups = rollouts.receive(step, log)  # under the weights of `max_staleness` steps before
+        groups = rollouts.receive(step, log)  # sampled under weights sent max_staleness steps ago
     elif groups is None:
         with log.stage("rollout"), placement.lend_device(run.engine):  # TRAIN -> SYNC
             with log.stage("sync"):

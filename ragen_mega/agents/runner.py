@@ -200,7 +200,7 @@ class AgentProgram:
             return await function(task, client)
 
 
-class _Place:
+class _AgentProcess:
     """A process of an agent, which has one key at the door for all its episodes, so that a client
     that the agent keeps serves the next one too.
     """
@@ -221,11 +221,11 @@ class _Place:
 
 
 @cache
-def _processes(agent: str, count: int) -> LifoQueue[_Place]:
+def _processes(agent: str, count: int) -> LifoQueue[_AgentProcess]:
     """Return the places of the processes of an agent in which no episode is played."""
-    places: LifoQueue[_Place] = LifoQueue()
+    places: LifoQueue[_AgentProcess] = LifoQueue()
     for _ in range(count):
-        places.put(_Place(agent))
+        places.put(_AgentProcess(agent))
     return places
 
 

@@ -30,9 +30,9 @@ from ragen_mega.agents.call_tree import RequestError
 from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
 from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
 from ragen_mega.agents.responses import RESPONSES
+from ragen_mega.agents.served_episode import ServedEpisode
 from ragen_mega.environments.adapters.web_guard import BACKLOG, GuardedServer
 from ragen_mega.ranks.launcher import open_many_files
-from ragen_mega.rollout.served_episode import ServedEpisode
 
 INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 MOST_BYTES = 8 << 20

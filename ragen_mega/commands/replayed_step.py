@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ragen_mega.agents.repetition import find_difference
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.exchange import read_on_main
-from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
-from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.models.huggingface import load_config
@@ -25,13 +25,10 @@ from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import read_settings
-from ragen_mega.rollout.collector import Collection
-from ragen_mega.rollout.engine import NoEngine
-from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import load_renderer
-from ragen_mega.rollout.served_episode import RecordedAnswers
-from ragen_mega.rollout.tasks import TaskSampler, episode_maker, play_settings
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models, set_fields
+from ragen_mega.run.evaluation import References
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
@@ -92,45 +89,24 @@ def replay_agents(arguments: argparse.Namespace) -> list[str]:
     directory = config.run_directory
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     renderer = load_renderer(str(base), think=config.environment.think)
-    settings = play_settings(config, temperature=config.rollout.temperature, seed=config.train.seed)
     groups = RolloutStore(directory / ROLLOUTS).read(arguments.step).groups
     recorded = [member for group in groups for member in group.trajectories if member.is_tree]
     if not recorded:
         raise ValueError(
             f"step {arguments.step} of {directory} has no episode of an agent; drop --agent-calls"
         )
-    lines = []
-    for before in recorded:
-        name = before.environment
-        maker = episode_maker(config.environment, name, arguments.step)
-        task = Task(before.group_id, name, before.seed, before.outcome_seed, None, maker)
-        answers = RecordedAnswers(before)
-        with Collection(
-            NoEngine(), renderer, [task], replace(settings, answers=answers)
-        ) as collection:
-            collection.play()
-            (after,) = collection.trajectories()
-        if not _is_repeated(before, after):
-            said = after.turns[-1].info.get(ERROR, "it asks or earns something else")
-            lines.append(f"{name}, seed {before.seed}, outcome seed {before.outcome_seed}: {said}")
+    found = [(each, find_difference(config, renderer, each, arguments.step)) for each in recorded]
+    lines = [
+        f"{each.environment}, seed {each.seed}, outcome seed {each.outcome_seed}: {said}"
+        for each, said in found
+        if said is not None
+    ]
     num_equal = len(recorded) - len(lines)
     return [
         *lines,
         f"step {arguments.step} of {directory}: {num_equal} of {len(recorded)} episodes of agents"
         " are repeated to the token",
     ]
-
-
-def _is_repeated(before: Trajectory, after: Trajectory) -> bool:
-    """Return whether an episode has the tokens, branches and rewards of another."""
-    return all(
-        list(each(before)) == list(each(after))
-        for each in (
-            lambda trajectory: trajectory.tokens,
-            lambda trajectory: trajectory.breaks,
-            lambda trajectory: (turn.reward for turn in trajectory.turns),
-        )
-    )
 
 
 def repeat(run: Run, last_step: int) -> dict[str, float]:
@@ -242,7 +218,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         renderer=load_renderer(str(base), think=config.environment.think),
         tasks=TaskSampler(config),
         prompts={},
-        references=dict.fromkeys(config.environment.shares, unknown),
+        references=References(dict.fromkeys(config.environment.shares, unknown)),
         logger=RunLogger(directory, is_writer=False),
         console=Console(is_writer=False, num_steps=config.train.num_steps),
         placement=placement,

@@ -70,11 +70,18 @@ def read_on_main(
     return groups if found is None or collectives.is_main() else in_groups(outlined(found))
 
 
-def send_to_owners(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
+def send_to_owners(
+    trajectories: Sequence[Trajectory],
+    wanted: Sequence[Sequence[int]],
+    *,
+    with_infos: bool = False,
+) -> None:
     """Send rank r its trajectories `wanted[r]`, which rank 0 all holds: a trajectory comes from the
-    rank that sampled it, as long as that rank has it. Collective.
+    rank that sampled it, as long as that rank has it. With `with_infos` every rank gets the infos
+    of all turns from rank 0. Collective.
     """
     mine = collectives.rank()
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     held = torch.tensor([mine if trajectory.is_held else 0 for trajectory in trajectories])
     holders = collectives.max_over_ranks(held).tolist()
 
@@ -83,13 +90,17 @@ def send_to_owners(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence
             return []
         return [trajectories[i] for i in wanted[receiver] if holders[i] == sender]
 
-    outgoing = [sent(mine, rank) for rank in range(len(wanted))]
-    arrived = collectives.exchange_bytes(
-        [pickle.dumps(contents_of(part), _PICKLE) if part else b"" for part in outgoing]
-    )
-    for rank, data in enumerate(arrived):
+    def content(receiver: int) -> bytes:
+        part = sent(mine, receiver)
+        infos = [turn.info for turn in turns] if with_infos and mine == 0 < receiver else []
+        return pickle.dumps((contents_of(part), infos), _PICKLE) if part or infos else b""
+
+    for rank, data in enumerate(collectives.exchange_bytes([*map(content, range(len(wanted)))])):
         if data:
-            fill(sent(rank, mine), pickle.loads(data))
+            contents, infos = pickle.loads(data)
+            fill(sent(rank, mine), contents)
+            for turn, info in zip(turns, infos):
+                turn.info = info
 
 
 def keep_trained(
@@ -108,11 +119,9 @@ def keep_trained(
     if collectives.world_size() == 1:
         return
     wanted: list[Sequence[int]] = [range(len(trajectories))] * len(homes)
-    if owners is None:
-        _send_infos(trajectories)
-    else:
+    if owners is not None:
         wanted = [(owners == home).any(0).nonzero()[:, 0].tolist() for home in homes]
-    send_to_owners(trajectories, wanted)
+    send_to_owners(trajectories, wanted, with_infos=owners is None)
     shown = groups[:num_shown] if collectives.is_main() else ()
     stay = {id(trajectories[i]) for i in wanted[collectives.rank()]}
     stay |= {id(trajectory) for group in shown for trajectory in group.trajectories}
@@ -120,14 +129,6 @@ def keep_trained(
         for trajectory in group.trajectories:
             if id(trajectory) not in stay:
                 trajectory.release()
-
-
-def _send_infos(trajectories: Sequence[Trajectory]) -> None:
-    """Give every rank the infos of all turns, which rank 0 has. Collective."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    infos = collectives.on_main(lambda: [turn.info for turn in turns])
-    for turn, info in zip(turns, infos, strict=True):
-        turn.info = info
 
 
 def gather_field(batch: TokenBatch, name: str) -> Tensor:

@@ -224,6 +224,11 @@ class Trajectory:
         """Whether this rank has the tokens and what was recorded with them."""
         return not isinstance(self.tokens, Elsewhere)
 
+    @property
+    def first_prompt(self) -> tuple[int, ...]:
+        """Tokens before the first turn."""
+        return tuple(self.tokens[: self.turns[0].start])
+
     def release(self, length: int | None = None) -> None:
         """Drop what was recorded with the tokens, `length` of them (None: as many as are held)."""
         absent = Elsewhere(len(self) if length is None else length)

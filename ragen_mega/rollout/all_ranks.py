@@ -132,7 +132,9 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         have_weights = False
         while not have_weights:
             with _on_all_ranks() as parts:
-                parts.append((self._collection.finish_turns(), self._collection.unfinished))
+                parts.append(
+                    (self._collection.play(begin_turns=False), self._collection.unfinished)
+                )
             have_weights = self._note(parts)
 
     def drop_caches(self) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
+from ragen_mega.agents.player import AgentPlayer
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY, Episode
 from ragen_mega.environments.pool import (
@@ -24,7 +26,15 @@ from ragen_mega.environments.pool import (
 )
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.engine import RolloutEngine, WeightsLost
-from ragen_mega.rollout.player import Advance, Attempt, OpenEnvironment, Player, PlaySettings, Task
+from ragen_mega.rollout.player import (
+    Advance,
+    Attempt,
+    OpenEnvironment,
+    Player,
+    PlaySettings,
+    SharedEngine,
+    Task,
+)
 from ragen_mega.rollout.renderer import ChatRenderer
 
 FAILED_ATTEMPTS = "failed_attempts"
@@ -67,7 +77,7 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _Queue:
     """The tasks that share their environments."""
 
     spare: OpenEnvironment | None
@@ -97,12 +107,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         advance: Advance | None = None,
     ) -> None:
         advance = advance or (lambda num_tokens, is_over: None)
-        self._player = Player(engine, renderer, settings, advance, self._pause_if_due)
+        self._shared = SharedEngine(engine, self._pause_if_due)
+        self._player = Player(self._shared, renderer, settings, advance)
+        self._agents = AgentPlayer(self._shared, renderer, settings, advance)
         self._engine = engine
         self._settings = settings
         self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them
         self._unfinished: set[int] = set()  # sessions
-        self._kinds: dict[Callable[[], Episode], _Kind] = {}
+        self._queues: dict[Callable[[], Episode], _Queue] = {}
         self._repetitions: Counter[tuple[int, int]] = Counter()
         self._trajectories: dict[int, Trajectory] = {}  # by session, until they are taken
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -130,31 +142,27 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         """Indices of the tasks without a finished trajectory, in order."""
         return sorted(self._unfinished)
 
-    def play(self, steps: int | None = None) -> bool:
+    def play(self, steps: int | None = None, *, begin_turns: bool = True) -> bool:
         """Play until every trajectory is over, or for `steps` steps of the engine, and return True.
-        Returns False if the engine has lost its weights: give it weights and call this again.
-        Trajectories then continue where they were.
+        Without `begin_turns` only the turns that have begun are played, to their ends. Returns
+        False if the engine has lost its weights: give it weights and call this again. Trajectories
+        then continue where they were.
 
         Raises EngineError if the engine fails, FloatingPointError if its weights have diverged, and
         whatever `advance` raises.
         """
-        self._player.go_on(begin_turns=True)
-        for session, task in self._new:
-            kind = self._queue(session, task)
-            if kind.is_instant or kind.num_open < MAX_THREADS:
-                kind.num_open += 1
-                running = self._runner.get_loop().create_task(self._play_in_turn(kind))
+        self._shared.go_on(begin_turns=begin_turns)
+        self._agents.restart_clocks()
+        for session, task in self._new if begin_turns else ():
+            queue = self._enqueue(session, task)
+            if queue.is_instant or queue.num_open < MAX_THREADS:
+                queue.num_open += 1
+                running = self._runner.get_loop().create_task(self._play_in_turn(queue))
                 running.add_done_callback(self._ended)
                 self._running.add(running)
-        self._new.clear()
+        if begin_turns:
+            self._new.clear()
         return _apart(self._runner.run)(self._until_paused(steps))
-
-    def finish_turns(self) -> bool:
-        """Play the turns that have begun to their ends, and return True; the next `play` begins
-        further ones. Returns False and raises as `play` does.
-        """
-        self._player.go_on(begin_turns=False)
-        return _apart(self._runner.run)(self._until_paused(None))
 
     def drop_caches(self) -> None:
         """Let the next turn of every trajectory compute its context again."""
@@ -172,8 +180,8 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             failures = trajectory.turns[-1].info.get(FAILED_ATTEMPTS, ())
             for seed in (trajectory.outcome_seed, *(each["outcome_seed"] for each in failures)):
                 self._repetitions.pop((trajectory.group_id, seed), None)
-        self._kinds = {
-            make: kind for make, kind in self._kinds.items() if kind.num_open or kind.waiting
+        self._queues = {
+            make: queue for make, queue in self._queues.items() if queue.num_open or queue.waiting
         }
         self._workers = [reference for reference in self._workers if reference()]
         return taken
@@ -188,14 +196,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._failed is not None:
             self._failed.result()
-        return self._player.has_weights
+        return self._shared.has_weights
 
     def _pause_if_due(self) -> None:
         """Pause once a trajectory has failed, weights are lost, or all that run wait to begin a
         turn, also if none is left.
         """
-        player = self._player
-        is_due = self._failed or not player.has_weights or player.num_held == len(self._running)
+        shared = self._shared
+        is_due = self._failed or not shared.has_weights or shared.num_held == len(self._running)
         if is_due and self._paused is not None and not self._paused.done():
             self._paused.set_result(None)
 
@@ -206,58 +214,59 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
             self._failed = running
         self._pause_if_due()
 
-    def _queue(self, session: int, task: Task) -> _Kind:
-        """Let a task wait for an environment, among the others of its kind, which is returned."""
-        if task.make_episode not in self._kinds:
-            self._kinds[task.make_episode] = self._first(task)
-        kind = self._kinds[task.make_episode]
+    def _enqueue(self, session: int, task: Task) -> _Queue:
+        """Let a task wait for an environment among those that share it; returns their queue."""
+        if task.make_episode not in self._queues:
+            self._queues[task.make_episode] = self._first(task)
+        queue = self._queues[task.make_episode]
         # Members may share their outcome seed, but never their samples.
         key = (task.group_id, task.outcome_seed)
         num_left = self._settings.attempts - 1
-        kind.waiting.append(Attempt(session, task, self._repetitions[key], num_left))
+        queue.waiting.append(Attempt(session, task, self._repetitions[key], num_left))
         self._repetitions[key] += 1
-        return kind
+        return queue
 
-    def _first(self, task: Task) -> _Kind:
-        """Return a new kind, with a first environment, built in the thread that will call it. If
+    def _first(self, task: Task) -> _Queue:
+        """Return a new queue with a first environment, built in the thread that will call it. If
         that fails, every trajectory tries for itself: a server may be away for a moment.
         """
         worker = Worker(self._settings.environment_timeout)
         try:
             episode = worker.build(task.environment, task.make_episode)
         except ValueError:
-            return _Kind(None, is_instant=False)
+            return _Queue(None, is_instant=False)
         if is_instant(episode.environment):
             worker.end(lambda: None)
-            return _Kind(OpenEnvironment(episode, None, self._meanwhile), is_instant=True)
-        return _Kind(OpenEnvironment(episode, worker, self._meanwhile), is_instant=False)
+            return _Queue(OpenEnvironment(episode, None, self._meanwhile), is_instant=True)
+        return _Queue(OpenEnvironment(episode, worker, self._meanwhile), is_instant=False)
 
-    async def _play_in_turn(self, kind: _Kind) -> None:
-        """Play tasks of one kind until none waits; a broken environment is replaced."""
-        while kind.waiting:
-            with self._opened(kind) as opened:
-                while kind.waiting and not opened.is_broken:
-                    attempt = kind.waiting.popleft()
+    async def _play_in_turn(self, queue: _Queue) -> None:
+        """Play the tasks of a queue until none waits; a broken environment is replaced."""
+        while queue.waiting:
+            with self._opened(queue) as opened:
+                while queue.waiting and not opened.is_broken:
+                    attempt = queue.waiting.popleft()
+                    player = self._agents if is_agent(attempt.task.environment) else self._player
                     try:
-                        trajectory = await self._player.play(attempt, opened)
+                        trajectory = await player.play(attempt, opened)
                     finally:
                         self._engine.release(attempt.session)
                     info = trajectory.turns[-1].info
                     if attempt.is_repeated(info):
-                        kind.waiting.appendleft(_further(attempt, trajectory))
+                        queue.waiting.appendleft(_further(attempt, trajectory))
                         continue
                     if attempt.failures:
                         info[FAILED_ATTEMPTS] = list(attempt.failures)
                     self._trajectories[attempt.session] = trajectory
                     self._unfinished.discard(attempt.session)
-        kind.num_open -= 1
+        queue.num_open -= 1
 
     @contextlib.contextmanager
-    def _opened(self, kind: _Kind) -> Iterator[OpenEnvironment]:
-        """Give the context an environment of this kind, which is closed on leaving."""
-        opened, kind.spare = kind.spare, None
+    def _opened(self, queue: _Queue) -> Iterator[OpenEnvironment]:
+        """Give the context an environment for this queue, which is closed on leaving."""
+        opened, queue.spare = queue.spare, None
         if opened is None:
-            worker = None if kind.is_instant else Worker(self._settings.environment_timeout)
+            worker = None if queue.is_instant else Worker(self._settings.environment_timeout)
             opened = OpenEnvironment(None, worker, self._meanwhile)
         try:
             yield opened

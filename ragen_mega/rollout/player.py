@@ -2,29 +2,17 @@
 
 Source: StarPO, arXiv:2504.20073, section 3.1 (trajectories of at most K turns). Sampled tokens are
 appended to the trajectory as they were sampled; the environment's tokens are appended outside the
-loss mask.
+loss mask. Episodes of agents: `agents/player.py`.
 """
 
 import asyncio
 import contextlib
-import itertools
-import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from ragen_mega.agents.call_tree import Call
-from ragen_mega.agents.runner import (
-    AgentEpisode,
-    AgentProgram,
-    Door,
-    Outcome,
-    judged,
-    shared_client,
-)
+from ragen_mega.agents.served_episode import Answers
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
@@ -38,11 +26,9 @@ from ragen_mega.environments.episode import (
 )
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
 from ragen_mega.environments.protocol import Message, text_seed
-from ragen_mega.ranks import collectives
 from ragen_mega.rollout.context import Context
 from ragen_mega.rollout.engine import EngineError, RolloutEngine, WeightsLost
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.served_episode import UNDELIVERED, Answers, Limits, ServedEpisode
 
 T = TypeVar("T")
 
@@ -109,6 +95,22 @@ class Attempt:
     failures: tuple[dict[str, Any], ...] = ()
     """Ends of the earlier attempts."""
 
+    def stream(self, seed: int) -> tuple[int, ...]:
+        """Return the values that distinguish the samples of this attempt from all others of a run
+        with this seed.
+        """
+        return seed, self.task.group_id, self.task.outcome_seed, self.repetition
+
+    def trajectory(self, weight_version: int) -> Trajectory:
+        """Return the trajectory of this attempt, without tokens."""
+        return Trajectory(
+            group_id=self.task.group_id,
+            environment=self.task.environment,
+            seed=self.task.seed,
+            outcome_seed=self.task.outcome_seed,
+            weight_version=weight_version,
+        )
+
     def is_repeated(self, info: dict[str, Any]) -> bool:
         """Return whether another attempt follows if the last turn has this info."""
         return ERROR in info and info.get(TRUNCATED_BY) != "context" and self.num_left > 0
@@ -142,7 +144,7 @@ class OpenEnvironment:
             return self._episode.start(task.seed, outcome_seed=task.outcome_seed, board=task.board)
 
         try:
-            return await self._call(start)
+            return await self.call(start)
         except EnvironmentFailed as error:
             self.is_broken = True
             raise EnvironmentFailed(
@@ -153,128 +155,41 @@ class OpenEnvironment:
     async def respond(self, text: str) -> TurnResult:
         """Return the environment's answer; if the call fails, the end of the trajectory."""
         try:
-            return await self._call(partial(self.episode.respond, text))
+            return await self.call(partial(self.episode.respond, text))
         except EnvironmentFailed as error:
             self.is_broken = True
             return failed_turn(error, self.episode.action)
-
-    def begin_agent(
-        self, agent: AgentProgram, base_url: str, door: Door, seconds: float
-    ) -> asyncio.Future[Any]:
-        """Let the agent that is this environment play; the future fails with EnvironmentFailed. Its
-        time is measured by a `Clock`; `seconds` bound later calls.
-        """
-        assert self.worker is not None  # an agent is not instant
-        self.worker.seconds = 0.0
-        ending = self.worker.call(partial(agent.run, base_url, door))
-        self.worker.seconds = seconds
-        return ending
-
-    def give_up(self, agent: AgentProgram, ending: asyncio.Future[Any]) -> None:
-        """Let the agent's episode fail because it takes too long."""
-        assert self.worker is not None
-        self.worker.give_up(ending, agent.why_late)
 
     def close(self) -> None:
         """Close the environment, in the thread that calls it."""
         if self._episode is not None:
             calls.close(self._episode.environment)
 
-    async def judge(
-        self, episode: AgentEpisode, failure: EnvironmentFailed | None, reward: str | None
-    ) -> Outcome:
-        """Return the rewards of an agent's episode. Raises EnvironmentFailed if there are none."""
-        if failure is not None and (failure.is_late or reward is None):
-            raise failure  # an agent that does not return keeps the thread
-        return await self._call(partial(judged, episode, reward))
-
-    async def _call(self, function: Callable[[], T]) -> T:
+    async def call(self, function: Callable[[], T]) -> T:
+        """Return what a function of the environment returns. Raises EnvironmentFailed."""
         if self.worker is None:
             return guarded(function)
         return await self.meanwhile(self.worker.call(function))
 
 
-class Clock(contextlib.AbstractContextManager["Clock"]):
-    """The time of one episode of an agent, which counts from its start or from the last answer to
-    another episode of the agent, or the end of one. An episode that waits for others, as at a
-    semaphore or a limit of rates, is therefore not late while they go on.
+class SharedEngine:
+    """An engine as the trajectories of a process share it. They wait before a turn while turns are
+    held back, and in a turn while the engine has no weights; `on_wait` is called then.
     """
 
-    def __init__(self, clocks: list["Clock"]) -> None:
-        """`clocks`: those of the agent's episodes that are played at present."""
-        self._clocks = clocks
-        self._watch: asyncio.Task[None] | None = None
-        self.num_elsewhere = 0
-        """Number of answers to other episodes in the meantime."""
-
-    def __enter__(self) -> Self:
-        self._clocks.append(self)
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._clocks.remove(self)
-        for clock in self._clocks:
-            clock.start()
-        if self._watch is not None:
-            self._watch.cancel()
-
-    def start(self) -> None:
-        """Begin to count anew."""
-        self._start = time.monotonic()
-
-    def restart_others(self) -> None:
-        """Note an answer to this episode."""
-        for clock in self._clocks:
-            if clock is not self:
-                clock.num_elsewhere += 1
-                clock.start()
-
-    def watch(self, seconds: float, give_up: Callable[[], None]) -> None:
-        """Call `give_up` after so many seconds."""
-
-        async def wait() -> None:
-            while (left := self._start + seconds - time.monotonic()) > 0:
-                await asyncio.sleep(left)
-            give_up()
-
-        self._watch = asyncio.get_running_loop().create_task(wait())
-
-
-class Player:
-    """Plays trajectories with one engine, each call of `play` at its own pace.
-
-    Calls wait before a turn while turns are held back, and in a turn while the engine has no
-    weights; `on_wait` is called then.
-    """
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        renderer: ChatRenderer,
-        settings: PlaySettings,
-        advance: Advance,
-        on_wait: Callable[[], None],
-    ) -> None:
-        self._engine = engine
-        self._renderer = renderer
-        self._settings = settings
-        self.advance = advance
-        self._on_wait = on_wait
+    def __init__(self, engine: RolloutEngine, on_wait: Callable[[], None]) -> None:
+        self.engine = engine
         self.has_weights = True
-        self._clocks: defaultdict[str, list[Clock]] = defaultdict(list)  # by agent
+        self._on_wait = on_wait
         self._resting: set[int] = set()  # sessions of trajectories with nothing in the engine
-        self.further_session = partial(next, itertools.count(-1, -1))
         self._may_begin = asyncio.Event()
         self._loaded = asyncio.Event()  # set once the engine gets its weights again
 
     def go_on(self, *, begin_turns: bool) -> None:
-        """Let all calls of `play` go on, as the engine has its weights; without `begin_turns` only
-        to the end of their turn.
+        """Let all trajectories go on, as the engine has its weights; without `begin_turns` only to
+        the end of their turn.
         """
         self.has_weights = True
-        for clock in chain.from_iterable(self._clocks.values()):
-            clock.start()  # nothing was played since the last call
         self._loaded.set()
         self._loaded = asyncio.Event()
         if begin_turns:
@@ -289,23 +204,66 @@ class Player:
         """
         return 0 if self._may_begin.is_set() else len(self._resting)
 
+    async def wait_for_turn(self, session: int) -> None:
+        """Wait until turns may begin."""
+        while not self._may_begin.is_set():
+            self.rest(session)
+            await self._may_begin.wait()
+        self.end_rest(session)
+
+    def rest(self, session: int) -> None:
+        """Note that a trajectory has nothing in the engine until its next `wait_for_turn`."""
+        self._resting.add(session)
+        self._on_wait()
+
+    def end_rest(self, session: int) -> None:
+        """Note that a trajectory goes on, or that it is over."""
+        self._resting.discard(session)
+
+    @contextlib.asynccontextmanager
+    async def outlasting_weights(self) -> AsyncIterator[None]:
+        """Give a context for a request to the engine. If this has lost its weights, the context
+        ends once the engine has others, which may have come since the request. Raises EngineError
+        if the engine fails otherwise.
+        """
+        loaded = self._loaded
+        try:
+            yield
+        except WeightsLost:
+            if loaded is self._loaded:
+                self.has_weights = False
+                self._on_wait()
+            await loaded.wait()
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise EngineError(
+                f"the rollout engine failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+class Player:
+    """Plays trajectories with a shared engine, each call of `play` at its own pace."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        renderer: ChatRenderer,
+        settings: PlaySettings,
+        advance: Advance,
+    ) -> None:
+        self._shared, self._engine = engine, engine.engine
+        self._renderer = renderer
+        self._settings = settings
+        self._advance = advance
+
     async def play(self, attempt: Attempt, opened: OpenEnvironment) -> Trajectory:
         """Play one trajectory until its episode ends or its context is full."""
         engine, renderer, settings = self._engine, self._renderer, self._settings
         task, max_context = attempt.task, settings.max_context_length
-        trajectory = Trajectory(
-            group_id=task.group_id,
-            environment=task.environment,
-            seed=task.seed,
-            outcome_seed=task.outcome_seed,
-            weight_version=engine.weight_version,
-        )
+        trajectory = attempt.trajectory(engine.weight_version)
         try:
             messages = await opened.start(task)
         except EnvironmentFailed as error:
             return self._unplayed(attempt, trajectory, failed_turn(error).info)
-        if isinstance(program := opened.episode.environment, AgentProgram):
-            return await self._host(attempt, opened, program, trajectory)
         context = Context(renderer, opened.episode, settings.context_window)
         try:
             prompt = context.begin(messages)
@@ -323,10 +281,10 @@ class Player:
             sampling = self._sampling(
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
             )
-            await self.wait_for_turn(attempt.session)
+            await self._shared.wait_for_turn(attempt.session)
             completion = None
             while completion is None:
-                async with self.outlasting_weights():
+                async with self._shared.outlasting_weights():
                     completion = await engine.generate(
                         context.tokens[:], sampling, session=attempt.session
                     )
@@ -352,126 +310,12 @@ class Player:
                 if len(context.tokens) >= max_context:
                     turn.info["context_overflow"] = trajectory.truncated = is_over = True
                     turn.info[TRUNCATED_BY] = "context"
-            self.advance(len(completion.tokens), is_over and not attempt.is_repeated(turn.info))
+            self._advance(len(completion.tokens), is_over and not attempt.is_repeated(turn.info))
             if not is_over:
                 trajectory.append_observation(observation, afresh=is_new_prompt)
                 if is_new_prompt:  # its cache belongs to another prompt
                     engine.release(attempt.session)
         return trajectory
-
-    async def _host(
-        self,
-        attempt: Attempt,
-        opened: OpenEnvironment,
-        program: AgentProgram,
-        trajectory: Trajectory,
-    ) -> Trajectory:
-        """Play one episode of an agent, which has been given its task."""
-        # Only here, for it needs the extra `agents`.
-        from ragen_mega.agents.server import door
-
-        settings, task, agent = self._settings, attempt.task, self._settings.agent
-        limits = Limits(
-            max_context=settings.max_context_length,
-            max_tokens=opened.episode.budget.max_response_length,
-            max_answers=opened.episode.budget.max_turns,
-            temperature=settings.temperature,
-            top_p=1.0,
-            stop_token_ids=self._renderer.stop_token_ids,
-            agent=agent,
-        )
-        seed = (settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
-        sampler = settings.answers or _Sessions(
-            self, self._engine, attempt.session, trajectory.weight_version
-        )
-        clock = Clock(self._clocks[task.environment])
-        served = ServedEpisode(
-            self._renderer, sampler, limits, ("agent", *seed), clock.restart_others
-        )
-        entrance = door(agent.listen_on(collectives.rank()))
-        self.rest(attempt.session)
-        with clock:
-            entry = partial(entrance.open, served)
-            ending = opened.begin_agent(program, entrance.url, entry, agent.agent_timeout)
-            if agent.agent_timeout:
-                clock.watch(agent.agent_timeout, partial(opened.give_up, program, ending))
-            try:
-                await served.serve(ending, opened.meanwhile)
-            finally:
-                self._resting.discard(attempt.session)
-                ending.cancel()
-                program.stop()
-        failure = (
-            EnvironmentFailed("it asked on although a limit allowed no answer", is_late=True)
-            if served.is_endless
-            else ending.exception()
-        )
-        assert failure is None or isinstance(failure, EnvironmentFailed)  # see `Worker.call`
-        opened.is_broken = failure is not None
-        outcome, records = Outcome(0.0, success=False), served.records()
-        info = {TRUNCATED_BY: served.limit_reached} if served.limit_reached else {}
-        if failure is not None and info and records:
-            info["agent_error"] = str(failure)
-        elif failure is None and not served.tree.calls and clock.num_elsewhere:
-            info = failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
-        else:
-            try:
-                outcome = await opened.judge(
-                    AgentEpisode(
-                        program.task,
-                        records,
-                        None if failure else ending.result(),
-                        None if failure is None else str(failure),
-                    ),
-                    failure,
-                    agent.agent_reward,
-                )
-            except EnvironmentFailed as error:
-                info = failed_turn(error).info | info
-        trajectory = served.tree.trajectory(
-            trajectory, reward=outcome.reward, call_rewards=outcome.call_rewards
-        )
-        trajectory.truncated = TRUNCATED_BY in info
-        trajectory.terminated = not trajectory.truncated
-        last = trajectory.turns[-1].info
-        last |= dict(outcome.info) | {"success": outcome.success} | info
-        if served.num_undelivered:
-            last[UNDELIVERED] = served.num_undelivered
-        self.advance(0, not attempt.is_repeated(last))
-        return trajectory
-
-    @contextlib.asynccontextmanager
-    async def outlasting_weights(self) -> AsyncIterator[None]:
-        """Give a context for a request to the engine. If this has lost its weights, the context
-        ends once the engine has others, which may have come since the request. Raises EngineError
-        if the engine fails otherwise.
-        """
-        loaded = self._loaded
-        try:
-            yield
-        except WeightsLost:
-            if loaded is self._loaded:
-                self.has_weights = False
-                self._on_wait()
-            await loaded.wait()
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise EngineError(
-                f"the rollout engine failed: {type(error).__name__}: {error}"
-            ) from error
-
-    def _sampling(
-        self, attempt: Attempt, num_turns: int, max_tokens: int, num_recorded: int
-    ) -> SamplingParams:
-        """Return the parameters that sample the turn after `num_turns` others, with its seed."""
-        settings, task = self._settings, attempt.task
-        stream = ("sampling", settings.seed, task.group_id, task.outcome_seed, attempt.repetition)
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=settings.temperature,
-            stop_token_ids=self._renderer.stop_token_ids,
-            seed=text_seed(repr((*stream, num_turns))),
-            num_recorded=num_recorded,
-        )
 
     def _unplayed(
         self, attempt: Attempt, trajectory: Trajectory, info: dict[str, Any]
@@ -481,56 +325,20 @@ class Player:
         turn = trajectory.append_action(Completion([], [], "abort"))
         turn.info.update(info)
         trajectory.truncated = True
-        self.advance(0, not attempt.is_repeated(info))
+        self._advance(0, not attempt.is_repeated(info))
         return trajectory
 
-    async def wait_for_turn(self, session: int) -> None:
-        """Wait until turns may begin."""
-        while not self._may_begin.is_set():
-            self.rest(session)
-            await self._may_begin.wait()
-        self._resting.discard(session)
-
-    def rest(self, session: int) -> None:
-        """Note that a trajectory has nothing in the engine until its next `wait_for_turn`."""
-        self._resting.add(session)
-        self._on_wait()
-
-
-class _Sessions:
-    """Sessions of the engine for the calls of an agent's episode.
-
-    A call continues the session of the episode if this is free. Otherwise it has one of its own. A
-    session is released when its call ends while others run, which may wait for its slot.
-    """
-
-    def __init__(self, player: Player, engine: RolloutEngine, own: int, version: int) -> None:
-        """`own`: session of the episode; `version`: weights at its start."""
-        self._player, self._engine, self._own, self._version = player, engine, own, version
-        self._busy: set[int] = set()
-
-    async def complete(
-        self, call: Call, tokens: list[int], sampling: SamplingParams
-    ) -> tuple[Completion, dict[str, Any]]:
-        """Sample as soon as turns may begin; see `served_episode.Answers`."""
-        player, engine = self._player, self._engine
-        await player.wait_for_turn(self._own)
-        session = self._own if self._own not in self._busy else player.further_session()
-        self._busy.add(session)
-        try:
-            completion = None
-            while completion is None:
-                async with player.outlasting_weights():
-                    completion = await engine.generate(tokens[:], sampling, session=session)
-        finally:
-            self._busy.discard(session)
-            if session != self._own or self._busy:
-                engine.release(session)
-            if not self._busy:
-                player.rest(self._own)
-        player.advance(len(completion.tokens), False)
-        version = engine.weight_version
-        return completion, {} if version == self._version else {VERSION: version}
+    def _sampling(
+        self, attempt: Attempt, num_turns: int, max_tokens: int, num_recorded: int
+    ) -> SamplingParams:
+        """Return the parameters that sample the turn after `num_turns` others, with its seed."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self._settings.temperature,
+            stop_token_ids=self._renderer.stop_token_ids,
+            seed=text_seed(repr(("sampling", *attempt.stream(self._settings.seed), num_turns))),
+            num_recorded=num_recorded,
+        )
 
 
 def no_room(environment: str, num_tokens: int, max_context: int) -> str:

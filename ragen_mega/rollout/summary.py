@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ragen_mega.agents.call_tree import UNTRAINED
+from ragen_mega.agents.served_episode import ASKED, UNDELIVERED
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
 from ragen_mega.algorithm.filters import by_environment, group_uncertainty, with_returns
 from ragen_mega.data.types import TrajectoryGroup
@@ -17,7 +18,6 @@ from ragen_mega.rollout.endings import (
     environment_errors,
     failed_attempts,
 )
-from ragen_mega.rollout.served_episode import ASKED, UNDELIVERED
 
 
 def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

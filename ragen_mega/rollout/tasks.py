@@ -36,6 +36,8 @@ TRAINING_SEEDS = (1_000_000, 1_000_000_000)
 """Training draws prompt seeds from this range; evaluation sets and held-out checks use smaller
 ones.
 """
+SCRIPTED_SEEDS = 100_000
+"""First prompt seed of scripted play: above the evaluation sets, below training."""
 _EXAMPLE_SEEDS = range(900_000, 1_000_000)
 """Seeds of the examples in prompts: above those of scripted play, below those of training."""
 _REPEATED_STARTS = 5

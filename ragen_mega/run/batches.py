@@ -17,7 +17,7 @@ from ragen_mega.data.packing import (
     minibatch_ids,
     pack,
 )
-from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.ranks.collectives import gather_objects, on_main
 from ragen_mega.report.console import Console
@@ -43,6 +43,7 @@ class Batches:
         self.renderer = renderer
         self.console = console
         self.timers = timers
+        self._sizes = config.train.minibatch_size, config.train.updates_per_rollout
         self._dp = policy.groups.dp
         self._homes = gather_objects(self._dp.rank())
         self._owners: Tensor | None = None  # ranks of the present batch, see `choose_owners`
@@ -54,28 +55,23 @@ class Batches:
         it trains, and rank 0 also of the groups that it traces.
         """
         trajectories = [member for group in kept for member in group.trajectories]
-        self._owners = owners = self._plan(trajectories, step)
-        num_shown = self.config.logging.trace_groups
-        keep_trained(groups, trajectories, owners, homes=self._homes, num_shown=num_shown)
-        return pack(trajectories, None if owners is None else owners[0] == self._dp.rank())
-
-    def _plan(self, trajectories: Sequence[Trajectory], step: int) -> Tensor | None:
-        """Return which data-parallel rank trains each trajectory, [passes, S]; None if every rank
-        needs all tokens.
-        """
-        if self._dp.size() == 1 or self.config.reads_all_tokens:
-            return None
-        ids, trainer = self._minibatch_ids(len(trajectories), step), self.policy.trainer
-        return on_main(
-            lambda: choose_owners(
-                trajectories,
-                ids,
-                self._dp.size(),
-                homes=self._homes,
-                cost=trainer.cost,
-                most_nodes=trainer.most_nodes,
+        config, dp, trainer = self.config, self._dp, self.policy.trainer
+        owners: Tensor | None = None  # every rank needs all tokens
+        if dp.size() > 1 and not config.reads_all_tokens:
+            owners = on_main(
+                lambda: choose_owners(
+                    trajectories,
+                    [*minibatch_ids(len(trajectories), *self._sizes, self._generator(step))],
+                    dp.size(),
+                    homes=self._homes,
+                    cost=trainer.cost,
+                    most_nodes=trainer.most_nodes,
+                )
             )
-        )
+        self._owners = owners
+        num_shown = config.logging.trace_groups
+        keep_trained(groups, trajectories, owners, homes=self._homes, num_shown=num_shown)
+        return pack(trajectories, None if owners is None else owners[0] == dp.rank())
 
     def with_old_logprobs(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
         """`batch` with the old log-probabilities that `--old-logprobs` asks for. The batch stays as
@@ -85,8 +81,8 @@ class Batches:
         config = self.config
         if config.loss.loss_mask == "legacy":
             return self._unmasked(batch, log)
-        updates = count_minibatches(batch.num_trajectories, config.train.minibatch_size)
-        updates *= config.train.updates_per_rollout
+        size, passes = self._sizes
+        updates = passes * count_minibatches(batch.num_trajectories, size)
         source = config.old_logprobs_from(updates)
         if source == "engine":
             return batch.with_fields(old_logprobs=gather_field(batch, "rollout_logprobs"))
@@ -134,9 +130,10 @@ class Batches:
         """Yield the minibatches of a step, of the same trajectories on every rank and at every
         call.
         """
-        plan = self._minibatch_ids(batch.num_trajectories, step)
-        self.timers.trained_tokens = batch.num_positions * self.config.train.updates_per_rollout
-        per_pass = count_minibatches(batch.num_trajectories, self.config.train.minibatch_size)
+        size, passes = self._sizes
+        plan = [*minibatch_ids(batch.num_trajectories, size, passes, self._generator(step))]
+        self.timers.trained_tokens = batch.num_positions * passes
+        per_pass = count_minibatches(batch.num_trajectories, size)
         with self.console.progress("update", len(plan)) as progress:
             for index, ids in enumerate(plan):
                 minibatch = batch.select(ids)
@@ -146,8 +143,6 @@ class Batches:
                 yield minibatch
                 progress.advance()
 
-    def _minibatch_ids(self, num_trajectories: int, step: int) -> list[list[int]]:
-        train = self.config.train
-        generator = torch.Generator().manual_seed((train.seed * 1_000_003 + step) % 2**63)
-        size, passes = train.minibatch_size, train.updates_per_rollout
-        return list(minibatch_ids(num_trajectories, size, passes, generator))
+    def _generator(self, step: int) -> torch.Generator:
+        """Return the source of the order in which the trajectories of a step are trained."""
+        return torch.Generator().manual_seed((self.config.train.seed * 1_000_003 + step) % 2**63)

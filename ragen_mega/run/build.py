@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 from transformers import PretrainedConfig
 
+from ragen_mega.agents.examples import find_references
 from ragen_mega.config import StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.section import flag_of
@@ -21,7 +22,7 @@ from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.server import ServerSettings
-from ragen_mega.environments.reference_players import Baselines, Prompt
+from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.megatron import precision
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
@@ -53,6 +54,7 @@ from ragen_mega.run.check import (
     sizes_without_effect,
     split_notes,
 )
+from ragen_mega.run.evaluation import References
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
@@ -68,7 +70,6 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
-from ragen_mega.warm_start.agent_play import find_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -109,9 +110,9 @@ def build(config: StarPOConfig) -> Run | Sampler:
     }
     config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
-    references = known_references(config, checkpoint) or {
-        name: find_references(config, name, prompts[name]) for name in names
-    }
+    references = known_references(config, checkpoint) or References(
+        {name: find_references(config, name, prompts[name]) for name in names}
+    )
     logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
@@ -130,7 +131,7 @@ def build_run(
     part: Part,
     groups: ProcessGroupCollection,
     prompts: dict[str, list[Prompt]],
-    references: dict[str, Baselines],
+    references: References,
     logger: RunLogger,
     lock: TextIO | None,
     checkpoint: Checkpoint | None,
@@ -199,7 +200,8 @@ def build_run(
     if checkpoint is None:
         for note in notes:
             logger.note(0, note)
-        run.warm_start = {name: result.to_dict() for name, result in run.evaluate(0).items()}
+        found = run.evaluation.play(0)
+        run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
         run.step_version = run.engine.weight_version
     return run
 
@@ -309,16 +311,16 @@ def base_directory(config: StarPOConfig) -> Path:
     return base
 
 
-def known_references(
-    config: StarPOConfig, checkpoint: Checkpoint | None
-) -> dict[str, Baselines] | None:
-    """Return the reference players of a checkpoint that was made under the same rules of play."""
-    values = config.to_dict()
-    if checkpoint is None or any(
-        checkpoint.config[section] != values[section] for section in ("environment", "evaluation")
+def known_references(config: StarPOConfig, checkpoint: Checkpoint | None) -> References:
+    """Return the reference players of a checkpoint that was made under the same rules of play; none
+    of any other.
+    """
+    references, values = References(), config.to_dict()
+    if checkpoint is not None and all(
+        checkpoint.config[section] == values[section] for section in ("environment", "evaluation")
     ):
-        return None
-    return {name: Baselines(**saved) for name, saved in checkpoint.state["references"].items()}
+        references.load_state_dict(checkpoint.state["references"])
+    return references
 
 
 def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:

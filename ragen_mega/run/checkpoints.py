@@ -32,8 +32,9 @@ class Attribute:
 
 
 class RunCheckpoints(CheckpointWriter):
-    """The checkpoints of a run: its trainers, its samplers, and a table of everything else that a
-    resumed run needs: name -> object with `state_dict` and `load_state_dict`.
+    """The checkpoints of a run: its trainers, the weights that samplers still need, and a table of
+    everything else that a resumed run needs: name -> object with `state_dict` and
+    `load_state_dict`.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class RunCheckpoints(CheckpointWriter):
         directory: Path,
         config: StarPOConfig,
         table: Mapping[str, Any],
-        fixed: Mapping[str, Any],
         *,
         models: Mapping[str, str],
         trainers: Mapping[str, Trainer],
@@ -49,8 +49,7 @@ class RunCheckpoints(CheckpointWriter):
         guard: CollapseGuard,
         timers: Timers,
     ) -> None:
-        """`fixed`: further facts to write, which are read before there is a run."""
-        self._config, self._fixed, self._timers = config.checkpoint, fixed, timers
+        self._config, self._timers = config.checkpoint, timers
         self._trainers, self._samplers, self._guard = trainers, samplers, guard
         self.best_success: float | None = None
         self._started = time.monotonic()
@@ -84,10 +83,9 @@ class RunCheckpoints(CheckpointWriter):
         """
         if self._is_best(success):
             self.best_success = success
-        state = {name: part.state_dict() for name, part in self._table.items()} | {**self._fixed}
         if self._samplers:
             self._samplers.flush()
-            state["versions"] = self._samplers.state_dict()
+        state = {name: part.state_dict() for name, part in self._table.items()}
         with self._timers.timed("checkpoint"):
             self.save(step, self._stage, state, success, self._guard.pinned)
 
@@ -115,8 +113,7 @@ class RunCheckpoints(CheckpointWriter):
         for trainer in self._trainers.values():
             trainer.set_lr_factor(self._guard.lr_factor)
         if self._samplers:
-            versions = saved.state.get("versions", {})
-            self._samplers.load_state_dict(saved.step, saved.directory, versions)
+            self._samplers.read_staged(saved.directory)
 
     def restore_weights(self, saved: Checkpoint) -> None:
         """Load what a checkpoint holds of the trainers, except for the time on their schedules,

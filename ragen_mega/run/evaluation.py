@@ -1,38 +1,148 @@
-"""Success of any policy on fixed initial states: a run, a Hugging Face or Megatron directory, or a
-Hub model, played by the embedded engine.
+"""Evaluations on held-out initial states: of the policy that a run trains, whenever they are due,
+and of a policy that is stored, in a run, a Hugging Face directory or on the Hub.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from ragen_mega.config import EnvironmentConfig, RolloutConfig
+from ragen_mega.agents.examples import find_references
+from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.config.sections.environment import json_object
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import check_seed
+from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
-from ragen_mega.rollout.evaluate import EvaluationResult, HeldOut, evaluate_each
-from ragen_mega.rollout.renderer import load_renderer
+from ragen_mega.report.step_metrics import evaluation_metrics
+from ragen_mega.rollout.engine import RolloutEngine
+from ragen_mega.rollout.held_out import EvaluationResult, HeldOut, evaluate_each
+from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
+from ragen_mega.run.guards import HeldOutStarts
+from ragen_mega.run.log import RunLog, StepLog
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 from ragen_mega.system.paths import expanded
-from ragen_mega.warm_start.agent_play import find_references
 
 MAX_SESSIONS = 256
 """Trajectories decoded at a time."""
+
+
+class References(dict[str, Baselines]):
+    """The reference players of a run by environment, an entry of its checkpoints."""
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return their results, as JSON takes them."""
+        return {name: asdict(reference) for name, reference in self.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the results of a checkpoint, unless the run has found its own, under other rules."""
+        if not self:
+            self.update({name: Baselines(**saved) for name, saved in state.items()})
+
+
+class RunEvaluation:
+    """The evaluations of a run. Methods are collective over the ranks that train."""
+
+    def __init__(
+        self,
+        config: StarPOConfig,
+        engine: RolloutEngine,
+        renderer: ChatRenderer,
+        prompts: Mapping[str, Sequence[Prompt]],
+        references: References,
+        starts: HeldOutStarts,
+        *,
+        lend_device: Callable[[], AbstractContextManager[None]],
+        sync: WeightSync,
+        timers: Timers,
+        log: RunLog,
+        console: Console,
+    ) -> None:
+        """`prompts`: initial states of each environment; `starts` counts those that training has
+        met, on the first rank; `lend_device()` gives the device to the engine for its block.
+        """
+        self.references, self.starts = references, starts
+        self.warm_start: dict[str, dict[str, Any]] = {}
+        """Results of the policy before reinforcement learning, by environment."""
+        self.last: dict[str, EvaluationResult] = {}
+        """The evaluation after the last step, once it has been made."""
+        self._config, self._engine, self._renderer = config, engine, renderer
+        self._prompts, self._lend_device, self._sync = prompts, lend_device, sync
+        self._timers, self._log, self._console = timers, log, console
+
+    def play_if_due(self, log: StepLog) -> None:
+        """Evaluate after the last step, and every `--eval-interval` steps."""
+        config, done = self._config.evaluation, log.step + 1
+        is_last = done == self._config.train.num_steps
+        trained = [*self._config.environment.shares]
+        if log.step == 0:
+            log.add("eval", evaluation_metrics(self.warm_start, trained, "initial_"))
+        if not is_last and not (config.eval_interval and done % config.eval_interval == 0):
+            return
+        results = self.play(done, config.eval_samples if is_last else 1)
+        numbers = {name: result.to_dict() for name, result in results.items()}
+        log.add("eval", evaluation_metrics(numbers, trained))
+        if is_last:
+            self.last = results
+        else:
+            log.success = self.mean_success(results)
+
+    def play(self, step: int, samples: int = 1) -> dict[str, EvaluationResult]:
+        """Play `samples` episodes from every held-out initial state of every trained environment,
+        and of --eval-environments, under the present weights.
+        """
+        config = self._config
+        settings = play_settings(config, temperature=config.evaluation.eval_temperature, seed=0)
+        sets = {
+            name: HeldOut(config.environment, settings, self._prompts[name], self.references[name])
+            for name in config.environment.evaluated
+        }
+        with self._timers.timeline_only("evaluation"), self._lend_device():
+            self._sync.send()
+            results = evaluate_each(
+                self._engine,
+                self._renderer,
+                self._console,
+                sets,
+                samples_per_prompt=samples,
+                send_again=self._sync.send_again,
+                watch=partial(self._watch, step),
+            )
+        counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
+        for name in config.environment.shares:
+            if (count := counts[name]) is not None:
+                met, num = count
+                results[name] = replace(results[name], starts_met=met, starts=num)
+        for name, result in results.items():
+            self._console.say(f"after {step} steps, {name}: {result}", "bold")
+        return results
+
+    def mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
+        """Return the average success over the trained environments."""
+        return fmean(results[name].success for name in self._config.environment.shares)
+
+    def _watch(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
+        self._log.trace_evaluation(step, name, groups, self._prompts[name])
+        on_main(lambda: self.starts.evaluated(groups))
 
 
 def evaluate(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ragen_mega.agents.repetition import begin_alike
+from ragen_mega.agents.served_episode import ASKED
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
 from ragen_mega.data.exchange import gather_batch
@@ -17,9 +19,7 @@ from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
 from ragen_mega.environments.registry import declares
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.rollout.endings import environment_errors
-from ragen_mega.rollout.first_requests import begin_alike
-from ragen_mega.rollout.served_episode import ASKED
+from ragen_mega.rollout.endings import PolicyErrors, describe_errors, environment_errors
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.storage.sealed_files import write_sealed
 
@@ -180,8 +180,10 @@ class CollapseGuard:
         self._is_collapse_reported = state["is_told"]
 
 
-class StartGuard:
-    """Finds worlds in which the members of a group do not play the same task, and says so once."""
+class RolloutGuard:
+    """Finds what is wrong with worlds and agents in the rollouts of a run, and says it once. Needs
+    all tokens and infos, as the first rank has them.
+    """
 
     def __init__(
         self,
@@ -190,58 +192,60 @@ class StartGuard:
     ) -> None:
         """`begins_again`: whether the agent of an episode of a step repeats its first request."""
         self.config = config
+        self.starts = HeldOutStarts()
         self._begins_again = begins_again
-        self._settled: set[str] = set()  # environments of which it is known or was said
-        self._quoted: set[str] = set()  # environments of whose markers it was said
-        self._asked: set[str] = set()  # agents of whose sampling it was said
+        self._policy_errors = PolicyErrors()
+        self._settled: set[tuple[str, str]] = set()
+        """Subject and environment, of which everything is known or was said."""
 
-    def check_markers(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """Warn, once, of environments whose texts hold markers of chat templates."""
-        found = {
-            member.environment
-            for group in groups
-            for member in group.trajectories
-            if any(QUOTED in turn.info for turn in member.turns)
-        }
-        new = sorted(found - self._quoted)
-        self._quoted |= found
+    def notes(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Return the notes about the rollout of a step."""
+        quoted, asked = self._news(QUOTED, groups), self._news(ASKED, groups)
+        errors = describe_errors(groups)
         return [
-            f"what {name} says holds markers of chat templates or tags such as </answer>; the"
-            " policy sees them as plain letters (rollout/quoted_markers counts them)"
-            for name in new
+            *self.check_starts(step, groups),
+            *(
+                f"what {name} says holds markers of chat templates or tags such as </answer>; the"
+                " policy sees them as plain letters (rollout/quoted_markers counts them)"
+                for name in quoted
+            ),
+            *(
+                f"{name} asks for {asked[name]}, which is ignored: the trainer's sampling holds"
+                " (rollout/ignored_sampling counts such answers); --agent-sampling agent keeps the"
+                " agent's, and leaves these answers out of training"
+                for name in asked
+            ),
+            *self.starts.trained(groups),
+            *([errors] if errors else []),
+            *self._policy_errors.add(groups),
         ]
 
-    def check_sampling(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """Warn, once, of agents that ask for another way of sampling than the trainer's."""
+    def _news(self, key: str, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+        """Return environment -> entry `key` of an info, of environments without one before."""
         found = {
-            member.environment: turn.info[ASKED]
+            member.environment: turn.info[key]
             for group in groups
             for member in group.trajectories
             for turn in member.turns
-            if ASKED in turn.info
+            if key in turn.info
         }
-        new = sorted(found.keys() - self._asked)
-        self._asked |= found.keys()
-        return [
-            f"{name} asks for {found[name]}, which is ignored: the trainer's sampling holds"
-            " (rollout/ignored_sampling counts such answers); --agent-sampling agent keeps the"
-            " agent's, and leaves these answers out of training"
-            for name in new
-        ]
+        new = {name: found[name] for name in sorted(found) if (key, name) not in self._settled}
+        self._settled.update((key, name) for name in new)
+        return new
 
-    def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """Warn of groups of a step, whose tokens this rank has, if their members differ in the
+    def check_starts(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Warn of groups of a step whose members do not play the same task: they differ in the
         first prompt, which follows from the seed. Differences that outcome seeds alone explain are
         the intention of the world or the agent.
         """
         said = []
         for group in groups:
             started = [member for member in group.trajectories if member.num_sampled_tokens]
-            if not started or (name := started[0].environment) in self._settled:
+            if not started or ("starts", started[0].environment) in self._settled:
                 continue
             first = started[0]
             if other := next((each for each in started if not _begin_alike(first, each)), None):
-                self._settled.add(name)
+                self._settled.add(("starts", first.environment))
                 check = self._agent if first.is_tree else self._world
                 said += check(step, first, other)
         return said
@@ -275,11 +279,8 @@ class StartGuard:
 
 
 def _begin_alike(one: Trajectory, other: Trajectory) -> bool:
-    """Return whether the first prompts of two members are equal."""
-    if one.is_tree:
-        return begin_alike(one, other)
-    first, others_first = (list(each.tokens[: each.turns[0].start]) for each in (one, other))
-    return first == others_first
+    """Return whether two members begin with the same prompt."""
+    return begin_alike(one, other) if one.is_tree else one.first_prompt == other.first_prompt
 
 
 class HeldOutStarts:
@@ -347,10 +348,32 @@ def _first_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, set[str]]:
     for group in groups:
         for member in group.trajectories:
             if member.num_sampled_tokens:
-                prompt = repr(list(member.tokens[: member.turns[0].start])).encode()
+                prompt = repr(list(member.first_prompt)).encode()
                 digest = hashlib.sha256(prompt).hexdigest()[:16]
                 found.setdefault(member.environment, set()).add(digest)
     return found
+
+
+class EmptySteps:
+    """Counts the steps in a row that trained on nothing."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bound of `--max-empty-steps`; 0: none."""
+        self.count = 0
+        self._most = most
+
+    def add(self, why: str | None) -> str | None:
+        """Count a step, which trained on nothing for a reason, if there is one. Returns an error if
+        there are too many of them; a resumed run may have as many again.
+        """
+        self.count = self.count + 1 if why else 0
+        # A resumed run may have more of them behind it than its bound allows.
+        if why is None or not 0 < self._most <= self.count:
+            return None
+        self.count = 0
+        return (
+            f"{self._most} steps in a row trained on nothing, the bound of --max-empty-steps: {why}"
+        )
 
 
 def nothing_to_learn(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ragen_mega.config import LoggingConfig
+from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.ranks import collectives
@@ -13,7 +13,7 @@ from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics, RunLogger
 from ragen_mega.report.timeline import TIMELINE, append_spans, drop_spans
-from ragen_mega.report.traces import TraceWriter
+from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.run.timers import Timers
 
@@ -46,15 +46,20 @@ class RunLog:
 
     def __init__(
         self,
-        config: LoggingConfig,
+        config: StarPOConfig,
         logger: RunLogger,
         console: Console,
         timers: Timers,
-        traces: TraceWriter,
         renderer: ChatRenderer,
     ) -> None:
-        self._config, self._console, self._timers = config, console, timers
-        self._logger, self._traces, self._renderer = logger, traces, renderer
+        self._config, self._console, self._timers = config.logging, console, timers
+        self._logger, self._decode = logger, renderer.tokenizer.decode
+        self._traces = TraceWriter(
+            logger.directory / TRACES,
+            lambda ids: str(self._decode(ids)),
+            config.environment,
+            console.say,
+        )
 
     def begin(self, step: int) -> StepLog:
         """Begin a step. Not collective."""
@@ -106,9 +111,8 @@ class RunLog:
         on_main(lambda: self._traces.write_evaluation(step, name, shown, boards))
         if not collectives.is_main():  # which has the tokens
             return
-        decode = self._renderer.tokenizer.decode
         rows = [
-            (t.seed, t.success, t.total_reward, decode(list(t.tokens)))
+            (t.seed, t.success, t.total_reward, self._decode(list(t.tokens)))
             for group in shown
             for t in group.trajectories
         ]

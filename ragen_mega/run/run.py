@@ -4,19 +4,19 @@ evaluation, checkpoints, the end.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from functools import partial
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from ragen_mega.agents.repetition import begins_again
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
-from ragen_mega.environments.reference_players import Baselines, Prompt
+from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.ranks.collectives import device, on_each, on_main
@@ -27,35 +27,27 @@ from ragen_mega.report.step_metrics import (
     collapse_signals,
     custom_metrics,
     engine_vs_policy,
-    evaluation_metrics,
     filter_metrics,
     group_weights,
     observe,
     staleness,
 )
 from ragen_mega.report.terminal import command_line, shown
-from ragen_mega.report.traces import TRACES, TraceWriter
 from ragen_mega.rollout.all_ranks import engine_metrics
-from ragen_mega.rollout.endings import PolicyErrors, describe_errors
 from ragen_mega.rollout.engine import Interrupted, RolloutEngine
-from ragen_mega.rollout.evaluate import (
-    EvaluationResult,
-    HeldOut,
-    evaluate_each,
-    mean_references,
-)
-from ragen_mega.rollout.first_requests import begins_again
+from ragen_mega.rollout.held_out import mean_references
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.sync import WeightSync
-from ragen_mega.rollout.tasks import TaskSampler, play_settings
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.batches import Batches
 from ragen_mega.run.checkpoints import Attribute, RunCheckpoints
+from ragen_mega.run.evaluation import References, RunEvaluation
 from ragen_mega.run.guards import (
     FAULTS,
     CollapseGuard,
-    HeldOutStarts,
-    StartGuard,
+    EmptySteps,
+    RolloutGuard,
     UpdateGuard,
     cut_note,
     inversion_note,
@@ -90,44 +82,38 @@ class Run:
     engine: RolloutEngine
     renderer: ChatRenderer
     tasks: TaskSampler
-    prompts: dict[str, list[Prompt]]
-    references: dict[str, Baselines]
+    prompts: InitVar[dict[str, list[Prompt]]]
+    references: InitVar[References]
     logger: RunLogger
     console: Console
     placement: Colocated
     timers: Timers
-    part: Part = Part(samples=False)
+    part: InitVar[Part] = Part(samples=False)
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
-    models: Mapping[str, str] = field(default_factory=dict)
+    models: InitVar[Mapping[str, str] | None] = None
     """Flag -> digest of the content of the model that it loads; on rank 0."""
     screen: ExitStack = field(default_factory=ExitStack)  # the console's, while training
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     stop: StopSignal = field(default_factory=StopSignal)
-    warm_start: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Results of the policy before reinforcement learning, by environment."""
     step_version: int = 0
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
     """
     score_average: float | None = None
     """Moving average of the diagnoses so far (collapse/score_average)."""
-    empty_steps: int = 0
-    """Steps in a row, the last one included, that trained on nothing."""
-    evaluated: dict[str, EvaluationResult] = field(default_factory=dict)
-    """The last evaluation, once the last step has made it."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The final results; empty until it has finished."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        prompts: dict[str, list[Prompt]],
+        references: References,
+        part: Part,
+        models: Mapping[str, str] | None,
+    ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
-        tokenizer = self.renderer.tokenizer
-        traces = TraceWriter(
-            directory / TRACES, lambda ids: str(tokenizer.decode(ids)), config.environment, say
-        )
-        self.log = RunLog(
-            config.logging, self.logger, self.console, self.timers, traces, self.renderer
-        )
+        self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
         self.sync = WeightSync(self.engine, self.policy.export_weights, self.placement.enter)
         sampling = Sampling(
             config,
@@ -144,7 +130,7 @@ class Run:
             config,
             self.policy,
             sampling,
-            self.part,
+            part,
             RolloutStore(directory / ROLLOUTS),
             self.timers,
             oldest_needed=lambda: self.checkpoints.oldest_rollout(self.step),
@@ -155,31 +141,45 @@ class Run:
             directory / FAULTS, max_consecutive=config.train.max_nonfinite_updates, report=say
         )
         self.collapse_guard = CollapseGuard(config.guard)
-        self.start_guard = StartGuard(
+        self.rollout_guard = RolloutGuard(
             config.environment, partial(begins_again, config, self.renderer)
         )
-        self.starts = HeldOutStarts()
-        self.policy_errors = PolicyErrors()
+        self.empty_steps = EmptySteps(config.train.max_empty_steps)
+        self.evaluation = RunEvaluation(
+            config,
+            self.engine,
+            self.renderer,
+            prompts,
+            references,
+            self.rollout_guard.starts,
+            lend_device=partial(self.placement.lend_device, self.engine),
+            sync=self.sync,
+            timers=self.timers,
+            log=self.log,
+            console=self.console,
+        )
         self.batches = Batches(config, self.policy, self.renderer, self.console, self.timers)
-        models = {"actor": self.policy} | ({"critic": self.critic} if self.critic else {})
-        self.trainers = {name: model.trainer for name, model in models.items()}
+        critic = {"critic": self.critic.trainer} if self.critic else {}
+        self.trainers = {"actor": self.policy.trainer} | critic
+        samplers = self.rollouts.samplers
         self.checkpoints = RunCheckpoints(
             directory,
             config,
             {
                 "monitor": self.monitor,
                 "nonfinite": Attribute(self.guard, "consecutive"),
-                "warm_start": Attribute(self, "warm_start"),
+                "warm_start": Attribute(self.evaluation, "warm_start"),
                 "weight_version": Attribute(self, "step_version"),
-                "empty_steps": Attribute(self, "empty_steps"),
+                "empty_steps": Attribute(self.empty_steps, "count"),
                 "score_average": Attribute(self, "score_average"),
-                "starts": self.starts,
+                "starts": self.rollout_guard.starts,
                 "curriculum": self.tasks,
+                "references": references,
+                **({"versions": samplers} if samplers else {}),
             },
-            {"references": {name: asdict(each) for name, each in self.references.items()}},
-            models=self.models,
+            models=models or {},
             trainers=self.trainers,
-            samplers=self.rollouts.samplers,
+            samplers=samplers,
             guard=self.collapse_guard,
             timers=self.timers,
         )
@@ -201,19 +201,7 @@ class Run:
         """Log the metrics of a rollout, with the reference players on the evaluation boards beside
         them, and the notes about its failures.
         """
-
-        def notes() -> list[str]:
-            guard, errors = self.start_guard, describe_errors(groups)
-            return [
-                *guard.check(log.step, groups),
-                *guard.check_markers(groups),
-                *guard.check_sampling(groups),
-                *self.starts.trained(groups),
-                *([errors] if errors else []),
-                *self.policy_errors.add(groups),
-            ]
-
-        for note in on_main(notes):
+        for note in on_main(lambda: self.rollout_guard.notes(log.step, groups)):
             self.log.note(log.step, note)
         config = self.config
         if config.parallel.placement == "separate":
@@ -222,7 +210,7 @@ class Run:
         if config.rollout.max_sampling_rounds > 1:
             log.add("rollout", sampling_rounds=len(groups) / config.rollout.num_groups)
         log.add("rollout", self.tasks.observe(groups))
-        log.add("rollout", mean_references(self.references, config.environment.shares))
+        log.add("rollout", mean_references(self.evaluation.references, config.environment.shares))
         log.add("custom", on_main(lambda: custom_metrics(groups, config.logging.metric_names)))
 
     def shape_rewards(
@@ -349,63 +337,6 @@ class Run:
         log.add("memory", self.placement.take_ledger())
         self.console.step(log.step, log.result())
 
-    def evaluate_if_due(self, log: StepLog) -> None:
-        """Evaluate after the last step, and every `--eval-interval` steps."""
-        config, done = self.config.evaluation, log.step + 1
-        if log.step == 0:
-            trained = [*self.config.environment.shares]
-            log.add("eval", evaluation_metrics(self.warm_start, trained, "initial_"))
-        if done == self.config.train.num_steps:
-            self.evaluated = self.evaluate(done, log, config.eval_samples)
-        elif config.eval_interval and done % config.eval_interval == 0:
-            log.success = self._mean_success(self.evaluate(done, log))
-
-    def evaluate(
-        self, step: int, log: StepLog | None = None, samples: int = 1
-    ) -> dict[str, EvaluationResult]:
-        """Play `samples` episodes from every held-out initial state of every trained environment,
-        and of --eval-environments, under the current weights. The results are added to `log`.
-        """
-        config = self.config
-        settings = play_settings(config, temperature=config.evaluation.eval_temperature, seed=0)
-        sets = {
-            name: HeldOut(config.environment, settings, self.prompts[name], self.references[name])
-            for name in config.environment.evaluated
-        }
-        with (
-            self.timers.timeline_only("evaluation"),
-            self.placement.lend_device(self.engine),
-        ):
-            self.sync.send()
-            results = evaluate_each(
-                self.engine,
-                self.renderer,
-                self.console,
-                sets,
-                samples_per_prompt=samples,
-                send_again=self.sync.send_again,
-                watch=partial(self._watch_evaluation, step),
-            )
-        counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
-        for name in config.environment.shares:
-            if (count := counts[name]) is not None:
-                met, num = count
-                results[name] = replace(results[name], starts_met=met, starts=num)
-        for name, result in results.items():
-            self.console.say(f"after {step} steps, {name}: {result}", "bold")
-        if log is not None:
-            numbers = {name: result.to_dict() for name, result in results.items()}
-            log.add("eval", evaluation_metrics(numbers, [*config.environment.shares]))
-        return results
-
-    def _watch_evaluation(self, step: int, name: str, groups: Sequence[TrajectoryGroup]) -> None:
-        self.log.trace_evaluation(step, name, groups, self.prompts[name])
-        on_main(lambda: self.starts.evaluated(groups))
-
-    def _mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
-        """Return the average success over the trained environments."""
-        return fmean(results[name].success for name in self.config.environment.shares)
-
     def close(self, log: StepLog) -> None:
         """Write the row of a step and, if it is due, a checkpoint. Raises Interrupted if the run is
         to stop, and ValueError after too many steps that trained nothing.
@@ -423,7 +354,11 @@ class Run:
             self.log.note(step, lost)
         on_main(lambda: self.logger.log(step, result))
         self.step, self.step_version = step + 1, self.engine.weight_version
-        self._count_empty(log.empty)
+        if log.empty:
+            self.console.say(f"step {step}: trained on nothing: {log.empty}")
+        if (too_many := self.empty_steps.add(log.empty)) is not None:
+            self.save()
+            raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
         is_last = self.step == self.config.train.num_steps
         if not is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
             self.collapse_guard.checkpoint_at(self.step)
@@ -431,30 +366,17 @@ class Run:
         self.log.write_timeline(step)
         self.stop_if_asked()
 
-    def _count_empty(self, why: str | None) -> None:
-        self.empty_steps = self.empty_steps + 1 if why else 0
-        if why is None:
-            return
-        self.console.say(f"step {self.step - 1}: trained on nothing: {why}")
-        # A resumed run may have more of them behind it than its bound allows.
-        if 0 < self.config.train.max_empty_steps <= self.empty_steps:
-            self.empty_steps = 0  # a resumed run may try as often
-            self.save()
-            raise ValueError(
-                f"{self.config.train.max_empty_steps} steps in a row trained on nothing, the bound"
-                f" of --max-empty-steps: {why}; {self.checkpoints.last('that changed')}"
-            )
-
     # The end, and what it can go on from
 
     def finish(self) -> None:
         """Evaluate, write the last checkpoint, export the policy for transformers, write the
         summary. Raises OSError after all of it if the checkpoint could not be written.
         """
-        evaluated = self.evaluated or self.evaluate(
-            self.step, samples=self.config.evaluation.eval_samples
+        evaluation = self.evaluation
+        evaluated = evaluation.last or evaluation.play(
+            self.step, self.config.evaluation.eval_samples
         )
-        self.save(self._mean_success(evaluated))
+        self.save(evaluation.mean_success(evaluated))
         self.checkpoints.wait()  # safe before an export that may fill the disk
         results = {name: result.to_dict() for name, result in evaluated.items()}
         for name, result in evaluated.items():
@@ -478,7 +400,7 @@ class Run:
             "seconds": self.checkpoints.seconds,
             **self.timers.summary(),
             "hardware": describe(),
-            "warm_start": self.warm_start,
+            "warm_start": evaluation.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)

@@ -1,11 +1,43 @@
 """Placement `separate`: some ranks of the job sample, the others train, at the same time.
 
-Rollout t is sampled under the weights after max(0, t - max_staleness) steps, whatever takes how
-long: a run is repeated to the bit without a record of timing. The trainers order a rollout as soon
-as these weights exist, before they log, evaluate or write anything, so samplers are paced by the
-weights, and no trajectory is ever dropped, with one exception: a run that goes back to earlier
-weights (`--guard react`) orders anew what those that it leaves have sampled or would sample.
-Weights of which ordered rollouts have not come back stay in host memory, and are in checkpoints.
+Each part is a torch.distributed world of its own. The first ranks of the parts share one socket;
+every other message stays within a part.
+
+    ranks that train: `train.starpo`               ranks that sample: `train.sample`
+    ================================               =================================
+    rollouts.request(step)                         sampler.orders()
+      Samplers.order, collective                     inbox of rank 0, broadcast to the others
+      rank 0 packs whole weights  --- Order ------>  sampler.load_weights(order)
+      and keeps them in                                each engine cuts its part
+      _weights until no rollout                      sampler.sample(step)
+      needs them                                       engines and environments of all ranks
+                                                     sampler.deliver(step, groups)
+    rollouts.receive(step)                             rank 0 has all trajectories
+      _accept: arrival at rank 0  <-- Delivery ----
+      |          `-> writer thread -> rollouts/
+      _arrived, by step
+      Samplers.take: rank 0 keeps
+      the tokens, all ranks get
+      outlines
+
+    Begin and End frame a run. Beats (one a second, while turns end) say that samplers live. An
+    error of rank 0 of the samplers travels as a message, of another sampler through the store.
+
+| queue | holds | bound |
+|---|---|---|
+| orders on their way, samplers' inbox | rollouts to sample | max_staleness + 1 |
+| deliveries on their way, _arrived | rollouts to train | the same: each answers an order |
+| _weights of trainers | weights of rollouts that have not come back | max_staleness + 1 |
+| writer thread | one rollout that is written to disk | `_accept` waits for the last write |
+
+Back-pressure is in the orders alone. Rollout t is ordered under the weights after
+max(0, t - max_staleness) steps, whatever takes how long, so a run is repeated to the bit without a
+record of timing. Samplers without an order wait, and are at most max_staleness rollouts ahead;
+trainers wait in `take`, until the samplers deliver or have finished no turn for --sampler-timeout
+seconds. The trainers order a rollout as soon as its weights exist, before they log, evaluate or
+write anything. No trajectory is ever dropped, with one exception: a run that goes back to earlier
+weights (`--guard react`) orders anew what was or would be sampled under the weights that it leaves.
+Weights that ordered rollouts still need are in checkpoints (`staged`).
 """
 
 import pickle
@@ -33,7 +65,7 @@ from ragen_mega.ranks.collectives import device, is_main, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
-from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, RolloutEngine
+from ragen_mega.rollout.engine import EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
@@ -47,7 +79,6 @@ WEIGHTS = "weights_{:08d}.safetensors"
 """
 _POLL_SECONDS = 0.2
 _SECONDS_BETWEEN_BEATS = 1.0
-_FAILURES = (ValueError, OSError, EngineError, FloatingPointError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +173,9 @@ class Samplers:
         self._link, self._alarm = part.link, part.alarm
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
-        self._ordered: dict[int, tuple[int, Origin]] = {}  # not taken yet: version, what it is from
+        self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
         self._digests: dict[int, str] = {}  # digests of recent weights
         self._weights: dict[int, bytes] = {}  # by version in `_ordered`; empty but on first rank
-        self._present = 0  # the version of the last `order`
         self._oldest = 0  # the first version since the run went back
         self._rollbacks = 0  # of this process
         self._sent: int | None = None  # the latest version that they have
@@ -164,8 +194,8 @@ class Samplers:
         """
         staleness = self._config.rollout.max_staleness
         last = min(step + staleness, self._config.train.num_steps - 1)
-        self._present, self._digests[step] = step, digest
-        for rollout in range(self._next, last + 1):
+        self._digests[step] = digest
+        for rollout in range(max(self._next, step), last + 1):
             due = max(self._oldest, rollout - staleness)
             if due not in self._digests or not self._order(rollout, due, step, weights):
                 self._order(rollout, step, step, weights)
@@ -225,15 +255,14 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        packed: CompactTrajectories | None = None
+        here: list[CompactTrajectories | None] = []  # on the first rank, where they stay
 
         def find() -> Delivery | Exception | None:
-            nonlocal packed
             found = self._find(step, start)
-            if not isinstance(found, Delivery):
-                return found
-            packed = found.trajectories
-            return replace(found, trajectories=None)
+            if isinstance(found, Delivery):
+                here.append(found.trajectories)
+                return replace(found, trajectories=None)
+            return found
 
         while (found := on_main(find)) is None:
             self._stop_if_asked()
@@ -243,7 +272,7 @@ class Samplers:
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = read_on_main(lambda: in_groups(expand(packed)) if packed else None)
+        groups = read_on_main(lambda: in_groups(expand(here[0])) if here[0] else None)
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
@@ -260,7 +289,7 @@ class Samplers:
         missing = {
             version
             for rollout, (version, _) in self._ordered.items()
-            if rollout not in self._arrived and version != self._present
+            if rollout not in self._arrived and version != max(self._digests)
         }
         return {WEIGHTS.format(version): self._weights[version] for version in missing}
 
@@ -268,13 +297,15 @@ class Samplers:
         """Return the record of the weights for a checkpoint: version -> digest of its weights; and
         `oldest`, the first version since the run went back.
         """
-        digests = {str(version): digest for version, digest in self._digests.items()}
-        return {"oldest": self._oldest, **digests}
+        return {"oldest": self._oldest} | {str(each): text for each, text in self._digests.items()}
 
-    def load_state_dict(self, step: int, directory: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint after `step` steps, in `directory`."""
-        self._next, self._oldest = step, state.get("oldest", 0)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`, with the files of `read_staged`."""
+        self._oldest = state.get("oldest", 0)
         self._digests = {int(version): state[version] for version in state if version != "oldest"}
+
+    def read_staged(self, directory: Path) -> None:
+        """Read the files that `staged` has left in a checkpoint."""
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
         self._weights = {
@@ -353,8 +384,8 @@ class Samplers:
 
 
 class Sampler:
-    """A rank that only samples, with those of its kind. As a context manager it tells the trainers
-    what ends its work, and ends as they do. Methods are collective over the samplers.
+    """The loop of a rank that only samples. As a context manager it tells the trainers what ends
+    its work, and ends as they do. Methods are collective over the samplers.
     """
 
     def __init__(
@@ -487,7 +518,7 @@ class Sampler:
     ) -> None:
         if isinstance(error, LinkLost) and not self._has_begun:
             raise SystemExit(2) from error  # the trainers have said why
-        if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
+        if isinstance(error, PORTABLE) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
             elif self._alarm:  # the others may know nothing of it

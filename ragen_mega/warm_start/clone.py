@@ -33,8 +33,6 @@ from ragen_mega.rollout.renderer import ChatRenderer
 
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
-SCRIPTED_SEEDS = 100_000
-"""First prompt seed of scripted play: above the evaluation sets, below training."""
 FLAT_WINDOW = 40
 """Steps whose mean loss is compared with that of as many before them."""
 MIN_FALL = 0.02

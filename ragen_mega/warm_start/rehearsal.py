@@ -8,6 +8,7 @@ from itertools import cycle, islice
 
 import torch
 
+from ragen_mega.agents.examples import example_play, example_texts
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups, has_return
 from ragen_mega.algorithm.rewards import shape_rewards
@@ -18,19 +19,17 @@ from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, PROBLEM, TRUNCATED_BY
 from ragen_mega.environments.pool import describe_failures
 from ragen_mega.environments.random_player import is_drawn
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.report.step_metrics import custom_metrics
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
-from ragen_mega.rollout.tasks import episode_maker, reference_notes
+from ragen_mega.rollout.tasks import SCRIPTED_SEEDS, episode_maker, reference_notes
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.warm_start.agent_play import example_play, example_texts
 from ragen_mega.warm_start.clone import (
-    SCRIPTED_SEEDS,
     ScriptedEpisode,
     as_trajectory,
     said_in,
     scripted_episodes,
 )
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 EPISODES = 32
 """Scripted episodes of each environment."""

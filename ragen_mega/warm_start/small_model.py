@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from ragen_mega.agents.examples import example_play, example_texts
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
@@ -30,16 +31,20 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks import collectives
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.tasks import episode_config, episode_maker, held_out_states
+from ragen_mega.rollout.tasks import (
+    SCRIPTED_SEEDS,
+    episode_config,
+    episode_maker,
+    held_out_states,
+)
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
-from ragen_mega.warm_start.agent_play import example_play, example_texts
 from ragen_mega.warm_start.clone import (
-    SCRIPTED_SEEDS,
     FitStep,
     as_trajectory,
     fit,
@@ -47,7 +52,6 @@ from ragen_mega.warm_start.clone import (
     scripted_episodes,
     scripted_texts,
 )
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 TAIL = 0.25
 """Steps on a falling learning rate after those until the loss was flat, as a share of them; flags

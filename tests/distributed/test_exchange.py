@@ -118,7 +118,7 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
 
         def counting(parts: list[bytes]) -> list[bytes]:
             arrived = exchange(parts)
-            sizes.extend(len(pickle.loads(data)["tokens"].shared) for data in arrived if data)
+            sizes.extend(len(pickle.loads(data)[0]["tokens"].shared) for data in arrived if data)
             return arrived
 
         collectives.exchange_bytes = counting

@@ -113,16 +113,16 @@ def test_samplers_do_not_wait_until_a_step_is_evaluated(output: Path) -> None:
     def rank() -> None:
         run = build(config)
         if isinstance(run, Run):
-            evaluate = run.evaluate
+            evaluate = run.evaluation.play
 
             def evaluate_late(step: int, *rest: object) -> object:
                 deadline = time.monotonic() + 100.0
-                while step == 1 and not run.part.link.num_waiting:
+                while step == 1 and not run.rollouts.samplers._link.num_waiting:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 return evaluate(step, *rest)
 
-            run.evaluate = evaluate_late
+            run.evaluation.play = evaluate_late
         with run:
             play_part(run)
 

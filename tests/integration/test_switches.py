@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import ragen_mega.run.run
+import ragen_mega.run.evaluation
 from ragen_mega.algorithm.tables import ESTIMATORS, REWARDS
 from ragen_mega.config import LossConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
@@ -27,7 +27,7 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.report.traces import TRACES, traces
-from ragen_mega.rollout.evaluate import evaluate_each
+from ragen_mega.rollout.held_out import evaluate_each
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.train import starpo
@@ -494,7 +494,7 @@ def test_evaluations_are_the_same_games_and_the_best_is_saved(
         seen.append((settings.seed, settings.temperature, samples_per_prompt))
         return {"bandit": dataclasses.replace(results["bandit"], success=levels.pop(0))}
 
-    monkeypatch.setattr(ragen_mega.run.run, "evaluate_each", told)
+    monkeypatch.setattr(ragen_mega.run.evaluation, "evaluate_each", told)
     flags = "--eval-interval 1 --keep-best --keep-last 0 --seed 5 --temperature 0.7".split()
     flags += "--eval-temperature 0.25 --eval-samples 3 --load".split()
     flags += [str(start), "--output", str(tmp_path), "--name", "best"]

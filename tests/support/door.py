@@ -14,12 +14,12 @@ from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 RENDERER = ChatRenderer(train_tokenizer([]), think=False)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

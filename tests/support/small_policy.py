@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.warm_start.tokenizer import train_tokenizer
+from ragen_mega.models.tokenizer import train_tokenizer
 
 
 def lake_tokenizer(episode: Callable[[], Episode]) -> PreTrainedTokenizerFast:

@@ -548,7 +548,7 @@ def test_agents_are_held_between_calls_and_go_on():
         for version in range(1, 4):
             engine.weight_version = version
             assert collection.play(steps=20)
-            assert collection.finish_turns()
+            assert collection.play(begin_turns=False)
             assert not engine.sessions
             num_asked = len(engine.asked)
             time.sleep(0.2)  # requests come and wait

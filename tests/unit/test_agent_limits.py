@@ -7,10 +7,10 @@ import anthropic
 import openai
 import pytest
 
+from ragen_mega.agents import served_episode
 from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.data.types import Trajectory
 from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
-from ragen_mega.rollout import served_episode
 from tests.support.door import TalkingEngine, ask, play, refusal
 
 MOST = 5

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.agents.examples import example_references
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import evaluation_prompts
 from ragen_mega.run.check import check, check_environments
-from ragen_mega.warm_start.agent_play import example_references
 
 SIDES = ("heads", "tails")
 

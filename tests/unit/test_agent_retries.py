@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ragen_mega.agents.call_tree import Call, ChatMessage
 from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection
+from ragen_mega.agents.served_episode import Limits, ServedEpisode
 from ragen_mega.config.sections.agent import AgentConfig
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import ERROR
-from ragen_mega.rollout.served_episode import Limits, ServedEpisode
 from tests.support.door import RENDERER, TalkingEngine, play
 
 REQUEST = ChatRequest("policy", (ChatMessage("user", "go"),), ())
@@ -98,8 +98,6 @@ LIMITS = Limits(
     max_tokens=9,
     max_answers=100,
     temperature=1.0,
-    top_p=1.0,
-    stop_token_ids=RENDERER.stop_token_ids,
     agent=AgentConfig(),
 )
 

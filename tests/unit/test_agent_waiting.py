@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from ragen_mega.agents import runner
+from ragen_mega.agents.repetition import begins_again
 from ragen_mega.agents.runner import AGENTS, AgentProgram
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
@@ -30,11 +31,10 @@ from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.tasks import FileTasks
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.first_requests import begins_again
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from ragen_mega.run.check import import_agents, split_notes
-from ragen_mega.run.guards import StartGuard
+from ragen_mega.run.guards import RolloutGuard
 from tests.support.door import RENDERER, TalkingEngine, ask, play, sampled
 from tests.support.small_policy import tiny_qwen2
 
@@ -370,9 +370,9 @@ def test_members_that_begin_differently_are_told_once(way, is_told):
     def again(episode: Trajectory, step: int) -> bool:
         return begins_again(config, RENDERER, episode, step)
 
-    guard = StartGuard(config.environment, again)
-    said = guard.check(0, groups)
-    assert len(said) == is_told and guard.check(1, groups) == []
+    guard = RolloutGuard(config.environment, again)
+    said = guard.check_starts(0, groups)
+    assert len(said) == is_told and guard.check_starts(1, groups) == []
     for line in said:
         assert f"seed {members[0].seed}" in line and str(members[0].outcome_seed) in line
     assert all(sampled(member)[0] == "yes" for member in members)

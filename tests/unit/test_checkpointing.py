@@ -25,6 +25,7 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.build import known_references, with_models
+from ragen_mega.run.evaluation import References
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -409,10 +410,18 @@ def test_reference_players_are_known_as_long_as_the_rules_of_play_are_the_same()
     state = {"references": {"bandit": asdict(lake)}}
     config = json.loads(json.dumps(parse(flags).to_dict()))
     saved = Checkpoint(Path("c"), 1, None, config, {}, state)
-    assert known_references(parse(flags), None) is None
+    assert known_references(parse(flags), None) == {}
     assert known_references(parse([*flags, "--lr", "1e-4"]), saved) == {"bandit": lake}
     for change in ("--max-turns 3", "--eval-prompts 9", "--environments frozen_lake"):
-        assert known_references(parse([*flags, *change.split()]), saved) is None, change
+        assert known_references(parse([*flags, *change.split()]), saved) == {}, change
+
+
+def test_references_found_under_other_rules_are_not_those_of_the_checkpoint() -> None:
+    one, other = (Baselines("bandit", 9, rate, 0.4, 0.6, 1.0, 1.0, True) for rate in (0.5, 0.4))
+    state = json.loads(json.dumps(References({"bandit": one}).state_dict()))
+    for before, after in ((References(), one), (References({"bandit": other}), other)):
+        before.load_state_dict(state)
+        assert before == {"bandit": after}
 
 
 def test_errors_of_rank_0_reach_the_caller() -> None:

@@ -23,6 +23,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.report.console import Console
 from ragen_mega.report.pace import duration
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -37,7 +38,6 @@ from ragen_mega.warm_start.small_model import (
     warm_start_critic,
     write_small_model,
 )
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.rounding import exact_logprobs
 
 FLAGS = "--environments bandit --hidden-size 16 --ffn-hidden-size 32 --lr 1e-3".split()

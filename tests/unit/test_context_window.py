@@ -19,13 +19,13 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.protocol import Message
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.planning.time import Play
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import tasks_for_group
 from ragen_mega.storage.rollouts import RolloutStore
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import tiny_qwen2
 

@@ -22,6 +22,7 @@ from ragen_mega.environments.calls import step
 from ragen_mega.environments.episode import CAUSES, Episode, EpisodeConfig, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.registry import make, register
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks import collectives
 from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, collect
@@ -31,10 +32,9 @@ from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.tasks import tasks_for_group
-from ragen_mega.run.guards import StartGuard
+from ragen_mega.run.guards import RolloutGuard
 from ragen_mega.run.selection import shape_on_main
 from ragen_mega.storage.rollouts import RolloutStore
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.forked_ranks import on_ranks
 
 LOST = EnvironmentFailed("ConnectionError: no server (in step, a.py:3)")
@@ -402,7 +402,7 @@ def test_members_that_play_different_tasks_are_told_once(
     groups = collect(Talker(renderer), renderer, tasks, PlaySettings(400, 1.0, 0))
     options = json.dumps({"starts": {"way": way}})
     flags = ["--environments", "starts", "--environment-options", options]
-    guard = StartGuard(parse([*flags, "--prompt-style", "compact"]).environment)
-    said = guard.check(0, groups)
-    assert len(said) == is_told and guard.check(1, groups) == []
+    guard = RolloutGuard(parse([*flags, "--prompt-style", "compact"]).environment)
+    said = guard.check_starts(0, groups)
+    assert len(said) == is_told and guard.check_starts(1, groups) == []
     assert all("starts" in line and "--environment-processes" in line for line in said)

@@ -16,10 +16,10 @@ from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.reference_players import wilson_interval
-from ragen_mega.rollout.evaluate import _score, pass_at_k, success_interval
+from ragen_mega.models.tokenizer import train_tokenizer
+from ragen_mega.rollout.held_out import _score, pass_at_k, success_interval
 from ragen_mega.run import evaluation
 from ragen_mega.run.evaluation import _settings
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.small_policy import tiny_qwen2
 
 

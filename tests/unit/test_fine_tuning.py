@@ -19,6 +19,7 @@ from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
@@ -27,7 +28,6 @@ from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.small_model import recorded_play, scripted_play, warm_start
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.rounding import exact_logprobs
 from tests.support.runs import finish
 

@@ -30,8 +30,8 @@ from ragen_mega.environments.adapters import mcp as adapter
 from ragen_mega.environments.adapters.mcp import McpTools
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.registry import make
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support import mcp_server, plain_mcp_server
 from tests.support.processes import is_alive, wait_until
 

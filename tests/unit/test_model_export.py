@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from ragen_mega.config import parse
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.huggingface import load_config, load_tokenizer, random_weights
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.run.build import check_model_and_engine
 from ragen_mega.run.check import check
 from ragen_mega.storage import model_writers
 from ragen_mega.storage.model_readers import HuggingFaceReader, open_model
 from ragen_mega.storage.model_writers import save_huggingface
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,

@@ -29,16 +29,16 @@ from ragen_mega.environments.protocol import Solver, StepResult
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import ENVIRONMENTS, held_out_options, make, register
 from ragen_mega.environments.worlds.frozen_lake.world import FrozenLake
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.report.traces import pictures
 from ragen_mega.report.viewer.data import read_run
 from ragen_mega.rollout.collector import Collection, collect
-from ragen_mega.rollout.evaluate import mean_references, reference_players
+from ragen_mega.rollout.held_out import mean_references, reference_players
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, evaluation_prompts, tasks_for_group
 from ragen_mega.run import evaluation
 from ragen_mega.warm_start.clone import scripted_texts
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.prompts import first_seeds
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 

@@ -18,6 +18,7 @@ from ragen_mega.environments.actions import read_response
 from ragen_mega.environments.protocol import Environment, Message
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.ways import way
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -31,7 +32,6 @@ from ragen_mega.rollout.tasks import (
 from ragen_mega.run.check import check
 from ragen_mega.warm_start.clone import scripted_texts
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.small_policy import tiny_qwen2
 
 STRIPS_THOUGHTS = (

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from ragen_mega.config import parse
 from ragen_mega.environments.episode import SYSTEM_PROMPT
 from ragen_mega.environments.protocol import Message
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout import template_cost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.serving_page import CLIENT, command
 
 USER = [

@@ -26,12 +26,12 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from ragen_mega.storage.rollouts import RolloutStore
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 WORDS = "system user assistant Tell the time You have turns left Reward State Turn 0 1 2 3 4 5"
 RENDERER = ChatRenderer(train_tokenizer([WORDS] * 9), think=False)

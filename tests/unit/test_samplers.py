@@ -119,7 +119,8 @@ class Job:
             (directory / name).write_bytes(content)
         other = Job(self.config)
         other.disk = self.disk
-        other.samplers.load_state_dict(step, directory, self.samplers.state_dict())
+        other.samplers.load_state_dict(self.samplers.state_dict())
+        other.samplers.read_staged(directory)
         return other
 
 
@@ -177,7 +178,8 @@ def test_without_those_weights_the_present_ones_sample_and_it_is_said(tmp_path: 
     other = job.restarted(1, tmp_path)
     for path in tmp_path.iterdir():
         path.unlink()
-    other.samplers.load_state_dict(1, tmp_path, job.samplers.state_dict())
+    other.samplers.load_state_dict(job.samplers.state_dict())
+    other.samplers.read_staged(tmp_path)
     assert other.order(1) == [(1, 1, 1), (2, 1, None), (3, 1, None)]
     assert other.said == [
         f"step {step}: sampled under the weights after 1 steps, since those of 0 are not in the"

@@ -11,11 +11,11 @@ import pytest
 from ragen_mega.config import parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.warm_start.clone import FLAT_WINDOW, as_trajectory, is_flat, scripted_episodes
 from ragen_mega.warm_start.rehearsal import EPISODES, check_play, fit_context
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 WORLDS = '''
 import json

@@ -24,7 +24,7 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.processes import end_hosts
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
-from ragen_mega.rollout.evaluate import reference_players
+from ragen_mega.rollout.held_out import reference_players
 from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks, reference_notes
 from ragen_mega.run.check import check_environments
 from tests.support.prompts import first_seeds

@@ -17,9 +17,9 @@ from ragen_mega.environments.random_player import is_drawn, random_steps, write_
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.tool_calls import tool_calls
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.warm_start.clone import as_trajectory, scripted_episodes
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.prompts import first_seeds
 
 

@@ -22,13 +22,13 @@ from ragen_mega.environments.pool import EnvironmentFailed, Worker
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.worlds.bandit.world import Bandit
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import environment_errors, summarize
 from ragen_mega.rollout.tasks import tasks_for_group
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 
 class Panic(BaseException):

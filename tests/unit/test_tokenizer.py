@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, Qwen2Config, Qwen2Tokenizer
 
-from ragen_mega.warm_start.tokenizer import train_tokenizer
+from ragen_mega.models.tokenizer import train_tokenizer
 
 TURN = (
     "<|im_start|>user\nPlayer: (0, 1)\nGoal: (3, 2)\n10"

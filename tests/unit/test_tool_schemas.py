@@ -22,10 +22,10 @@ from ragen_mega.environments.tool_calls import (
     is_deep,
     tool_calls,
 )
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 from tests.support.door import TalkingEngine, play
 
 

@@ -8,11 +8,11 @@ from transformers import PretrainedConfig
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from ragen_mega.storage.model_writers import save_huggingface
 from ragen_mega.warm_start.clone import scripted_texts
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 NUM_EPISODES = 60
 """Scripted episodes that the tokenizer learns from."""

@@ -15,27 +15,26 @@ from typing import Any
 from ragen_mega.agents.call_tree import CALL, Call
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
-from ragen_mega.data.types import Trajectory, in_groups
+from ragen_mega.data.types import Completion, SamplingParams, Trajectory, in_groups
 from ragen_mega.environments.messages import ChatMessage, read_message, written
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
 from ragen_mega.extensions.registry import Registry
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.endings import check_ends, environment_errors
 from ragen_mega.rollout.engine import NoEngine
-from ragen_mega.rollout.evaluate import reference_players
+from ragen_mega.rollout.held_out import reference_players
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.renderer import ChatRenderer
-from ragen_mega.rollout.served_episode import Example, ExampleAnswers
 from ragen_mega.rollout.tasks import (
+    SCRIPTED_SEEDS,
     episode_maker,
     evaluation_tasks,
     play_settings,
     tasks_for_group,
 )
-from ragen_mega.warm_start.clone import SCRIPTED_SEEDS
-from ragen_mega.warm_start.tokenizer import train_tokenizer
 
 EXAMPLES = Registry("agent example", "--agent-example", {})
 MOST_EPISODES = 2048
@@ -46,6 +45,26 @@ _RANDOM_EPISODES = 4
 """Episodes per prompt with random answers."""
 _WHOLE = 1 << 20
 """Tokens that no episode has."""
+Example = Callable[[Call, random.Random], str]
+"""Function that writes the text of the answer to a call, with its source of randomness."""
+
+
+class ExampleAnswers:
+    """Answers as an example gives them."""
+
+    def __init__(self, renderer: ChatRenderer, example: Example) -> None:
+        self._renderer, self._example = renderer, example
+
+    async def complete(
+        self, call: Call, tokens: list[int], sampling: SamplingParams
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Encode the example's answer; see `Answers`."""
+        text = self._example(call, random.Random(sampling.seed))
+        if self._renderer.opens_thought and "</think>" not in text:
+            text = f"\n</think>\n\n{text}"
+        answer = self._renderer.encode_answer(text)[: sampling.max_tokens]
+        is_whole = answer[-1:] == [self._renderer.end_of_turn]
+        return Completion(answer, [0.0] * len(answer), "stop" if is_whole else "length"), {}
 
 
 def example_play(

@@ -3,18 +3,16 @@ become completions of the engine.
 """
 
 import asyncio
-import random
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ragen_mega.agents.call_tree import CALL, Call, CallTree, RequestError, record
+from ragen_mega.agents.call_tree import Call, CallTree, RequestError, record
 from ragen_mega.agents.protocol import Arrival, ChatRequest, Connection, Reply, call_id
 from ragen_mega.config.sections.agent import AgentConfig
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory
+from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.protocol import text_seed
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -43,60 +41,6 @@ class Answers(Protocol):
         """
 
 
-Example = Callable[[Call, random.Random], str]
-"""Function that writes the text of the answer to a call, with its source of randomness."""
-
-
-class ExampleAnswers:
-    """Answers as an example gives them."""
-
-    def __init__(self, renderer: ChatRenderer, example: Example) -> None:
-        self._renderer, self._example = renderer, example
-
-    async def complete(
-        self, call: Call, tokens: list[int], sampling: SamplingParams
-    ) -> tuple[Completion, dict[str, Any]]:
-        """Encode the example's answer; see `Answers`."""
-        text = self._example(call, random.Random(sampling.seed))
-        if self._renderer.opens_thought and "</think>" not in text:
-            text = f"\n</think>\n\n{text}"
-        answer = self._renderer.encode_answer(text)[: sampling.max_tokens]
-        is_whole = answer[-1:] == [self._renderer.end_of_turn]
-        return Completion(answer, [0.0] * len(answer), "stop" if is_whole else "length"), {}
-
-
-class RecordedAnswers:
-    """Trained answers of an episode that was recorded, found by their prompts."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self._answers: defaultdict[tuple[int, ...], deque[Completion]] = defaultdict(deque)
-        starts = [start for start, _ in trajectory.segments]
-        for turn in sorted(trajectory.turns, key=lambda turn: turn.info[CALL]["answer"]):
-            begin = starts[bisect_right(starts, turn.start) - 1]
-            span = slice(turn.start, turn.end)
-            self._answers[tuple(trajectory.tokens[begin : turn.start])].append(
-                Completion(
-                    list(trajectory.tokens[span]),
-                    list(trajectory.rollout_logprobs[span]),
-                    turn.info["finish_reason"],
-                )
-            )
-
-    async def complete(
-        self, call: Call, tokens: list[int], sampling: SamplingParams
-    ) -> tuple[Completion, dict[str, Any]]:
-        """Return the next answer that was recorded for the prompt; see `Answers`. Raises
-        RequestError if there is none.
-        """
-        if not (left := self._answers.get(tuple(tokens))):
-            raise RequestError(
-                "the record has no answer to this prompt, so that the agent does not ask what it"
-                " asked",
-                code="not_recorded",
-            )
-        return left.popleft(), {}
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The settings under which an agent may sample."""
@@ -105,8 +49,6 @@ class Limits:
     max_tokens: int
     max_answers: int
     temperature: float
-    top_p: float
-    stop_token_ids: tuple[int, ...]
     agent: AgentConfig
 
 
@@ -155,6 +97,7 @@ class ServedEpisode:
         """Cause by which the latest request was refused for a limit; None after one that was not.
         """
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
+        self._own = {"temperature": limits.temperature, "top_p": 1.0}
         self._seed = tuple(seed)
         self._on_answer = on_answer
         self._times_asked: Counter[int] = Counter()  # by a digest of the prompt
@@ -318,11 +261,11 @@ class ServedEpisode:
 
     def _asked(self, request: ChatRequest) -> dict[str, float]:
         """Return the parameters of sampling that differ from the trainer's."""
-        limits = self._limits
         asked = {"temperature": request.temperature, "top_p": request.top_p}
-        own = {"temperature": limits.temperature, "top_p": limits.top_p}
         return {
-            name: value for name, value in asked.items() if value is not None and value != own[name]
+            name: value
+            for name, value in asked.items()
+            if value is not None and value != self._own[name]
         }
 
     def _sampling(
@@ -337,13 +280,11 @@ class ServedEpisode:
         digest = text_seed(repr(prompt))
         times = self._times_asked[digest]
         self._times_asked[digest] += 1
-        own = {"temperature": limits.temperature, "top_p": limits.top_p}
-        if limits.agent.agent_sampling == "agent":
-            own |= asked
+        own = self._own | (asked if limits.agent.agent_sampling == "agent" else {})
         room = limits.max_context - len(prompt)
         return SamplingParams(
             max_tokens=min(limits.max_tokens, room, request.max_tokens or room),
-            stop_token_ids=limits.stop_token_ids,
+            stop_token_ids=self._renderer.stop_token_ids,
             seed=text_seed(repr((*self._seed, prompt, times, request.seed))),
             num_recorded=num_recorded,
             **own,
