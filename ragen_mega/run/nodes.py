@@ -121,14 +121,14 @@ def _exchange(store: dist.Store, name: str, work: Callable[[], Any]) -> list[Any
     results = []
     for index in range(num_nodes()):
         try:
-            result, error = json.loads(store.get(f"{name}_{index}"))
+            result, problem = json.loads(store.get(f"{name}_{index}"))
         except dist.DistError:
             raise ValueError(
                 f"all nodes must start the job, and node {index} has not come within"
-                f" {_PATIENCE:g} s; look at its output"
+                f" {_PATIENCE:g} s; look at its output, and at that of node 0"
             ) from None
-        if error:
-            raise ValueError(error)
+        if problem:
+            raise ValueError(problem)
         results.append(result)
     return results
 
