@@ -48,14 +48,6 @@ def test_a_machine_without_gpu_is_not_ready_for_h100() -> None:
     assert findings["torch"]["remedy"] == "pip install 'torch==2.11.0'"
 
 
-def install(site: Path, name: str, summary: str) -> None:
-    folder = site / f"{name}-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n"
-    )
-
-
 def test_versions_are_compared_without_their_build(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.tested_versions("cpu") | {"torch": "2.13.0+cpu", "numpy": "2.2.0", "rich": None}
     monkeypatch.setattr(doctor, "installed", found.get)
