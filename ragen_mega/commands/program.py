@@ -22,7 +22,6 @@ COMMANDS = {
     "Judge and compare": {
         "evaluate": ("evaluate", "success of a run or a model on held-out initial states"),
         "baselines": ("baselines", "success of the random and of the optimal player"),
-        "webshop-players": ("webshop_players", "score of WebShop's reference players"),
         "make-boards": ("make_boards", "fresh initial states that no recipe was chosen on"),
         "report": ("report", "finished runs as a table, means over seeds, and a plot"),
         "study": ("study", "arms and seeds side by side, with intervals of their differences"),
