@@ -4,7 +4,7 @@ r"""An agent on the OpenAI SDK: it looks two prices up and adds them with its to
 In this folder, with the extra `agents`:
 
     ragen-mega train --agent price_agent:run --agent-example price_agent:ideal --no-think \
-        --warm-start-skill 0.7 --warm-start-first-turn-steps 0 --warm-start-steps 1500 \
+        --warm-start-skill 0.7 --warm-start-first-turn-steps 0 --warm-start-steps 600 \
         --warm-start-trajectories 2048 \
         --advantage-estimator grpo --filter-strategy none \
         --max-context-length 640 --max-response-length 48 --max-turns 8 \

@@ -3,7 +3,7 @@ r"""The task of price_agent.py as an environment: the same prices, tools and ans
 In this folder:
 
     ragen-mega train --environments price_world:Prices --no-think \
-        --warm-start-skill 0.7 --warm-start-first-turn-steps 0 --warm-start-steps 1500 \
+        --warm-start-skill 0.7 --warm-start-first-turn-steps 0 --warm-start-steps 600 \
         --warm-start-trajectories 2048 \
         --advantage-estimator grpo --filter-strategy none \
         --max-context-length 640 --max-response-length 48 --num-groups 16 \
