@@ -5,7 +5,7 @@ In this folder, with the extra `agents`:
 
     ragen-mega train --agent price_agent:run --agent-example price_agent:ideal --no-think \
         --warm-start-skill 0.7 --warm-start-first-turn-steps 0 --warm-start-steps 600 \
-        --warm-start-trajectories 2048 --warm-start-optimizer muon --warm-start-lr 8e-3 \
+        --warm-start-trajectories 2048 \
         --advantage-estimator grpo --filter-strategy none \
         --max-context-length 640 --max-response-length 48 --max-turns 8 \
         --num-groups 16 --group-size 8 --minibatch-size 128 --num-steps 100 --lr 3e-4 \

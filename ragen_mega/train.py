@@ -16,7 +16,6 @@ from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.build import build
 from ragen_mega.run.log import StepLog
-from ragen_mega.run.nodes import watched
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Sampler
 from ragen_mega.run.stop import (
@@ -122,18 +121,17 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
     threading.excepthook = _report_thread
     output = "."
     try:
-        with watched():
-            config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe).located()
-            output = config.logging.output
-            run = build(config)
-            # A full collection, in the middle of a rollout, need not look at what lives as long as
-            # the run: all that was imported and built, a third of a second each time.
-            gc.collect()
-            gc.freeze()
-            run.stop.listen()
-            with run:
-                play_part(run)
-            shutdown()  # gloo's threads may abort an interpreter that ends before they do
+        config = parse(sys.argv[1:] if argv is None else argv, recipe=recipe).located()
+        output = config.logging.output
+        run = build(config)
+        # A full collection, in the middle of a rollout, need not look at what lives as long as
+        # the run: all that was imported and built, a third of a second each time.
+        gc.collect()
+        gc.freeze()
+        run.stop.listen()
+        with run:
+            play_part(run)
+        shutdown()  # gloo's threads may abort an interpreter that ends before they do
     except Interrupted:
         raise SystemExit(run.stop.exit_code) from None
     except Finished as done:

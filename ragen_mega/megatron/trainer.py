@@ -35,7 +35,6 @@ from ragen_mega.megatron import cpu
 from ragen_mega.megatron.adam import find_updated, update_in_parts
 from ragen_mega.megatron.layers import drop_quantised_weights
 from ragen_mega.megatron.model import Chunks, model_inputs
-from ragen_mega.megatron.muon import chain_muon
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
@@ -68,7 +67,6 @@ class Trainer:
         first_step: int = 0,
         decoupled_lr: float | None = None,
         adam_eps: float = 1e-8,
-        with_muon: bool = False,
     ) -> None:
         """`first_step`: that of the run in which its schedule begins."""
         mark_tensor_parallel(chunks)
@@ -88,11 +86,9 @@ class Trainer:
             train.shared_prefixes if parallel.fp8 == "none" else "off"
         ]
         self._lacks_scales = self._lacks_gradient_scales = scales_from_history(config)
-        # Muon needs the gradients of whole matrices.
-        is_distributed = parallel.use_distributed_optimizer and not with_muon
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=is_distributed,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
             overlap_grad_reduce=groups.dp.size() > 1,
         )
         # passes of other chunks hide the reduction of a later one
@@ -115,12 +111,12 @@ class Trainer:
             clip_grad=train.clip_grad,
             bf16=parallel.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=is_distributed,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
-        further = dict(use_gloo_process_groups=False, pg_collection=groups)
-        build = partial(get_megatron_optimizer, options, self.models, **further)
         with cpu.cuda_literals_as_cpu():
-            self.optimizer = chain_muon(build, chunks, options) if with_muon else build()
+            self.optimizer = get_megatron_optimizer(
+                options, self.models, use_gloo_process_groups=False, pg_collection=groups
+            )
         self.schedule = _Schedule(self.optimizer, train, lr, first_step)
         self._lrs = [group["max_lr"] for group in self.optimizer.param_groups]
         self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
@@ -131,7 +127,7 @@ class Trainer:
         self.updated = find_updated(chunks, self.optimizers)
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, chunks)
-        if parallel.optimizer_cpu_offload and not with_muon:
+        if parallel.optimizer_cpu_offload:
             self.memory.park("optimizer")
             update_in_parts(self.updated.values(), self.memory)
 

@@ -159,7 +159,6 @@ def warm_start(
         _schedule(config, num_steps, warm.sft_lr if is_loaded else warm.warm_start_lr),
         config.loss,
         temperature=warm.warm_start_temperature,
-        with_muon=warm.warm_start_optimizer == "muon",
     )
     student.load_weights(open_model(base))
     for name in config.environment.worlds:

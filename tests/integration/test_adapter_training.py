@@ -12,7 +12,6 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from ragen_mega.ranks.launcher import PROGRAM
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from tests.support import plain_mcp_server
 from tests.support.forked_ranks import join_ranks
@@ -22,6 +21,7 @@ from tests.support.runs import start_ranks
 from tests.support.training import FLAGS, launch, read_metrics
 
 pytestmark = pytest.mark.forks
+SERVER = Path(__file__).parents[1] / "support" / "openenv_server.py"
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
 TINY = """--environment-options {} --max-context-length 1500 --max-turns 3 --eval-prompts 4
     --warm-start-first-turn-steps 40 --warm-start-steps 20 --warm-start-trajectories 60
@@ -177,13 +177,12 @@ class Long:
 
 @contextmanager
 def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
-    """Its name while ragen-mega serve-environment serves it from a folder."""
-    command = [sys.executable, "-P", "-m", PROGRAM, "serve-environment"]
-    flags = ["--environment", environment, "--port", str(port)]
+    """Its name while a server of OpenEnv serves it from a folder."""
+    command = [sys.executable, SERVER, environment, str(port)]
     log = folder / "server.log"  # a pipe that nobody empties would stop the server
     with (
         log.open("w") as output,
-        subprocess.Popen([*command, *flags], stderr=output, cwd=folder) as server,
+        subprocess.Popen(command, stderr=output, cwd=folder) as server,
     ):
         try:
             while "running on" not in log.read_text() and server.poll() is None:
@@ -197,7 +196,8 @@ def served(environment: str, folder: Path, port: int = 0) -> Iterator[str]:
 @pytest.mark.timeout(900)
 def test_an_openenv_server_trains(tmp_path: Path) -> None:
     pytest.importorskip("openenv.core", reason="needs the extra openenv")
-    with served("bandit", tmp_path) as name:
+    (tmp_path / "endless.py").write_text(LONG)
+    with served("endless:Long", tmp_path) as name:
         steps = train(tmp_path, f"{name}:4")
     assert all(line["rollout/environment_errors"] == 0 for line in steps)
 

@@ -73,7 +73,7 @@ def test_the_program_works_in_an_empty_directory(wheel: Path, tmp_path: Path) ->
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout + done.stderr
 
-    assert "serve-environment" in run("--help")
+    assert "make-boards" in run("--help")
     where = [home / "bin" / "python", "-c", "import ragen_mega; print(ragen_mega.__file__)"]
     found = subprocess.run(where, cwd=empty, env=bare, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).is_relative_to(place)

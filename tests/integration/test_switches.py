@@ -325,59 +325,6 @@ def test_the_optimizer_is_adamw_with_these_settings(start: Path, batch) -> None:
     assert min(gaps) > 1e-4
 
 
-def quintic_step(matrix: torch.Tensor) -> torch.Tensor:
-    """Muon's step: five times its polynomial of the singular values, as long as one of Adam."""
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / torch.linalg.vector_norm(values)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return left * values @ right * 0.2 * max(matrix.shape) ** 0.5
-
-
-def test_muon_steps_along_nesterovs_momentum_and_adam_takes_the_rest(start: Path, batch) -> None:
-    """Three steps of behaviour cloning against Muon as Jordan et al. write it, in float64: for the
-    matrices of the layers, with the decay, the schedule and the clipping of everything else.
-    """
-    trajectories, packed = batch
-    config = TrainConfig(
-        num_steps=4, lr=1e-2, weight_decay=5.0, adam_eps=1e-2, lr_decay="linear", clip_grad=0.5
-    )
-    policy = make(
-        MegatronPolicy, start, config, LossConfig(), temperature=TEMPERATURE, with_muon=True
-    )
-    model = exact_model(start)
-    parameters = dict(model.named_parameters())
-    matrices = {name: p for name, p in parameters.items() if ".layers." in name and p.dim() == 2}
-    others = [p for name, p in parameters.items() if name not in matrices]
-    decays = [
-        {"params": [p for p in others if p.dim() > 1]},
-        {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    adam = torch.optim.AdamW(decays, betas=betas, eps=1e-2, weight_decay=5.0)
-    momentum = {name: torch.zeros_like(p) for name, p in matrices.items()}
-    for step in range(3):
-        result, lr = policy.clone(packed), learning_rate(config, step)
-        assert result["lr"] == pytest.approx(lr)
-        policy.trainer.schedule.step(1)
-        model.zero_grad()
-        (-exact_logprobs(model, trajectories)[0].mean()).backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip_grad)
-        assert result["grad_norm"] == pytest.approx(float(norm), **TOLERANCE)
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
-        for name, matrix in matrices.items():
-            momentum[name] = 0.9 * momentum[name] + matrix.grad
-            ahead = matrix.grad + 0.9 * momentum[name]
-            with torch.no_grad():
-                matrix.mul_(1 - lr * config.weight_decay).sub_(lr * quintic_step(ahead))
-    for name, weight in policy.export_weights():
-        torch.testing.assert_close(
-            weight.double(), parameters[name].detach(), atol=2e-5, rtol=0, msg=name
-        )
-
-
 def test_microbatches_bound_a_pass_and_change_no_result(start: Path, batch) -> None:
     _, packed = batch
     results = {}

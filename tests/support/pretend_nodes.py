@@ -177,10 +177,11 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
             LOCAL_RANK="0",
             LOCAL_WORLD_SIZE="1",
         )
-        if index:
-            return work()
-        store = dist.TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
+        host = nodes[0].address if index else "0.0.0.0"
+        store = dist.TCPStore(host, PORT, is_master=not index, wait_for_workers=False)
         work()
-        store.wait(["nodes_0/done_1"])  # as a launcher waits for the others
+        if index:
+            return store.set("has_ended", "")
+        store.wait(["has_ended"])  # as a launcher waits for the others
 
     return fork_ranks(rank, len(nodes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -47,28 +46,6 @@ def test_a_machine_without_gpu_is_not_ready_for_h100() -> None:
     assert findings["CUDA device"]["state"] == findings["SGLang"]["state"] == "missing"
     assert "/no/such/python cannot run" in findings["SGLang"]["detail"]
     assert findings["torch"]["remedy"] == "pip install 'torch==2.11.0'"
-
-
-def install(site: Path, name: str, summary: str) -> None:
-    folder = site / f"{name}-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: {summary}\n"
-    )
-
-
-def test_the_apex_of_pypi_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.apex_finding().state == "falls back"
-    monkeypatch.syspath_prepend(tmp_path)
-    install(
-        tmp_path,
-        "apex",
-        "Pyramid toolkit to add Velruse, Flash Messages, CSRF, ReCaptcha and Sessions",
-    )
-    assert doctor.apex_finding().remedy == "pip uninstall apex"
-    (tmp_path / "amp_C.py").touch()  # the extension that NVIDIA's builds
-    importlib.invalidate_caches()
-    assert doctor.apex_finding().state == "ok"
 
 
 def test_versions_are_compared_without_their_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,19 +5,16 @@ import subprocess
 import sys
 from collections import Counter
 
-import gymnasium
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.adapters.gymnasium import environment_id
 from ragen_mega.environments.boards import (
     has_packaged_boards,
     load_boards,
     packaged_sets,
 )
 from ragen_mega.environments.protocol import Environment, stable_seed
-from ragen_mega.environments.registry import ENVIRONMENTS, make, register
+from ragen_mega.environments.registry import ENVIRONMENTS, make
 
 CHECK = "\u221a"
 ROOM = ["######", "#____#", "#_PXO#", "#____#", "#____#", "######"]
@@ -319,44 +316,3 @@ def test_unreadable_boards_files(tmp_path):
             load_boards(tmp_path / name, "sokoban")
     with pytest.raises(ValueError, match="cannot read"):
         load_boards(tmp_path, "sokoban")
-
-
-# Gymnasium
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS.names())
-@pytest.mark.filterwarnings("error")
-def test_gymnasium_checker(name):
-    check_env(gymnasium.make(environment_id(name), render_mode="ansi").unwrapped)
-
-
-def test_gymnasium_plays_the_native_episode():
-    environment = gymnasium.make("ragen_mega/Sokoban-v0", observation="grid_coord")
-    native = make("sokoban", observation="grid_coord")
-    assert environment.reset(seed=42)[0] == native.reset(42)
-    for action, name in enumerate(native.actions):
-        observation, reward, *_ = environment.step(action)
-        result = native.step(name)
-        assert (observation, reward) == (result.observation, result.reward)
-    assert environment.reset(options={"board": ROOM})[0].endswith("\n".join(ROOM))
-    with pytest.raises(ValueError, match="unknown reset options level"):
-        environment.reset(options={"level": 3})
-
-
-def test_gymnasium_takes_any_text_and_what_is_registered_later():
-    class Tall:
-        actions = ("go",)
-
-        def reset(self, seed):
-            return "\u4e16\u754c " * 5000
-
-        def step(self, action):
-            return "caf\u00e9", 1.0, True, False, {}
-
-    register("tall_one", Tall)
-    environment = gymnasium.make(environment_id("tall_one"), disable_env_checker=True)
-    assert environment_id("tall_one") == "ragen_mega/TallOne-v0"
-    observation, _ = environment.reset(seed=1)
-    assert len(observation) == 15000 and environment.observation_space.contains(observation)
-    assert environment.observation_space.contains(environment.step(0)[0])
-    assert not environment.observation_space.contains(b"bytes")

@@ -7,17 +7,13 @@ import shutil
 import statistics
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
-from markdown_it import MarkdownIt
-from matplotlib.axes import Axes
 
 from ragen_mega.commands import report
 from ragen_mega.commands.command_line import report_folder
 from ragen_mega.config import parse
 from ragen_mega.report.markdown import table
-from ragen_mega.report.plots import headless_pyplot
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,67 +137,6 @@ def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row["run"] for row in result["runs"]] == ["new", "old"]
 
 
-def test_returns_stand_beside_those_of_named_players(tmp_path: Path) -> None:
-    runs = [
-        finished(tmp_path / f"run{seed}", {"bandit": value}, "--seed", str(seed))
-        for seed, value in enumerate((0.5, 0.75))
-    ]
-    flags = [*map(str, runs), "--output", str(tmp_path), "--title", "mine"]
-    report.main(flags)
-    assert "return" not in (tmp_path / "mine.md").read_text()
-    report.main([*flags, "--return-of", "rule=0.125", "--return-of", "oracle=1"])
-    text = (tmp_path / "mine.md").read_text()
-    assert "| run1 | bandit | 0.500 | 0.500 | 0.125 | 1.000 |" in text
-    assert "Mean return 0.375, standard deviation over 2 runs 0.177: bandit, run0, run1." in text
-    result = json.loads((tmp_path / "mine.json").read_text())
-    assert result["returns_of_players"] == {"rule": 0.125, "oracle": 1.0}
-    assert result["mean_returns"][0]["mean"] == 0.375 and result["means"][0]["mean"] == 0.625
-
-
-@pytest.mark.parametrize("title", ["mine", "my runs (\u00fc)"])
-def test_the_picture_of_any_title_is_shown(title: str, tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", {"bandit": 0.5})
-    report.main([str(run), "--output", str(tmp_path), "--title", title])
-    page = MarkdownIt("commonmark").parse((tmp_path / f"{title}.md").read_text())
-    parts = (child for token in page for child in token.children or ())
-    (picture,) = (part.attrs["src"] for part in parts if part.type == "image")
-    assert (tmp_path / unquote(picture)).exists()
-
-
-def test_players_are_drawn_where_all_runs_have_the_same(tmp_path: Path) -> None:
-    runs = [finished(tmp_path / name, {"bandit": 0.5, "sokoban": 1.0}) for name in ("a", "b")]
-    assert report.shared_players(read(*runs)) == {"random": 0.2}, "the optimum is unknown"
-    path = runs[1] / "summary.json"
-    summary = json.loads(path.read_text())
-    summary["sets"]["sokoban"]["random"] = 0.1
-    path.write_text(json.dumps(summary))
-    assert report.shared_players(read(*runs)) == {"random": 0.2}, "of the set that is drawn"
-    summary["sets"]["bandit"]["random"] = 0.4
-    path.write_text(json.dumps(summary))
-    rows = read(*runs)
-    assert report.shared_players(rows) == {}
-    report.plot([report.read_run(run) for run in runs], rows, tmp_path / "a.svg")
-
-
-def test_every_player_and_return_is_on_the_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also the fourth player, and returns above 1 or below 0."""
-    runs = [report.read_run(finished(tmp_path / "run", {"bandit": 0.5}))]
-    drawn: list[Axes] = []
-    monkeypatch.setattr(headless_pyplot(), "close", lambda figure: drawn.append(figure.axes[0]))
-    players = {"random": -2.0, "rule": 3.0, "person": 7.0, "oracle": 9.0}
-    rows = [row for run in runs for row in report.rows_of(run)]
-    report.plot(runs, rows, tmp_path / "returns.svg", players)
-    report.plot(runs, rows, tmp_path / "success.svg")
-    returns, success = drawn
-    names = returns.get_legend_handles_labels()[1]
-    assert names == ["run", *players]
-    low, high = returns.get_ylim()
-    assert low < -2.0 and high > 9.0
-    assert success.get_ylim() == (0, 1.02)
-
-
 def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
     run = finished(tmp_path / "run", {"bandit": 0.5, "sokoban": 0.25})
     path = run / "summary.json"
@@ -211,18 +146,6 @@ def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
     rows = read(run)
     assert [(row["set"], row["warm_start"]) for row in rows] == [("bandit", 0.5), ("sokoban", None)]
     assert "| run | sokoban | 25.0% (0.0% - 100.0%) | - | 20.0% | - |" in report.markdown("a", rows)
-
-
-@pytest.mark.parametrize("player", ["oracle", "oracle=", "oracle=nan", "oracle=inf", "=1"])
-def test_a_player_without_a_name_and_a_number_is_one_line(
-    player: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, output = finished(tmp_path / "run", {"bandit": 0.5}), tmp_path / "reports"
-    words = [str(run), "--title", "mine", "--output", str(output)]
-    with pytest.raises(SystemExit):
-        report.main([*words, "--return-of", player])
-    said = f"PLAYER=RETURN, a name and a number, not {player!r}"
-    assert said in capsys.readouterr().err and not output.exists()
 
 
 @pytest.mark.parametrize("title", ["a/b", "../mine", "", "."])
@@ -269,18 +192,3 @@ def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         report.main([str(run), "--title", "mine", "--output", str(tmp_path)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and "has not finished" in error and error.count("\n") == 1
-
-
-def test_returns_that_a_summary_lacks_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = finished(tmp_path / "old", {"bandit": 0.5})
-    summary = json.loads((run / "summary.json").read_text())
-    del summary["sets"]["bandit"]["reward"]
-    (run / "summary.json").write_text(json.dumps(summary))
-    flags = [str(run), "--output", str(tmp_path / "out"), "--title", "mine"]
-    report.main(flags)
-    with pytest.raises(SystemExit):
-        report.main([*flags, "--return-of", "rule=0.125"])
-    error = capsys.readouterr().err
-    assert "old has no reward of bandit" in error and error.count("\n") == 1

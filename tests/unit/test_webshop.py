@@ -6,15 +6,12 @@ import copy
 import itertools
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ragen_mega.commands import webshop_players
 from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.worlds.webshop.catalogue import (
@@ -36,7 +33,6 @@ from ragen_mega.environments.worlds.webshop.players import (
 from ragen_mega.environments.worlds.webshop.reward import reward, title_nouns, type_reward
 from ragen_mega.environments.worlds.webshop.search import SearchEngine
 from ragen_mega.environments.worlds.webshop.world import WebShop
-from ragen_mega.ranks.launcher import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 SHOE = "Mens D.O.N. Issue 2 Gca Basketball Sneakers Shoes Casual - Off White"
@@ -365,29 +361,6 @@ def test_the_generated_catalogue_is_a_function_of_its_seed() -> None:
 
 
 # Players.
-
-
-def test_players(tmp_path: Path) -> None:
-    out = tmp_path / "players.json"
-    command = [sys.executable, "-P", "-m", PROGRAM, "webshop-players", "--json", str(out)]
-    command += ["--option", "num_products=400", "--option", "departments=2", "--num-goals", "200"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("WebShop-compatible, 400 generated products: 200 goals, 9 turns")
-    players = json.loads(out.read_text())["players"]
-    assert players["oracle"] == {
-        "score": 1.0, "success": 1.0, "ci_low": pytest.approx(0.98, abs=0.01), "ci_high": 1.0,
-        "bought": 1.0,
-    }  # fmt: skip
-    assert players["random"]["score"] < 0.2 < players["rule"]["score"] < 0.8
-    assert players["rule"]["success"] == 0.0  # it chooses no options
-
-
-def test_players_without_a_turn_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """They would all have scored 0."""
-    with pytest.raises(SystemExit) as left:
-        webshop_players.main(["--option", "num_products=400", "--max-turns", "0"])
-    assert left.value.code == 2
-    assert capsys.readouterr().err == "error: --max-turns must be at least 1, not 0\n"
 
 
 def test_the_random_player_searches_for_a_request_without_keywords(shopper: WebShop) -> None:

@@ -1,7 +1,7 @@
 """Flags of behaviour cloning before reinforcement learning."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from ragen_mega.config.sections.section import (
     Count,
@@ -40,10 +40,6 @@ class WarmStartConfig(Section):
     """End both stages as soon as their loss is flat, and let the learning rate fall then; the steps
     above are their most, the fall included.
     """
-    warm_start_optimizer: Literal["adam", "muon"] = "adam"
-    """Optimizer that imitates: muon takes 40% of adam's steps to the same likelihood, at twice the
-    learning rate. A critic is always taught by adam.
-    """
     warm_start_lr: Positive = 4e-3
     """Peak learning rate of the warm start."""
     warm_start_critic_steps: Natural = 0
@@ -70,7 +66,7 @@ class WarmStartConfig(Section):
     sft_steps: Annotated[Natural, OnlyWith("load", "--load MODEL")] = 0
     """Optimizer steps of supervised fine-tuning of the model of --load before reinforcement
     learning: it imitates scripted play, with thoughts in sentences, and the loss covers answers
-    alone. Batch, trajectories, skill, temperature and optimizer are those of the warm start. With
+    alone. Batch, trajectories, skill and temperature are those of the warm start. With
     --num-steps 0 it is all that a run does.
     """
     sft_lr: Annotated[Positive, _TUNED] = 2e-5

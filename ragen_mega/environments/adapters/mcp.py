@@ -22,6 +22,7 @@ from ragen_mega.environments.calls import settled
 from ragen_mega.environments.protocol import Message, StepResult
 from ragen_mega.environments.tool_calls import check_tools, function_tool
 from ragen_mega.extensions.extras import require
+from ragen_mega.system.paths import expanded
 from ragen_mega.system.web_client import open_client
 
 MAX_RESULT = 20_000
@@ -242,7 +243,7 @@ class _Session:
                 "-S",
                 "-c",
                 _LAUNCH,
-                *map(os.path.expanduser, shlex.split(self._server)),
+                *map(expanded, shlex.split(self._server)),
             ]
             program = StdioServerParameters(
                 command=sys.executable,

@@ -13,7 +13,6 @@ import httpx2
 
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import settled
-from ragen_mega.environments.episode import LIMITS
 from ragen_mega.environments.protocol import Observation, StepResult
 from ragen_mega.environments.tool_calls import function_tool
 from ragen_mega.system.addresses import bypass_proxy, check_addresses
@@ -34,10 +33,6 @@ class OpenEnvWorld:
     required field is an enumeration or a bounded integer, its values are the action names; if it
     is a string, the answer is free text; otherwise it is a tool call with the fields as arguments.
     """
-
-    max_turns: int
-    max_response_length: int
-    format_penalty: float
 
     def __init__(self, url: str, /, *, timeout: float = 20.0, attempts: int = 6) -> None:
         """`timeout`: seconds for one answer of the server; `attempts`: how often to try to begin an
@@ -63,15 +58,11 @@ class OpenEnvWorld:
         self._field = self._read_actions(schema)
         self._is_playing = False
 
-    async def reset(self, seed: int, outcome_seed: int | None = None) -> Observation:
-        seeds = {"seed": seed}
-        if outcome_seed is not None:
-            seeds["outcome_seed"] = outcome_seed
+    async def reset(self, seed: int) -> Observation:
         for attempt in range(1, self._attempts + 1):
             try:
-                result = await self._client.reset(**seeds)
+                result = await self._client.reset(seed=seed)
                 self._is_playing = True
-                self._update_actions(result.observation)
                 return _words(result.observation)
             except self._troubles as error:
                 await self.close()
@@ -105,7 +96,6 @@ class OpenEnvWorld:
             await self.close()  # a late answer must not be taken for that of another step
             raise
         answer = result.observation
-        self._update_actions(answer)
         info = answer.get("info") if isinstance(answer.get("info"), Mapping) else {}
         info = {key: answer[key] for key in ("success",) if key in answer} | dict(info)
         truncated = bool(answer.get("truncated", False))
@@ -121,25 +111,15 @@ class OpenEnvWorld:
         self._is_playing = False
         await self._client.close()
 
-    def _update_actions(self, answer: Mapping[str, Any]) -> None:
-        """Take over the names of the present state, which our own servers tell."""
-        if self._is_ours and answer.get("actions"):
-            self.actions = tuple(answer["actions"])
-            self._values: dict[str, Any] = dict(zip(self.actions, self.actions))
-
     def _read_actions(self, schema: Mapping[str, Any]) -> str | None:
         """Read the form of an answer; returns the field that it goes into, None for a tool call."""
-        self._is_ours = "limits" in schema
-        for limit, value in schema.get("limits", {}).items():
-            if limit in LIMITS and isinstance(value, (int, float)):  # nothing else of this object
-                setattr(self, limit, value)
         fields = {
             name: part
             for name, part in schema.get("properties", {}).items()
             if name not in ("metadata", "type")
         }
         wanted = [name for name in schema.get("required", ()) if name in fields] or list(fields)
-        self._values = {}
+        self._values: dict[str, Any] = {}
         field = wanted[0] if len(wanted) == 1 else None
         part = fields[field] if field else {}
         if "$ref" in part:  # as Python's enumerations are described
@@ -151,8 +131,6 @@ class OpenEnvWorld:
         if values:
             self._values = {str(value): value for value in values}
             self.actions = tuple(self._values)
-        elif "tools" in part:
-            self.tools = part["tools"]
         elif part.get("type") != "string":
             arguments = {"type": "object", "properties": fields, "required": wanted}
             if "$defs" in schema:

@@ -1,22 +1,17 @@
-"""Limits of a server on the network: on connections, on the time and size of requests, on silence,
-on the pages that may use it. The door for agents and the server of environments have the same ones.
-"""
+"""Limits of a server on the network: on connections, and on the time and size of requests."""
 
 import asyncio
 import os
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-MOST_BYTES = 1 << 20
-"""Size of a request or message."""
 BACKLOG = 256
 """Connections that wait to be accepted."""
 _SECONDS_TO_ASK = 30.0
@@ -35,9 +30,6 @@ _PAUSE = 0.05
 """Seconds between attempts to accept a connection where there is no room for one."""
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def most_connections() -> int:
@@ -186,54 +178,3 @@ class _GuardedProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-
-
-def guard(application: Application, idle_seconds: float) -> Application:
-    """`application` for programs and for its own pages alone: a page of another origin, which a
-    browser on this machine may have open, is refused; so are large requests. A WebSocket on which
-    nothing comes for `idle_seconds` is closed, so that its place is free for others.
-    """
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await application(scope, receive, send)
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        is_web_socket = scope["type"] == "websocket"
-        if not _is_own_page(headers):
-            if is_web_socket:
-                await receive()
-                return await send({"type": "websocket.close", "code": 1008})
-            return await _refuse(send, 403, b"pages of another origin are refused")
-        if not headers.get("content-length", "0").isdecimal() or (
-            int(headers.get("content-length", "0")) > MOST_BYTES
-        ):
-            return await _refuse(send, 413, b"the request is too large")
-        num_bytes = 0
-
-        async def limited() -> MutableMapping[str, Any]:
-            nonlocal num_bytes
-            if is_web_socket:
-                try:
-                    return await asyncio.wait_for(receive(), idle_seconds)
-                except TimeoutError:
-                    return {"type": "websocket.disconnect", "code": 1001}
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            return message if num_bytes <= MOST_BYTES else {"type": "http.disconnect"}
-
-        await application(scope, limited, send)
-
-    return guarded
-
-
-def _is_own_page(headers: dict[str, str]) -> bool:
-    """Return whether a request comes from a program, which names no origin, or from a page of this
-    server.
-    """
-    origin = headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == headers.get("host")
-
-
-async def _refuse(send: Send, status: int, reason: bytes) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
-    await send({"type": "http.response.body", "body": reason})

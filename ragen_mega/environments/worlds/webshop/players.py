@@ -1,7 +1,4 @@
-"""Reference players: the oracle, which knows the product, and WebShop's rule baseline.
-
-The rule (arXiv:2207.01206, section 5.1): search the instruction, open the first result, buy it.
-"""
+"""Reference players: the oracle, which knows the product, and the random shopper."""
 
 import copy
 import random
@@ -59,17 +56,6 @@ def optimal_actions(shopper: Any, actions_left: int) -> list[str]:
         if chosen.get(name) != value and "[" not in value:  # a bracket would end the action
             return [f"click[{value}]"]
     return [f"click[{BUY}]"]
-
-
-def rule_actions(shopper: Any, actions_left: int) -> list[str]:
-    """Return the next action of WebShop's rule."""
-    page = shopper.page
-    if page.kind == "start":
-        return [f"search[{shopper.goal.instruction}]"]
-    if page.kind == "results":
-        first = page.products[0].asin if page.products else BACK
-        return [f"click[{first}]"]
-    return [] if page.kind == "done" else [f"click[{BUY}]"]
 
 
 def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
