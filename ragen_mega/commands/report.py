@@ -6,10 +6,10 @@ and stability signals.
         --return-of oracle=1
 
 Writes <output>/<title>.md, <title>.json and <title>.svg. With --return-of the report is of mean
-returns as well, beside those of the players that it names. The 95% interval of a run allows for
-samples of one prompt being alike; mean and standard deviation are over runs whose model and
+returns as well, beside the returns of the players that it names. The 95% interval of a run allows
+for samples of one prompt being alike; mean and standard deviation are over runs whose model and
 settings differ by their seed only, each set of prompts by itself. A run that is named twice, or
-beside a copy of it, counts once.
+beside its copy, counts once.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def markdown(
     title: str, rows: Sequence[dict[str, Any]], players: Mapping[str, float] | None = None
 ) -> str:
     """Return the report as text: where each run was made, a row of each, and the means; of returns
-    as well beside those of `players`, if there are such.
+    as well beside the returns of `players`, if there are such.
     """
     places: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
@@ -174,7 +174,7 @@ def plot(
     players: Mapping[str, float] | None = None,
 ) -> None:
     """Plot success in training (per step) and on the held-out boards (marked), beside random and
-    optimal play where all runs have the same, or mean returns beside those of `players`; and
+    optimal play where all runs have the same, or mean returns beside the returns of `players`; and
     SIGNALS.
     """
     measure = "reward" if players else "success"

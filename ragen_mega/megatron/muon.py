@@ -2,7 +2,7 @@
 a matrix.
 
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the scale
-that makes Adam's learning rates fit is that of Moonlight (arXiv:2502.16982, Eq. 4).
+that makes Adam's learning rates fit is Moonlight's (arXiv:2502.16982, Eq. 4).
 """
 
 from collections import defaultdict

@@ -207,8 +207,8 @@ def fit(points: Sequence[Point]) -> Constants:
 
 
 def spread(points: Sequence[Point], constants: Constants) -> dict[str, Any]:
-    """Summarize points: the median error of the seconds, and the interval of `times` that holds
-    COVERED of them.
+    """Summarize points: the median error of the seconds, and the interval of `times` that holds a
+    share COVERED of the rows.
     """
     found = sorted(times(point, constants) for point in points)
     out = math.floor((1 - COVERED) / 2 * len(found) + 1e-9)  # at each end

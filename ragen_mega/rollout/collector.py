@@ -207,7 +207,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         self._pause_if_due()
 
     def _queue(self, session: int, task: Task) -> _Kind:
-        """Let a task wait for an environment, among the others of its kind, which is returned."""
+        """Let a task wait for an environment, among the tasks of its environment; returns them."""
         if task.make_episode not in self._kinds:
             self._kinds[task.make_episode] = self._first(task)
         kind = self._kinds[task.make_episode]
@@ -272,7 +272,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
 def _further(attempt: Attempt, failed: Trajectory) -> Attempt:
     """Return the attempt after one that failed: its outcome seed, from which the sampling seeds
-    follow, is derived from that of the task and the number of the attempt.
+    follow, is derived from the task's outcome seed and the number of the attempt.
     """
     info = failed.turns[-1].info
     known = {key: info[key] for key in (ERROR, TRUNCATED_BY, FAILED_ACTION) if key in info}
@@ -283,8 +283,8 @@ def _further(attempt: Attempt, failed: Trajectory) -> Attempt:
 
 
 def _apart(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function, or one that calls it in a thread if an event loop runs here, e.g. that
-    of a notebook.
+    """Return the function, or one that calls it in a thread if an event loop runs here, e.g. a
+    notebook's.
     """
     try:
         asyncio.get_running_loop()

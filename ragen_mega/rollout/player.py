@@ -72,7 +72,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The settings by which trajectories are sampled; names and meaning are those of the flags."""
+    """The settings by which trajectories are sampled; names and meaning are as in the flags."""
 
     max_context_length: int
     """Most tokens that the policy may see, plus those it samples after them."""
@@ -98,7 +98,7 @@ class PlaySettings:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One play of a task. A further attempt has an outcome seed of its own."""
+    """One play of a task. A further attempt has a new outcome seed."""
 
     session: int
     task: Task
@@ -201,7 +201,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
     """
 
     def __init__(self, clocks: list["Clock"]) -> None:
-        """`clocks`: those of the agent's episodes that are played at present."""
+        """`clocks`: the clocks of the agent's episodes that are played at present."""
         self._clocks = clocks
         self._watch: asyncio.Task[None] | None = None
         self.num_elsewhere = 0
@@ -500,7 +500,7 @@ class Player:
 class _Sessions:
     """Sessions of the engine for the calls of an agent's episode.
 
-    A call continues the session of the episode if this is free. Otherwise it has one of its own. A
+    A call continues the session of the episode if this is free. Otherwise it gets a new session. A
     session is released when its call ends while others run, which may wait for its slot.
     """
 

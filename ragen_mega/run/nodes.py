@@ -264,8 +264,8 @@ class Facts:
     host: str
     num_ranks: int
     parts: dict[str, dict[str, Any]]
-    """Part of `_REMEDIES` -> names in it and their values. Those of code are the modules that are
-    loaded from this package and from the working directory, with digests of their sources.
+    """Part of `_REMEDIES` -> names in it and their values. The names of code are the modules that
+    are loaded from this package and from the working directory, with digests of their sources.
     """
 
 

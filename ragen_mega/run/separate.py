@@ -57,7 +57,7 @@ class Begin:
     base: str
     """The directory of tokenizer and model configuration."""
     name: str | None
-    """Name of the run, if it has one of its own."""
+    """Name of the run, if it has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Samplers:
         say: Callable[[str], None],
     ) -> None:
         """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in a
-        thread of its own.
+        separate thread.
         """
         self._config, self._tasks = config, tasks
         self._link, self._alarm = part.link, part.alarm
@@ -183,8 +183,8 @@ class Samplers:
         }
 
     def go_back(self, step: int) -> None:
-        """Have the next `order`, that of `step`, order every rollout from there on anew: the run
-        has left the weights of the earlier orders.
+        """Have the next `order`, the order of `step`, order every rollout from there on anew: the
+        run has left the weights of the earlier orders.
         """
         self._next = self._oldest = step
         self._rollbacks += 1
@@ -353,8 +353,8 @@ class Samplers:
 
 
 class Sampler:
-    """A rank that only samples, with those of its kind. As a context manager it tells the trainers
-    what ends its work, and ends as they do. Methods are collective over the samplers.
+    """A rank that only samples, together with the other such ranks. As a context manager it tells
+    the trainers what ends its work, and ends as they do. Methods are collective over the samplers.
     """
 
     def __init__(
@@ -490,7 +490,7 @@ class Sampler:
         if isinstance(error, _FAILURES) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
-            elif self._alarm:  # the others may know nothing of it
+            elif self._alarm:  # the others may not know of this failure
                 self._alarm.give(_portable(error))
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will

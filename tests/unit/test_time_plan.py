@@ -482,8 +482,8 @@ def test_bad_input(
 
 
 def test_advice_fits_with_what_is_shared() -> None:
-    """Transformer Engine gets every trajectory's keys and values, which take memory of their own:
-    a GPU with room for the advice without them alone.
+    """Transformer Engine gets every trajectory's keys and values, which take further memory: a GPU
+    with room for the advice without them alone.
     """
     shape = shape_of("Qwen2.5-1.5B")
     config = parse(["--bf16", "--rollout-engine", "sglang", "--recompute", "full"])

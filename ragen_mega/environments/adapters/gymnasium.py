@@ -105,8 +105,8 @@ class GymnasiumWorld:
     max_turns: int
 
     def __init__(self, environment_id: str, /, **options: Any) -> None:
-        """`options` are those of `gymnasium.make`. Raises ValueError for actions of another kind,
-        and whatever `gymnasium.make` raises.
+        """`options` are the options of `gymnasium.make`. Raises ValueError for actions of another
+        kind, and whatever `gymnasium.make` raises.
         """
         self._environment = gymnasium.make(environment_id, **options)
         if "ansi" in self._environment.metadata.get("render_modes", ()):
@@ -233,7 +233,7 @@ class AnyText(spaces.Text):
 class TextWorld(gymnasium.Env[str, int | str]):
     """One of our environments, one primitive action per step.
 
-    The seed of `reset` is the prompt seed, so episodes equal those of the environment itself.
+    The seed of `reset` is the prompt seed, so episodes equal the environment's own episodes.
     `reset` takes the options `outcome_seed` and `board`.
     """
 
