@@ -283,6 +283,10 @@ def staying() -> Iterator[None]:
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     """Parse flat flags; a later flag wins. `recipe` is the default that --recipe replaces.
 
+        >>> config = parse(["--recipe", "bandit", "--num-steps", "2"])
+        >>> config.train.num_steps, config.environment.environments
+        (2, 'bandit')
+
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
     resumed, argv = split_resumed(_as_environment(argv))
