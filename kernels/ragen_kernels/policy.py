@@ -336,8 +336,7 @@ def linear_policy_loss(
         hidden: [T, H].
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
-        old_logprobs: [T], constants; None takes the log-probabilities of this evaluation: the ratio
-            is 1.
+        old_logprobs: [T], constants; None: the log-probabilities of this evaluation, ratio 1.
         advantages: [T], constants.
         weights: [T]; mask, aggregation and global normaliser in one factor, equal on all ranks of
             `group`. 0 takes the token out: it costs nothing, and none of its values, not even a
