@@ -30,6 +30,7 @@ WEIGHTS = [
 ENGINE = "tests/integration/test_sglang_engine.py"
 FAST = ["-m", "not silicon and not slow"]
 GROUPS = {
+    "waits": ["tests/cuda/test_fake_device.py", "tests/cuda/test_step_waits.py", *FAST],
     "steps": ["tests/cuda", PINNED, *WEIGHTS, *FAST],
     "layers": [LAYERS, *FAST],
     "slow": ["tests/cuda", LAYERS, "-m", "slow and not silicon"],
@@ -54,8 +55,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     "group",
     [
-        "steps",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "slow", "engine")),
+        "waits",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group != "waits"),
     ],
 )
 def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
