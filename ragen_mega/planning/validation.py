@@ -119,7 +119,7 @@ def predicted(point: Point, constants: Constants) -> float:
 
 def sampling(machine: Machine, point: Point) -> float:
     """Predict the seconds in which the engines of a published step play its trajectories. Engines
-    that play those of several steps at once have no end at which only the longest are left.
+    that play trajectories of several steps at once have no end at which only the longest are left.
     """
     row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
     apart, ahead, turns = row.get("rollout_gpus", 0), row.get("staleness", 1), row.get("turns", 1)

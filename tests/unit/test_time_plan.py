@@ -348,7 +348,7 @@ def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibat
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int) -> None:
     """Two ranks that sample and six that train, played step by step as the schedule says: the
-    weights leave after a step, and a rollout waits for those of `staleness` steps ago.
+    weights leave after a step, and a rollout waits for the weights of `staleness` steps ago.
     """
     shape = shape_of("Qwen2.5-1.5B")
     base = ["--bf16", "--rollout-engine", "sglang", "--importance-cap", "2"]
