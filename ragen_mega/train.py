@@ -95,6 +95,12 @@ def sample(sampler: Sampler) -> None:
 def train(config: StarPOConfig) -> dict[str, Any]:
     """Train as `config` says, in this process or on the ranks of the job that it belongs to.
 
+        >>> from ragen_mega import parse
+        >>> flags = "--recipe bandit --name quick --num-steps 1 --num-groups 4 --eval-prompts 8"
+        >>> summary = train(parse([*flags.split(), "--warm-start-trajectories", "64"]))
+        >>> summary["steps"], list(summary["sets"])
+        (1, ['bandit'])
+
     Returns what is in the run's summary.json; nothing on a rank that only samples. The run is in
     `config.run_directory`. Raises ValueError, before any training, if something cannot work, and
     after `max_empty_steps` that trained nothing; OSError, EngineError or FloatingPointError if

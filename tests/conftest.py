@@ -24,7 +24,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 IS_FAKE = "fake_cuda_device" in sys.modules
-"""Whether the CUDA devices are those of tests/fake_cuda."""
+"""Whether the CUDA devices come from tests/fake_cuda."""
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     # Before transformers imports triton, which then decides for good.

@@ -21,7 +21,7 @@ from ragen_mega.studies.definitions import find
 from tests.test_documentation import PAGES, ROOT, commands, name_of, tokens
 
 ELSEWHERE = {"docs/api.md": "trains", "docs/serving.md": "asks a server"}
-"""Pages whose Python is run by a test of its own."""
+"""Pages whose Python is run by a separate test."""
 QUICK = {
     "ragen-mega --help": (),
     "ragen-mega baselines": ("--environment frozen_lake --json",),

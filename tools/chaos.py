@@ -17,7 +17,7 @@ the run is finished. Exit code 1 if any of these fails:
 - the finished run logged every step once, with the metrics of the undisturbed run, and has its
     parameters to the bit: no step is lost and no trajectory trained twice. Samples of SGLang
     on a CPU are not reproducible; there, every step was trained on the tasks of the undisturbed
-    run, each played once, and its metrics are those of the rollout on the disk.
+    run, each played once, and its metrics agree with the rollout on the disk.
 """
 
 import argparse
@@ -147,8 +147,8 @@ def write_mixture(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def identity(checkpoint: Path) -> tuple[str, int]:
-    """Return the identity of a checkpoint, which differs from that of one written anew under the
-    same name: renaming the directory sets its change time.
+    """Return the identity of a checkpoint, which differs from the identity of one written anew
+    under the same name: renaming the directory sets its change time.
     """
     return checkpoint.name, checkpoint.stat().st_ctime_ns
 
@@ -443,7 +443,7 @@ def differing_bits(run: Victim, undisturbed: Victim) -> Iterator[str]:
 
 def differing_tasks(run: Victim, undisturbed: Victim) -> Iterator[str]:
     """Yield the differences in the tasks that were trained on - group, initial state and outcomes
-    of the trajectories - or in the logged metrics from those of the rollouts on the disk.
+    of the trajectories - or in the logged metrics from the metrics of the rollouts on the disk.
     """
     for row, *trained in zip(run.rows(), run.trained(), undisturbed.trained(), strict=True):
         ours, theirs = (

@@ -5,9 +5,9 @@ compare it with one process that computes each trajectory, and with transformers
 
 For a tied Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that
 can cut the model, the largest difference of log-probabilities, values, losses, gradients and of the
-parameters after two optimizer steps, and that of the actor's gradient by the fused loss from the
-one through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of
-its own, so that layouts of more processes than GPUs are left out.
+parameters after two optimizer steps, and the difference of the actor's gradient by the fused loss
+from the gradient through full logits in float64. Exit code 1 beyond tolerance. On GPUs every
+process has its own GPU, so that layouts of more processes than GPUs are left out.
 """
 
 import argparse
@@ -376,7 +376,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
 
 
 def launch(layout: Layout, directory: Path) -> dict[Key, Tensor]:
-    """Compute `layout` on ranks of its own, and return the result."""
+    """Compute `layout` on new ranks, and return the result."""
     flags = ("--worker", layout.name, "--directory", directory)
     run_ranks(layout.num_processes, Path(__file__), *flags)
     return read_result(layout, directory)

@@ -134,7 +134,7 @@ def torch_policy_loss(
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Return the Frobenius norm of the error over that of the truth."""
+    """Return the Frobenius norm of the error, divided by the norm of the truth."""
     return float((actual.double() - truth).norm() / truth.norm())
 
 
@@ -219,7 +219,7 @@ def make_returns(num_trajectories: int, length: int, device: str, seed: int) -> 
 def with_torch(
     run: Callable[[Function], Function], function: Function, compiled: Function | None
 ) -> dict[str, Function]:
-    """Return a torch user's function, eager and compiled; `run` makes a job of it."""
+    """Return a torch user's function, eager and compiled; `run` turns the function into a job."""
     named = {"torch": function} | ({"torch.compile": compiled(function)} if compiled else {})
     return {name: run(function) for name, function in named.items()}
 

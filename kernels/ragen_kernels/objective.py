@@ -45,7 +45,8 @@ class PolicyObjective:
             gradient goes to each token's own logprob
 
     At a tie the unclipped branch is taken. Over sequences whose tokens share an advantage and have
-    weights 1 / (number of tokens), loss and gradient of gspo are those of the sequence's ratio.
+    weights 1 / (number of tokens), loss and gradient of gspo equal the loss and gradient of the
+    sequence's ratio.
 
     Attributes:
         clip_ratio_low: r is clipped from below at 1 - clip_ratio_low.
@@ -61,7 +62,7 @@ class PolicyObjective:
         surrogate: `clip` (PPO), `cispo` or `gspo`.
         importance_mode: beyond the cap w is the cap (`truncate`), or 0 (`mask`).
         importance_floor: below it w is 0 (`mask` only).
-        importance_level: w of each token, or the product of those of its sequence.
+        importance_level: w of each token, or the product of all w in its sequence.
         min_entropy: tokens whose distribution has less entropy than this, in nats, have no
             surrogate, only their KL and entropy terms. 0 leaves none out.
     """
@@ -219,7 +220,7 @@ class TokenTerms(NamedTuple):
     """The constants of the objective, one number per token: [T] each.
 
     Attributes:
-        old_logprobs: None for those of the evaluation itself.
+        old_logprobs: None takes the log-probabilities of the evaluation itself.
         weights: mask, aggregation and global normaliser in one factor.
         ref_logprobs: needed with `kl_kind`.
         rollout_logprobs: needed with `importance_cap`.
@@ -258,8 +259,8 @@ class PolicyStats:
     Attributes:
         logprobs: log-probability of the label under the current weights.
         entropy: entropy of the whole next-token distribution, nats.
-        ratio: exp(logprobs - old_logprobs), the log-ratio clamped to +-20; for gspo that of the
-            sequence.
+        ratio: exp(logprobs - old_logprobs), the log-ratio clamped to +-20; for gspo the sequence's
+            ratio.
         is_clipped_low: 1 where A < 0 (cispo: any A) and the ratio is below 1 - clip_ratio_low.
         is_clipped_high: 1 where A > 0 (cispo: any A) and the ratio is above 1 + clip_ratio_high.
         is_dual_clipped: 1 where A < 0 and the ratio is above dual_clip.

@@ -128,7 +128,7 @@ def _active_rows(
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor, VocabShard, list[slice]]:
     """Return the hidden states and labels of the active rows (None: all), the shard, and the chunks
-    of them. Raises ValueError as `linear_policy_loss` says.
+    of the rows. Raises ValueError as `linear_policy_loss` says.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -276,7 +276,8 @@ def _repeated_rows_(
     temperature: float,
 ) -> Tensor:
     """`policy_rows_` where as many tokens as `repeats` [T] says, in host memory, share a row of
-    logits and its label: one softmax for all of them, a loss for each, their gradients summed.
+    logits and its label: one softmax for all these tokens, a loss for each token, their gradients
+    summed.
     """
     row_of = _sharing(repeats, logits.device)
 
@@ -335,11 +336,11 @@ def linear_policy_loss(
         hidden: [T, H].
         weight: [V/tp, H], this rank's rows of the LM head.
         labels: [T] int64 global ids.
-        old_logprobs: [T], constants; None takes those of this evaluation: the ratio is 1.
+        old_logprobs: [T], constants; None: the log-probabilities of this evaluation, ratio 1.
         advantages: [T], constants.
         weights: [T]; mask, aggregation and global normaliser in one factor, equal on all ranks of
-            `group`. 0 takes the token out: it costs nothing, and nothing of it, not even a NaN,
-            reaches the loss, the gradients or the statistics.
+            `group`. 0 takes the token out: it costs nothing, and none of its values, not even a
+            NaN, reaches the loss, the gradients or the statistics.
         objective: the token objective.
         rows: [M] int64, where `weights` is not 0; None: the host waits for the device to learn it.
         repeats: [E] int64 in host memory, for tokens that share their hidden state and label.

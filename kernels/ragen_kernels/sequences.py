@@ -3,9 +3,9 @@ objective by a change of its constants.
 
 The row operations see one token at a time. With o' = logprob - mean log-ratio in place of a token's
 old log-probability, the ratio exp(logprob - o') is the sequence's, and its derivative in the
-token's own logprob is that of GSPO-token (arXiv:2507.18071 eq. 14). With m' = o' - (old - rollout)
-in place of its rollout log-probability, exp(o' - m') is still the token's importance, and with the
-sum of these differences the product over its sequence.
+token's own logprob equals the derivative of GSPO-token (arXiv:2507.18071 eq. 14). With m' = o' -
+(old - rollout) in place of its rollout log-probability, exp(o' - m') is still the token's
+importance, and with the sum of these differences the product over its sequence.
 """
 
 from collections.abc import Callable

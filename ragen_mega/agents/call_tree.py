@@ -1,8 +1,8 @@
 """The calls of one episode of an agent, as a tree: matched by messages, continued by tokens.
 
-A request repeats the whole conversation as messages. Where its beginning is that of an earlier call
-with one of the answers that were sampled, the tokens go on from those of this call; sampled tokens
-are never encoded again. A branch of the tree is a segment of one `Trajectory`.
+A request repeats the whole conversation as messages. Where its beginning equals an earlier call
+with one of the answers that were sampled, the tokens go on from the tokens of this call; sampled
+tokens are never encoded again. A branch of the tree is a segment of one `Trajectory`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Reply:
     request: ChatRequest
     call: Call
     numbers: range
-    """Numbers of the answers among those of the call."""
+    """Numbers of these answers among all answers of the call."""
     num_prompt: int
     """Number of tokens of the prompt."""
     token_texts: Sequence[Sequence[str]] = ()
@@ -103,7 +103,7 @@ class Refused(Exception):
         param: str = "",
         kind: str = "invalid_request_error",
     ) -> None:
-        """`status`: that of HTTP; `code`, `param` and `kind`: fields of an error of OpenAI's."""
+        """`status`: HTTP's status; `code`, `param` and `kind`: fields of an error of OpenAI's."""
         super().__init__(message)
         self.status, self.code, self.param, self.kind = status, code, param, kind
 

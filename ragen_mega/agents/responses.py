@@ -119,7 +119,7 @@ def _stateless(name: str, value: Any) -> None:
 
 
 def _input(name: str, value: Any) -> tuple[ChatMessage, ...]:
-    """Return the messages of a text or of items; those of one answer are one message."""
+    """Return the messages of a text or of items; the items of one answer are one message."""
     if isinstance(value, str):
         return (ChatMessage("user", read_string(name, value)),)
     found: list[Given] = []

@@ -2,7 +2,7 @@
 completions at the door.
 
 `agent:my_module:run` and `agent:http://host:port/path` are names of environments, so that shares,
-tasks, seeds, groups and evaluations are those of any environment.
+tasks, seeds, groups and evaluations work as for any environment.
 """
 
 import copy
@@ -269,8 +269,8 @@ def _takes_client(name: str, function: Callable[..., Any]) -> bool:
 
 
 def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
-    """Return a client of OpenAI's for the door alone: no proxy, certificates or time limit of its
-    own, for a call waits as long as its episode may.
+    """Return a client of OpenAI's for the door alone: no proxy, no certificates and no time limit,
+    for a call waits as long as its episode may.
     """
     openai = required("openai:AsyncOpenAI", "agents")
     http = getattr(openai, transport)(verify=False, trust_env=False, timeout=None)

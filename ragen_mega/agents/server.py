@@ -1,8 +1,8 @@
 """The door: an HTTP server of this process at which agents ask for completions.
 
-It speaks OpenAI's chat completions and responses and Anthropic's messages. Every episode has a key
-of its own. Requests are read and replies are written in the server's thread; they are answered in
-the event loop of the rollout.
+It speaks OpenAI's chat completions and responses and Anthropic's messages. Every episode has its
+own key. Requests are read and replies are written in the server's thread; they are answered in the
+event loop of the rollout.
 """
 
 import asyncio
@@ -182,7 +182,7 @@ def door(listen: str) -> Door:
     return Door(listen)
 
 
-# A forked process has no thread of the server, so that it opens a door of its own.
+# A forked process has no thread of the server, so that it opens its own door.
 os.register_at_fork(after_in_child=door.cache_clear)
 
 

@@ -34,7 +34,7 @@ class CreditInputs:
     Attributes:
         batch: mask, turns, offsets, group ids, log-probabilities; values for an estimator with a
             critic.
-        trajectories: those of the batch, in its order.
+        trajectories: the trajectories of the batch, in its order.
         cu_sequences: int32 offsets of the sequences along which rewards are credited.
         rewards: float32 on sampled tokens: placed and normalised as configured, less a KL penalty.
         scores: float64 total rewards, normalised as configured.
@@ -153,14 +153,14 @@ def estimate_advantages(
     group_weights: Tensor | None = None,
     device: torch.device | None = None,
 ) -> TokenBatch:
-    """`batch` with `advantages` and, for a critic, `returns`; they are computed on `device`
-    (None: that of the batch).
+    """`batch` with `advantages` and, for a critic, `returns`; they are computed on `device` (None:
+    the batch's device).
 
-    `trajectories` are those of the batch, in its order; `settings` has the fields of
+    `trajectories` are the trajectories of the batch, in its order; `settings` has the fields of
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
     reweighting). The batch must hold values for an estimator with a critic and reference
-    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if a user's
-    estimator fails or returns something else.
+    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if a user's estimator
+    fails or returns something else.
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)

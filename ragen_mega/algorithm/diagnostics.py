@@ -71,7 +71,7 @@ def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, fl
     prompt.
 
     distinct_openings: share of distinct ones among their first 16 tokens. ngram_overlap:
-    probability that a 4-gram of one prompt's response is in that of another prompt too. Both are
+    probability that a 4-gram of one prompt's response is in another prompt's response too. Both are
     free, and both are missing where fewer than two prompts were answered.
     """
     responses = [found[0] for group in groups if (found := _first_responses(group))]
@@ -161,7 +161,7 @@ class EchoTrapMonitor:
     """A state machine that gets one dict of signals per step; each rule warns once, when it starts
     to hold.
 
-    The indicators are those of arXiv:2504.20073 sec. 4: the reward std drops first, entropy turns
+    The indicators come from arXiv:2504.20073 sec. 4: the reward std drops first, entropy turns
     erratic, and by the time the gradient norm spikes the collapse is hardly reversible.
     """
 

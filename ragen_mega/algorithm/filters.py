@@ -153,9 +153,9 @@ def within_group(returns: Returns, *, value: float, keep_zero: bool) -> list[lis
     of groups, from all groups).
 
     Means and deviations of the group are then taken over the kept ones, on purpose: where returns
-    have two values, the expected update is that of the whole group times a positive number. With
-    the mean of the whole group the kept advantages would not sum to 0, so that the update would
-    also make all kept answers likelier, or all less likely.
+    have two values, the expected update equals the update of the whole group times a positive
+    number. With the mean of the whole group the kept advantages would not sum to 0, so that the
+    update would also make all kept answers likelier, or all less likely.
     """
     return [_widest(group, max(2, math.floor(value * len(group) + ROUNDING))) for group in returns]
 

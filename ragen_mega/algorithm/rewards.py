@@ -50,7 +50,7 @@ def success(trajectory: Trajectory) -> float:
 
 
 def well_formed(trajectory: Trajectory) -> list[float]:
-    """1 / (number of turns) for every turn that can be parsed: the share of them, in [0, 1]."""
+    """1 / (number of turns) for every turn that can be parsed: their sum is in [0, 1]."""
     share = 1 / max(1, len(trajectory.turns))
     return [share * bool(turn.info.get("is_format_valid")) for turn in trajectory.turns]
 
@@ -62,8 +62,8 @@ def response_length(trajectory: Trajectory) -> list[float]:
 
 def overlong(trajectory: Trajectory) -> list[float]:
     """DAPO's soft overlong punishment (arXiv:2503.14476 Eq. 13) of each turn, / (number of turns):
-    0 up to 80% of the tokens that the turn might sample, then falling linearly to -1 at all of
-    them.
+    0 up to 80% of the tokens that the turn might sample, then falling linearly to -1 at all those
+    tokens.
     """
     shares = [
         (turn.end - turn.start) / turn.info[LIMIT] if LIMIT in turn.info else 0.0
@@ -85,7 +85,7 @@ def repetition(trajectory: Trajectory) -> list[float]:
 
 
 def action_effectiveness(trajectory: Trajectory) -> list[float]:
-    """1 / (number of turns) for every turn that changed the state: the share of them."""
+    """1 / (number of turns) for every turn that changed the state: the share of such turns."""
     share = 1 / max(1, len(trajectory.turns))
     return [share * bool(turn.info.get("is_action_effective")) for turn in trajectory.turns]
 
@@ -185,7 +185,7 @@ def success_margins(
     trajectories: Sequence[Trajectory],
     pay: Callable[[Trajectory], float] = attrgetter("total_reward"),
 ) -> dict[str, float]:
-    """Return a map: environment -> mean pay of solved trajectories minus that of unsolved ones,
+    """Return a map: environment -> mean pay of solved trajectories minus mean pay of unsolved ones,
     where there are both.
     """
     return {

@@ -58,7 +58,7 @@ class Estimator:
         min_group_size: the least number of trajectories per group.
         reads_logprobs: it uses `inputs.batch.old_logprobs`, which are then always computed.
         reads_tokens: it uses tokens, the engine's log-probabilities or, as `success` does, infos of
-            turns, so that every rank needs those of all trajectories that are trained on.
+            turns, so that every rank needs this data of all trajectories that are trained on.
         needs_fresh_samples: what it computes is wrong for samples of earlier weights, so that
             --max-staleness must be 0.
     """

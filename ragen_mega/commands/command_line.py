@@ -21,8 +21,8 @@ Flag = tuple[str, dict[str, Any]]
 
 
 def flag(name: str, about: str, default: Any = None, **options: Any) -> Flag:
-    """Return one flag of `parse`. Its type is that of its default, which --help shows; False makes
-    a switch. `options` are those of argparse.
+    """Return one flag of `parse`. The default, which --help shows, gives the type; False makes a
+    switch. `options` are argparse's options.
     """
     if default is False:
         options["action"] = "store_true"

@@ -152,7 +152,7 @@ def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
 def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
     """Copy the files beside the weights, byte by byte.
 
-    In config.json the type becomes that of the weights, a missing architecture is added, and a
+    In config.json the type becomes the type of the weights, a missing architecture is added, and a
     quantisation that reading has undone is removed.
     """
     for path in sorted(source.iterdir()):

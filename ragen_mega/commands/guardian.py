@@ -106,7 +106,7 @@ class _Guardian:
         is_new, self._last = not is_echo(number, now, *self._last), (number, now)
         if is_new and self._first and number != signal.SIGUSR1:
             self._second = self._second or now
-        # A scheduler that warns has a time limit of its own.
+        # A scheduler that warns has its own time limit.
         self._is_limited = self._is_limited or number != signal.SIGUSR1
         self._first = self._first or now
         self._active = now

@@ -130,8 +130,8 @@ def _launch(argv: Sequence[str], folder: str) -> int:
 
 def _use_private_rendezvous(args: Namespace) -> None:
     """Replace torchrun's rendezvous: its stores listen on every interface and ask nobody who they
-    are. On one machine there is no store, since ranks meet in a file; that of several nodes listens
-    on --master-addr alone.
+    are. On one machine there is no store, since ranks meet in a file; the store of several nodes
+    listens on --master-addr alone.
     """
     from torch.distributed import HashStore, TCPStore
     from torch.distributed.elastic.rendezvous import (

@@ -8,11 +8,11 @@ is rented or built.
         --rollout-engine sglang
     ragen-mega plan --validate                # predicted beside published
 
-All other flags are those of training. They come after those of --recipe, which is planned as it is,
-or of the model's own recipe (for a directory that of the model nearest in size), whose layout is
-searched but for what flags say of it. The seconds are estimates: docs/predictor.md says how far
-published steps are from them. GB are GiB. Exit code 0 if every phase fits, 1 with remedies if one
-does not, 2 for bad input.
+All other flags are flags of training. They come after the flags of --recipe, which is planned as it
+is, or of the model's own recipe (for a directory, of the recipe whose model is nearest in size).
+The layout of the model's own recipe is searched, except for the sizes that flags give. The seconds
+are estimates: docs/predictor.md says how far published steps are from them. GB are GiB. Exit code 0
+if every phase fits, 1 with remedies if one does not, 2 for bad input.
 """
 
 import argparse

@@ -65,7 +65,7 @@ def default_ranks() -> int:
     a GPU two, data-parallel, where there are two cores.
     """
     gpus = 0
-    if program := shutil.which("nvidia-smi"):  # which lists all of them
+    if program := shutil.which("nvidia-smi"):  # which lists all GPUs
         listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True)
         gpus = sum(line.startswith("GPU") for line in listed.stdout.splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -18,8 +18,8 @@ from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_pag
 
 
 def trace_of(run: Path, step: int) -> str:
-    """Return the name of the trace of a step. Raises ValueError if the run kept none of it, since
-    the page would open at another one.
+    """Return the name of the trace of a step. Raises ValueError if the run kept no trace of this
+    step, since the page would open at another one.
     """
     kept = {
         trace["step"]: trace["id"] for trace in read_run(run)["traces"] if trace["kind"] == "step"

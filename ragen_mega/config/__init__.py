@@ -1,4 +1,4 @@
-"""Every setting of a run: validated dataclasses, the flags made of them, and recipes."""
+"""Every setting of a run: validated dataclasses, their flags, and recipes."""
 
 from ragen_mega.config.cli import parse, read_flags, with_recipe
 from ragen_mega.config.sections.advantage import AdvantageConfig

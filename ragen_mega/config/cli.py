@@ -84,7 +84,7 @@ def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES)
     """Put the flags of the recipe that `--recipe NAME` names (else of `default`) before the other
     words of `argv`.
 
-    NAME is a file `NAME.flags` of `directory`, `none`, or the path of a file of one's own. Raises
+    NAME is a file `NAME.flags` of `directory`, `none`, or the path of another file. Raises
     ValueError if there is no such recipe.
     """
     name, rest = choose_recipe(argv, default)
@@ -282,6 +282,10 @@ def staying() -> Iterator[None]:
 @staying()
 def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
     """Parse flat flags; a later flag wins. `recipe` is the default that --recipe replaces.
+
+        >>> config = parse(["--recipe", "bandit", "--num-steps", "2"])
+        >>> config.train.num_steps, config.environment.environments
+        (2, 'bandit')
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """

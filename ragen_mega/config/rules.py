@@ -51,7 +51,7 @@ def section_types() -> dict[str, type[Section]]:
 
 
 def check_rules(config: Sections) -> None:
-    """Raise ValueError for a field that does nothing beside those of other sections, and for
+    """Raise ValueError for a field that does nothing beside the fields of other sections, and for
     sections that do not go together.
     """
     check_effects(*(getattr(config, item.name) for item in fields(config)))

@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, the values that follow from several of them, and its
+"""The configuration of a run: its sections, the values that follow from several sections, and its
 JSON.
 """
 
@@ -35,7 +35,7 @@ class StarPOConfig(Sections):
 
     def old_logprobs_from(self, num_updates: int) -> Literal["update", "engine", "pass"]:
         """Name the source of a step's old log-probabilities, for this many optimizer steps of the
-        actor: the update's first pass, the engine, or a pass of their own.
+        actor: the update's first pass, the engine, or a separate pass.
         """
         if self.loss.loss_mask == "legacy" or self.loss.old_logprobs == "recompute":
             return "pass"

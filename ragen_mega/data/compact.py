@@ -22,7 +22,7 @@ class FieldValues(NamedTuple):
     If only sampled tokens have the field, their values are sent, whatever trajectories begin with.
     """
 
-    shared: NDArray[np.int32]  # [S] first values that are those of the trajectory before
+    shared: NDArray[np.int32]  # [S] first values that equal the trajectory before
     dtype: str  # type of the values, float32 instead of float64 where that loses nothing
     first: NDArray[np.uint8]  # [1, B] the first value
     varies: NDArray[np.bool_]  # [B] bytes in which any value differs from the first

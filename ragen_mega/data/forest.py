@@ -45,9 +45,9 @@ class PrefixOrder:
         costs: Sequence[int] | None = None,
     ) -> "PrefixOrder":
         """Sort the trajectories `ids` (None: all) among those packed in `tokens` [T] with offsets
-        `cu_seqlens` [S + 1], on the host. `costs` [S] are those of each trajectory by itself
-        (None: `cost` gives them). If `routes` [T, ...] uint8 are given, positions are the same only
-        where those agree too.
+        `cu_seqlens` [S + 1], on the host. `costs` [S]: the cost of each trajectory alone (None:
+        `cost` gives it). If `routes` [T, ...] uint8 are given, positions are the same only where
+        those agree too.
         """
         values = tokens.numpy().astype(">u4")  # whose bytes sort as the numbers do
         if routes is not None:
@@ -73,7 +73,7 @@ class PrefixOrder:
         possible.
 
         Positions that the two sides of a cut share are in both. A trajectory longer than
-        `max_nodes` is a run of its own; there are fewer runs where there are not enough different
+        `max_nodes` is a run by itself; there are fewer runs where there are not enough different
         trajectories.
         """
         low, high = 1, sum(self.costs)
@@ -186,8 +186,8 @@ class Forest:
         )
 
     def per_node(self, values: Tensor) -> Tensor:
-        """Return the values [N, ...] of nodes for values [T, ...] of positions: those of the first
-        position of each node, 0 of padding.
+        """Return the values [N, ...] of nodes for values [T, ...] of positions: the value of each
+        node's first position, 0 for padding.
         """
         _, first = np.unique(self.sources, return_index=True)
         result = values.new_zeros(self.num_nodes, *values.shape[1:])

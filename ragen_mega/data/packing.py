@@ -302,7 +302,7 @@ def microbatches(
     least 4 x num_stages microbatches as long as there are trajectories, of near-equal cost: all
     wait for the slowest. Their number is a multiple of num_stages, since the interleaved schedule
     passes so many at a time through a chunk of layers. A trajectory longer than `max_tokens` is a
-    microbatch of its own. `costs`: see `parts_of`.
+    microbatch by itself. `costs`: see `parts_of`.
     """
     lengths = batch.lengths.tolist()
     if num_stages > 1:

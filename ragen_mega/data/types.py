@@ -567,7 +567,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return [sum of lengths] int64: from each start [S] on as many integers as its length [S]
-    says. They are in host memory, by numpy, which takes a fraction of torch's time for few of them.
+    says. They are in host memory, by numpy, which takes a fraction of torch's time for few
+    positions.
     """
     ends = np.cumsum(sizes := lengths.numpy())  # in the result
     ahead = np.repeat(starts.numpy() - ends + sizes, sizes)

@@ -31,7 +31,7 @@ class ParsedResponse:
 
     actions: tuple[Any, ...] = ()
     """Steps, in order, at most as many as a turn may have: legal names in the environment's
-    spelling, texts, or what a parser made of them.
+    spelling, texts, or what a parser made of the texts.
     """
     thought: str = ""
     is_format_valid: bool = False

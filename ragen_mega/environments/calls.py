@@ -56,7 +56,7 @@ def reset(
 
 def step(environment: Environment, action: Any) -> StepResult:
     """Do one action; messages come back as a tuple of `Message`, numbers of NumPy and torch as
-    those of Python. Raises TypeError for an answer of the wrong kind, FloatingPointError for a
+    numbers of Python. Raises TypeError for an answer of the wrong kind, FloatingPointError for a
     reward that is not finite or above `MAX_REWARD` in size and for a truth value that is NaN, and
     ValueError for an observation that is too long or not valid Unicode.
     """

@@ -28,7 +28,7 @@ def worked_example(
 ) -> Conversation:
     """Return turns of an episode without its task, with the answers of the scripted player, who
     plays as well as the solver where there is one: the first turn where answers are names of
-    actions, for it shows their form, else all of the solver's. The state is that of the next of the
+    actions, for it shows their form, else all of the solver's. The state belongs to the next of the
     `seeds` that is not `held_out`.
 
     Raises ValueError if the world cannot read the answer, or its answers cannot be scripted.

@@ -214,9 +214,9 @@ def _settle(answer: Future[T] | asyncio.Future[T], outcome: T | EnvironmentFaile
 
 @contextlib.contextmanager
 def briefly(name: str, build: Callable[[], T], seconds: float) -> Iterator[tuple[Worker, T]]:
-    """Give the context a thread and what `build` makes in it, the environment `name` or an episode
-    of it; close it on leaving. A call takes at most `seconds`. Raises ValueError as `Worker.build`
-    does.
+    """Give the context a thread and what `build` makes in it, the environment `name` or one of its
+    episodes; close it on leaving. A call takes at most `seconds`. Raises ValueError as
+    `Worker.build` does.
     """
     worker = Worker(seconds)
     built = worker.build(name, build)

@@ -2,8 +2,8 @@
 
 A host process holds several environments and runs their calls one at a time, in its main thread;
 the proxy in this process forwards every call to its host. Environments are lost with their host;
-the next one that is built starts a new host. An environment may start processes of its own: they
-end with its host, and this with the process that has started it.
+the next one that is built starts a new host. An environment may itself start processes: they end
+with its host, and this with the process that has started it.
 """
 
 import atexit
@@ -40,7 +40,7 @@ def builder(settings: Any, name: str, options: Mapping[str, Any]) -> Callable[[]
     `EnvironmentConfig`, name any, else in this process.
     """
     num_processes = settings.environment_processes
-    if is_agent(name):  # which has processes of its own
+    if is_agent(name):  # which has its own processes
         return partial(make, name, **dict(options) | {"processes": num_processes})
     if not num_processes:
         return partial(make, name, **options)
@@ -66,7 +66,7 @@ class HostedEnvironment:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`timeout`: seconds per call (0: no limit), after which the host is killed; `variables`:
-        those of the environment of a host of its own. Raises ValueError as `make` does.
+        the variables of a host that this environment has alone. Raises ValueError as `make` does.
         """
         self._host = _host(num_processes) if variables is None else _Host(variables)
         self._timeout = timeout

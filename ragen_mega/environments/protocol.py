@@ -65,8 +65,8 @@ class StepResult:
     enforces the budgets.
     """
     info: dict[str, Any] = field(default_factory=dict)
-    """`success` (bool; that of the last step counts, however the episode ends; default: the last
-    reward of a terminated episode is positive), `is_action_effective` (bool: the state changed) and
+    """`success` (bool; the last step's counts, however the episode ends; default: the last reward
+    of a terminated episode is positive), `is_action_effective` (bool: the state changed) and
     `is_action_valid` (False: the step was not understood, which costs the format penalty).
     """
 
@@ -76,8 +76,8 @@ class Environment(Protocol):
     """A text world that takes one step at a time and owns its random generator.
 
     These two methods are required; either may be `async`. With `actions`, the legal names (they may
-    change from state to state), an answer is a list of them. Without, it is free text: the content
-    of the answer tags is one step. With `tools` (JSON schemas for the chat template), each
+    change from state to state), an answer is a list of actions. Without, it is free text: the
+    content of the answer tags is one step. With `tools` (JSON schemas for the chat template), each
     `<tool_call>` is one step. A method `parse(text)` turns what the policy wrote after its thought
     into one or more steps, and raises ValueError if it cannot.
 
@@ -167,7 +167,7 @@ class Narrator(Generic[A]):
     actions_per_turn: int = 1
     statement: str | None = None
     """Regular expression of one statement of `describe`. Statements in a policy's thoughts are
-    checked against those of `describe`.
+    checked against the statements of `describe`.
     """
     announcement: str | None = None
     """Regular expression of an action that `describe` announces, its group the action; statements
@@ -179,7 +179,7 @@ class Narrator(Generic[A]):
     """
     sentence: str | None = None
     """Regular expression of one sentence of `explain`, its first group the action that it is about.
-    Such sentences in a policy's thoughts are checked against those of `explain`.
+    Such sentences in a policy's thoughts are checked against the sentences of `explain`.
     """
 
 

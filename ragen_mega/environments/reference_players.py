@@ -84,10 +84,10 @@ def baselines(
     """Return the baselines of environment `name` on the given prompts.
 
     `protocol` gives the budget (`max_turns`, `max_actions_per_turn`, `max_actions`); the random
-    player uses all of it. `timeout`: seconds that the environment may take to be built or to start
-    (0: no limit). `build`: function that builds it, in this process with these options by default.
-    Raises ValueError for an unknown environment, option or board, if there is no prompt, or if
-    every call of the environment fails.
+    player uses the whole budget. `timeout`: seconds that the environment may take to be built or to
+    start (0: no limit). `build`: function that builds it, in this process with these options by
+    default. Raises ValueError for an unknown environment, option or board, if there is no prompt,
+    or if every call of the environment fails.
     """
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")

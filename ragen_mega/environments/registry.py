@@ -1,4 +1,4 @@
-"""Environments by name: those of the package, import paths, entry points, and what `register` adds.
+"""Environments by name: names of the package, import paths, entry points, and what `register` adds.
 
 `my_module:MyEnvironment` names a class in a module of the working directory or on the path,
 `gymnasium:Taxi-v3` an environment of another library; an installed package declares its own in the
@@ -143,7 +143,7 @@ def make(name: str, **options: Any) -> Environment:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value in containers of its own, so that no two environments share one."""
+    """Return a value in new containers, so that no two environments share one."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value

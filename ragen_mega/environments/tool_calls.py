@@ -84,7 +84,7 @@ class CallForm:
 
     @property
     def _separator(self) -> str:
-        """Text between the calls of a block; empty if each call has a block of its own."""
+        """Text between the calls of a block; empty if each call has its own block."""
         separator, closing = (self.between or "").strip(), self.close.strip()
         return "" if closing and separator.startswith(closing) else separator
 
@@ -181,7 +181,7 @@ HERMES = CallForm(
 )
 """Calls as environments read them, and as Qwen's chat templates write them."""
 CALL_FORMAT = HERMES.described
-"""Format of a call, for a prompt; a renderer puts that of its chat template there."""
+"""Format of a call, for a prompt; a renderer puts the format of its chat template there."""
 
 
 def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ EXTRAS = {
     "studies": ("matplotlib:use", "scipy.stats:t"),
     "verifiers": ("verifiers.v1:TaskData",),
 }
-"""Extra -> the modules that it installs and that code of ours imports by statement, each with
-something that is used of it.
+"""Extra -> the modules that it installs and that code of ours imports by statement, each with a
+name that is used from there.
 """
 
 

@@ -43,10 +43,10 @@ class Registry:
         remedy: str = "change its parameters (docs/extending.md)",
     ) -> None:
         """`kind` is its name in errors, `builtin` maps names to things or their import paths;
-        entry points are those of the group `ragen_mega.<kind, with underscores, in the plural>`.
+        entry points come from the group `ragen_mega.<kind, with underscores, in the plural>`.
         `families` maps a prefix to the import path of the thing for every name `prefix:...`,
-        `known_elsewhere` other projects' names to ours, which errors then suggest. `forms` maps
-        the prefix of a family to the form of its names and to prefixes that are mistaken for it.
+        `known_elsewhere` other projects' names to ours, which errors then suggest. `forms` maps the
+        prefix of a family to the form of its names and to prefixes that are mistaken for it.
         `remedy`: what helps a function that takes other arguments.
         """
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Numbers that functions of users return: those of Python, and scalars of NumPy and torch."""
+"""Numbers that functions of users return: Python's numbers, and scalars of NumPy and torch."""
 
 from typing import Any, SupportsFloat
 

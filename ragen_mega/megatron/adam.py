@@ -34,14 +34,14 @@ class Updated:
     optimizer: MegatronOptimizer
     main: Tensor | None
     """The tensor that the inner optimizer updates, for a float32 parameter (a part of) the
-    parameter itself; None if other data-parallel ranks update all of it.
+    parameter itself; None if other data-parallel ranks update the whole parameter.
     """
     part: slice
     """Elements of the flattened parameter."""
 
     @property
     def own(self) -> Tensor | None:
-        """`main` where it is a tensor of its own."""
+        """`main` where it is not the parameter itself."""
         return None if self.parameter.dtype == torch.float32 else self.main
 
     @property

@@ -3,7 +3,7 @@
 In depth-first order the path of a node is inside any run of nodes that contains it, but for the
 path to the run's first node. So the nodes are cut into runs, whose keys are that path and the run
 itself, and runs of like size are one call of torch's attention with a mask. Where a trajectory that
-begins at a root is long, it is a causal call of its own. Transformer Engine's kernels know no such
+begins at a root is long, it is a causal call by itself. Transformer Engine's kernels know no such
 mask: there every chain of nodes is a sequence of queries whose keys are its whole path
 (`layers.EngineAttention`). On a CPU it is compiled (`cpu.attention`), and needs no runs.
 """
@@ -32,11 +32,11 @@ WHOLE = {"cpu": 256, "cuda": 1}
 its fastest kernel takes no mask.
 """
 LIKE = 0.85
-"""Keys that a run in a call must have, as a share of those of the largest."""
+"""Keys that a run in a call must have, as a share of the keys of the largest run."""
 
 
 class QueryRun(NamedTuple):
-    """Consecutive nodes `start` to `stop` - 1 and the path to the first of them."""
+    """Consecutive nodes `start` to `stop` - 1 and the path to the first node."""
 
     start: int
     stop: int

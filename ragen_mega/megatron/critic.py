@@ -17,8 +17,8 @@ from ragen_mega.megatron.weights import export_weights
 
 
 class MegatronCritic:
-    """A value model with the policy's backbone and layout and an optimizer of its own. All methods
-    are collective.
+    """A value model with the policy's backbone and layout and its own optimizer. All methods are
+    collective.
     """
 
     def __init__(

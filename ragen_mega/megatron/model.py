@@ -130,8 +130,8 @@ def _pipeline_fields(shape: ModelShape, parallel: ParallelConfig) -> dict[str, A
     runs[-1].append(LayerType.loss)
     fields: dict[str, Any] = {"pipeline_model_parallel_layout": runs}
     if vp > 1:
-        # A stage sends to its neighbours while it computes. One batch of messages would mix those
-        # of activations and gradients up where both neighbours are one rank.
+        # A stage sends to its neighbours while it computes. One batch would mix the messages of
+        # activations and gradients up where both neighbours are one rank.
         fields |= dict(
             virtual_pipeline_model_parallel_size=vp, overlap_p2p_comm=True, batch_p2p_comm=False
         )
@@ -310,7 +310,7 @@ def build_model(
     is_critic: bool = False,
 ) -> Chunks:
     """Build the chunks of a policy on this rank, with tied embeddings if the checkpoint ties them,
-    or those of a critic, with a scalar head in place of the vocabulary.
+    or the chunks of a critic, with a scalar head in place of the vocabulary.
     """
     build = partial(QwenModel, hf, config, groups, is_critic)
     return Chunks(map(build, range(_num_chunks(config))))

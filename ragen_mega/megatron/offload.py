@@ -24,11 +24,11 @@ NamedTensors = Callable[[], Iterable[tuple[Kind, str, Tensor]]]
 which it appears first.
 """
 KindTensors = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Yields the current tensors of a kind, or some of them, by name."""
+"""Yields all or some of the current tensors of a kind, by name."""
 HostCopy = Mapping[str, Tensor]
 """Name of a storage -> its bytes [N] uint8 in host memory."""
 _PAGES_OF_ITS_OWN = 32 * 2**20
-"""Size from which on the C library gives an allocation pages of its own."""
+"""Size from which on the C library gives an allocation its own pages."""
 
 
 class Offloadable:
@@ -117,7 +117,7 @@ class Offloadable:
         return {kind: sum(size for _, size in self._away.get(kind, {}).values()) for kind in KINDS}
 
     def snapshot(self, kind: Kind) -> HostCopy:
-        """Return a copy of a kind, in host memory of its own."""
+        """Return a copy of a kind, in new host memory."""
         self.require(kind)
         copy: dict[str, Tensor] = {}
         _copy_to(copy, self._storages()[kind])

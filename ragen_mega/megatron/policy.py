@@ -108,8 +108,8 @@ class MegatronPolicy:
         return list(self.chunks.parameters())
 
     def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every
-        rank must consume it.
+        """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of the
+        tensor); every rank must consume it.
 
         The weights must be on the device when the first is asked for.
         """
@@ -179,8 +179,8 @@ class MegatronPolicy:
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """Take one clipped-surrogate step on a minibatch with advantages. Returns its metrics.
 
-        Without old log-probabilities those of this pass are used, which is right for the first step
-        under the weights that sampled: the ratio is 1.
+        Without old log-probabilities the pass uses its own, which is right for the first step under
+        the weights that sampled: the ratio is 1.
         """
 
         def loss(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

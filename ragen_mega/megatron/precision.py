@@ -1,9 +1,9 @@
 """Implementation and precision of the layers: Transformer Engine or local, FP8 recipes, their
 padding and requirements.
 
-Requirements and alignments are those of Transformer Engine 2.11 (`pytorch/quantization.py`,
-`pytorch/utils.py`) and of megatron-core 0.16 (`fp8_utils.py`); they are checked before anything is
-built, against a `Device` that is passed in.
+Requirements and alignments come from Transformer Engine 2.11 (`pytorch/quantization.py`,
+`pytorch/utils.py`) and from megatron-core 0.16 (`fp8_utils.py`); they are checked before anything
+is built, against a `Device` that is passed in.
 
 Only the matrix products inside the layers are in FP8. Parameters stay bfloat16; their float32
 master copies, Adam's moments and gradient sums are float32 (the optimizer of megatron-core with

@@ -1,5 +1,6 @@
-"""The experts that tokens go through: those that the routers choose, or those of an earlier pass
-(`--routing-replay`, arXiv:2510.11370); and how far the routers would have chosen others.
+"""The experts that tokens go through: the experts that the routers choose, or the choices of an
+earlier pass (`--routing-replay`, arXiv:2510.11370); and how far the routers would have chosen
+others.
 
 Every microbatch has a `Routing`, which reaches the routers with the arguments of the layers.
 megatron-core's own replay keeps the choices in a queue for each router, from which a recomputed
@@ -113,8 +114,8 @@ class Choice:
 def _count(probs: Tensor, experts: Tensor) -> Tensor:
     """Return [experts + 3] float64 for the router's probabilities [n, experts] of tokens that go
     through `experts` [n, k]: the tokens of each expert; the sum of the entropies, in nats; the
-    number of experts that the router would choose too; the probability that its choices have beyond
-    that of `experts`.
+    number of experts that the router would choose too; the probability of its choices minus the
+    probability of `experts`.
     """
     best, own = probs.topk(experts.shape[1])
     is_used = torch.zeros_like(probs).scatter_(1, experts, 1.0)

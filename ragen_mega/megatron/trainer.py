@@ -68,7 +68,7 @@ class Trainer:
         decoupled_lr: float | None = None,
         adam_eps: float = 1e-8,
     ) -> None:
-        """`first_step`: that of the run in which its schedule begins."""
+        """`first_step`: the step of the run in which its schedule begins."""
         mark_tensor_parallel(chunks)
         self.chunks = chunks
         """The models of this rank: one, or several under the interleaved schedule."""
@@ -317,10 +317,10 @@ class Trainer:
     def _microbatches(
         self, batch: TokenBatch, parts: list[Share], at_least: int = 0
     ) -> list[Microbatch]:
-        """Return the microbatches of one pass: those of `parts` and, so that this rank takes part
-        in as many collectives as others, some of no weight. There are `at_least` so many, with
-        expert parallelism as many on all ranks, since tokens travel between them in every layer,
-        and a multiple of what the schedule takes at once.
+        """Return the microbatches of one pass: the microbatches of `parts` and, so that this rank
+        takes part in as many collectives as others, some of no weight. There are `at_least` so
+        many, with expert parallelism as many on all ranks, since tokens travel between them in
+        every layer, and a multiple of what the schedule takes at once.
 
         In a pipeline all have one size: stages then need not exchange shapes, and they wait for the
         longest anyway.
@@ -394,7 +394,7 @@ class Trainer:
                 yield "optimizer", name, tensor
 
     def _buffers(self) -> list[Any]:
-        """Return megatron-core's contiguous gradients, those of experts apart."""
+        """Return megatron-core's contiguous gradients, the experts' gradients apart."""
         return [
             buffer
             for model in self.models
@@ -450,7 +450,7 @@ def _joined(
 
 def _on_all_ranks(values: Tensor, mask: Tensor) -> Tensor:
     """Return the values [T], or [T, columns], under the mask, each of which one rank has computed,
-    with those of all ranks.
+    with the values of all ranks.
     """
     if collectives.world_size() > 1:
         values[mask] = collectives.sum_over_ranks(values[mask])

@@ -98,7 +98,7 @@ def export_weights(
     the names that their slots have. `traffic` counts what is moved. Raises ValueError where the
     model cannot be cut into such parts.
     """
-    if tensors is not None:  # gradients have a dtype of their own
+    if tensors is not None:  # gradients have their own dtype
         local = [(slot, tensors[slot.parameter]) for slot, _ in held(chunks)]
         yield from gather(ReshardPlan.build(groups, local), tensors, traffic)
         return

@@ -132,7 +132,7 @@ class Cut:
         return self.shard_to_server(self.shard(tensors, sizes, rank, size), sizes, rank, size)
 
     def shard_to_server(self, shard: Tensor, sizes: HeadSizes, rank: int, size: int) -> Tensor:
-        """SGLang's part of rank `rank` of `size`, from that of the trainer's rank of the same
+        """SGLang's part of rank `rank` of `size`, from the part of the trainer's rank of the same
         number and size.
         """
         return shard

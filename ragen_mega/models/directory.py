@@ -120,8 +120,8 @@ def content_digest(path: Path) -> str:
 
 
 def _file_digest(file: Path) -> str:
-    """Return the SHA-256 of a file. That of a large one is kept in the user's cache under its
-    place and times, of which nobody can set the time of its last change.
+    """Return the SHA-256 of a file. The digest of a large file is kept in the user's cache under
+    the file's place and times, of which nobody can set the time of the last change.
     """
     facts, known = _facts(file), None
     if facts[0] >= _LARGE:

@@ -28,12 +28,13 @@ class Weight:
     names of sizes in `ModelShape`.
     """
     alias: str = ""
-    """Megatron's name where every norm is a module of its own."""
+    """Megatron's name where every norm is a separate module."""
     server: str = ""
-    """SGLang's name if it is not Hugging Face's; of experts, the name of the tensor of all."""
+    """SGLang's name if it is not Hugging Face's; of experts, the name of the tensor of all experts.
+    """
     fused: str = ""
-    """Hugging Face name of a tensor that may stand for those of all experts: [experts, rows of the
-    tensors one after the other, columns].
+    """Hugging Face name of a tensor that may stand for the tensors of all experts: [experts, rows
+    of the tensors one after the other, columns].
     """
 
     @property

@@ -58,8 +58,8 @@ def load_config(directory: str) -> PretrainedConfig:
 
 
 def _family_config(directory: str, values: Mapping[str, Any]) -> PretrainedConfig:
-    """Build the configuration of a known family. transformers fills sizes that are missing with
-    those of one model of the family.
+    """Build the configuration of a known family. transformers fills sizes that are missing with the
+    sizes of one model of the family.
     """
     shape = ModelShape.from_config(values)
     stated = {

@@ -86,8 +86,9 @@ class Slot:
         return self.weight.cut.unshard(shards, self.shape)
 
     def is_served(self, rank: int, size: int, ep: int = 1) -> bool:
-        """Return whether SGLang's rank `rank` of `size` holds a part of it, if `ep` of these ranks
-        share the experts, 1 or all: of each expert a part, or a whole expert or nothing.
+        """Return whether SGLang's rank `rank` of `size` holds a part of this weight, if `ep` of
+        these ranks share the experts, 1 or all: of each expert a part, or a whole expert or
+        nothing.
         """
         holder = (self.expert or 0) * ep // len(self.shape.experts(self.weight))
         return holder == rank // self.weight.cut.server_size(size, ep)
@@ -140,12 +141,12 @@ class Place(NamedTuple):
 
     fused: str
     shape: tuple[int, ...]
-    """The shape of the tensor of all."""
+    """The shape of the tensor of all experts."""
     expert: int
     rows: slice
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of the tensor of all."""
+        """Return the expert's view of the tensor of all experts."""
         return tensor[self.expert, self.rows]
 
 
@@ -166,8 +167,8 @@ def fused_places(shape: ModelShape) -> dict[str, Place]:
 
 
 def split_experts(tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Return the tensors of a model by name, with those of single experts in place of those of
-    all.
+    """Return the tensors of a model by name, with tensors of single experts in place of tensors of
+    all experts.
     """
     places = {name: p for name, p in fused_places(shape).items() if p.fused in tensors}
     fused = {place.fused for place in places.values()}

@@ -138,9 +138,7 @@ class ModelShape(HeadSizes):
         return dict(self.further).get("moe_router_topk", 0)
 
     def experts(self, weight: Weight) -> Sequence[int | None]:
-        """Return the experts that have this parameter of their own; None alone if no experts have
-        it.
-        """
+        """Return the experts that each have this parameter; None alone if no experts have it."""
         return range(self.num_experts) if weight.cut.group == "expert" else (None,)
 
     def num_local(self, weight: Weight, ep: int) -> int:
@@ -207,7 +205,7 @@ class ModelShape(HeadSizes):
         matrices have one byte an element.
         """
         total = self.num_parameters * itemsize
-        if fp8:  # the scales, one for 128 x 128 of them, are negligible
+        if fp8:  # the scales, one for 128 x 128 weights, are negligible
             total -= self.num_layers * sum(self.linear_sizes()) * (itemsize - 1)
         return total // tp
 

@@ -205,9 +205,9 @@ class PlannedRun:
 def read_run(
     arguments: argparse.Namespace, machine: Machine, shape: ModelShape | None
 ) -> PlannedRun:
-    """Read the recipe that is named, else that of the model, and the other flags over it. The
-    layout of the model's recipe was made for other GPUs: it is searched, but for what flags say of
-    it.
+    """Read the recipe that is named, else the model's recipe, and the other flags over it. The
+    layout of the model's recipe was made for other GPUs: it is searched, except for the sizes that
+    flags give.
     """
     words, own = list(arguments.others), arguments.recipe is None and shape
     recipe = recipe_for(arguments.model, own) if own else arguments.recipe or "none"

@@ -219,8 +219,8 @@ class Constants:
     update: float = 0.059
     """Seconds of an optimizer step on the host: data, waiting for norms, logging."""
     permute: float = 11.0
-    """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides those
-    of the products: sorted by expert, packed for the exchange and back.
+    """Reads and writes of a routed token's hidden state in a mixture's forward pass, besides the
+    reads and writes of the products: sorted by expert, packed for the exchange and back.
     """
     decode_memory: float = 0.95
     """Share of the memory's speed at which a decode step reads weights and keys and values."""
@@ -261,7 +261,7 @@ class Machine:
 
     def link(self, num_ranks: int, stride: int = 0) -> float:
         """Return the bytes a second of a collective among ranks that lie `num_ranks` apart at most.
-        If every `stride`-th rank takes part, those of a node share what comes in through their
+        If every `stride`-th rank takes part, the ranks of a node share what comes in through their
         network cards; without a stride each has its own bytes to exchange.
         """
         hardware = self.hardware

@@ -50,7 +50,7 @@ TILE_ROWS = 128
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
 ADAM_PART = 512 * 2**20
-"""Optimizer state that an update passes through the device at a time, or that of one parameter
+"""Optimizer state that an update passes through the device at a time, or the state of one parameter
 (`ragen_mega.megatron.adam`).
 """
 ALIGN_PARAMETER, ALIGN_BUCKET = 64, 128
@@ -185,7 +185,7 @@ def _state(
     `sharers`: how many ranks hold the same parameters, and the same experts, and their numbers.
     """
     is_tied = shape.is_tied and not is_critic
-    # an expert's weights stand together, in buffers apart from those of the other weights
+    # an expert's weights stand together, in buffers apart from the other weights' buffers
     sizes: dict[str, list[int]] = {"dense": [], "expert": []}
     for weight in shape.family.layer:
         sizes[weight.cut.group].append(shape.num_elements(weight, cut.tp))
@@ -201,7 +201,7 @@ def _state(
         if is_critic and is_last:
             head = [shape.hidden_size]
         buffers = [([embedding + body + head], item, sharers[0])]
-        if is_tied and cut.pp > 1:  # its two copies have buckets of their own, to be sharded alike
+        if is_tied and cut.pp > 1:  # its copies have separate buckets, to be sharded alike
             buffers = [([embedding, body, head], item, sharers[0])]
         elif is_critic and is_last and item != FP32:  # the value head is always float32
             buffers = [([embedding + body], item, sharers[0]), ([head], FP32, sharers[0])]
@@ -324,9 +324,9 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
     """Estimate from above the further bytes that a backward pass needs at a time.
 
-    One layer's recomputed activations and gradients of all of them, the largest gradient of a
-    weight before it is added to its float32 buffer; on the policy's last stage, at another time,
-    the chunked loss of `ragen_kernels`.
+    One layer's recomputed activations and the gradients of all these activations, the largest
+    gradient of a weight before it is added to its float32 buffer; on the policy's last stage, at
+    another time, the chunked loss of `ragen_kernels`.
     """
     cut, item, tokens = setting.parallel.cut, setting.itemsize, setting.max_tokens
     parts = layer_activations(shape, setting)
@@ -344,8 +344,8 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     # hidden states: gathered, of the rows in the loss, their gradient; the head's gradient in
     # float32 and as it is returned
     loss = logits + 3 * tokens * hidden * item
-    # A tied gradient of the head waits for that of the embedding; the allocator of a processor
-    # returns memory late.
+    # A tied gradient of the head waits for the embedding's; the allocator of a processor returns
+    # memory late.
     of_head = head * (FP32 + item)
     return max(layer, loss) + of_head if setting.on_host else max(layer, loss + of_head)
 

@@ -332,7 +332,7 @@ class Play:
     """Tokens of the trajectories of a pass per token that it computes."""
     window: int = 0
     """Turns that the policy sees at a time (0: all). When one leaves the window, the turns that are
-    left are a new prompt and a text of their own; each holds the task as the first one does.
+    left are a new prompt and a separate text; each holds the task as the first one does.
     """
 
     @property
@@ -352,7 +352,7 @@ class Play:
 
     @property
     def text_length(self) -> float:
-        """Count the tokens of a text, on average; its last token attends to all of them."""
+        """Count the tokens of a text, on average; its last token attends to all the others."""
         return self.seen * (self.prompt_tokens + self.sampled / self.turns)
 
     @property
@@ -453,7 +453,7 @@ def offloaded(shape: ModelShape, setting: Setting) -> int:
     layout, roles = setting.parallel, range(1 + setting.has_critic)
     states = [device_state(shape, setting, 0, is_critic=bool(role)) for role in roles]
     moved = sum(state.parameters + state.optimizer for state in states)
-    moved *= not layout.rollout_ranks  # which have devices of their own
+    moved *= not layout.rollout_ranks  # which have their own devices
     return moved + (layout.offload == "turns") * (states[0].parameters + states[0].optimizer)
 
 
@@ -542,8 +542,8 @@ def step_seconds(
 
 def default_play(config: StarPOConfig, response: float | None = None, **changes: float) -> Play:
     """Assume the trajectories of a run: `response` tokens per turn, or half of its limit;
-    observations fill the longest trajectory, or the longest window of it. A trajectory ends when
-    its context is full. Raises ValueError for a response above the limit.
+    observations fill the longest trajectory, or its longest window. A trajectory ends when its
+    context is full. Raises ValueError for a response above the limit.
     """
     turns, limit = config.environment.expected_turns, config.environment.expected_response_length
     window, room = config.rollout.context_window, config.rollout.max_context_length

@@ -119,7 +119,7 @@ def predicted(point: Point, constants: Constants) -> float:
 
 def sampling(machine: Machine, point: Point) -> float:
     """Predict the seconds in which the engines of a published step play its trajectories. Engines
-    that play those of several steps at once have no end at which only the longest are left.
+    that play trajectories of several steps at once have no end at which only the longest are left.
     """
     row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
     apart, ahead, turns = row.get("rollout_gpus", 0), row.get("staleness", 1), row.get("turns", 1)
@@ -207,8 +207,8 @@ def fit(points: Sequence[Point]) -> Constants:
 
 
 def spread(points: Sequence[Point], constants: Constants) -> dict[str, Any]:
-    """Summarize points: the median error of the seconds, and the interval of `times` that holds
-    COVERED of them.
+    """Summarize points: the median error of the seconds, and the interval of `times` that holds a
+    share COVERED of the rows.
     """
     found = sorted(times(point, constants) for point in points)
     out = math.floor((1 - COVERED) / 2 * len(found) + 1e-9)  # at each end

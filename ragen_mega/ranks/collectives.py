@@ -85,9 +85,9 @@ def _private_store(timeout: datetime.timedelta) -> dist.Store:
 
 
 def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
-    """Make the last `num_last` ranks of the job one of their own, and the others one: from now on
-    rank, world size and all collectives, those of megatron-core too, are of the part that this rank
-    is in. Returns a store that both parts see. Collective over the whole job.
+    """Divide the job into two parts, the last `num_last` ranks and the others: from now on rank,
+    world size and all collectives, megatron-core's too, refer to the part that this rank is in.
+    Returns a store that both parts see. Collective over the whole job.
     """
     index, first, store = rank(), world_size() - num_last, _store
     assert store is not None  # since `start`
@@ -104,7 +104,7 @@ def _join(store: dist.Store, rank: int, world_size: int, timeout: datetime.timed
     has_gpu = torch.cuda.is_available()
     word = threading.Timer(_SECONDS_OF_SILENCE, _say_what_is_awaited, (rank, world_size))
     word.daemon = True
-    if rank < 2:  # in case that the others wait for one of them
+    if rank < 2:  # in case that the others wait for rank 0 or 1
         word.start()
     try:
         dist.init_process_group(
@@ -202,7 +202,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 def on_each(function: Callable[[], T]) -> T:
     """Call `function` on every rank and return its result there; if it raises ValueError on any,
-    all ranks raise that of the first of them. Collective.
+    all ranks raise the error of the first such rank. Collective.
     """
     failure = None
     try:

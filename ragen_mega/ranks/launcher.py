@@ -121,7 +121,7 @@ def _number(variable: str) -> int:
 
 def check_process() -> None:
     """Raise ValueError for a working directory that is gone and for a number of threads that is
-    none; an empty one is removed, since OpenMP complains of it.
+    none; an empty one is removed, since OpenMP complains about an empty value.
     """
     try:
         os.getcwd()
@@ -143,9 +143,9 @@ def check_process() -> None:
 def num_processors(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the processors that this process may keep busy: those of its affinity, or fewer by the
-    quotas of its control groups, as a container has. `groups` names them, and `root` is their
-    mount.
+    """Return the processors that this process may keep busy: the processors of its affinity, or
+    fewer by the quotas of its control groups, as a container has. `groups` names them, and `root`
+    is their mount.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, _quotas(groups, root))]))
 
@@ -229,7 +229,7 @@ def ranks_command(num_ranks: int, script: Path | str, *flags: object) -> list[st
     """
     kind = () if isinstance(script, Path) else ("--module",)
     # --nnodes, because platforms set torchrun's variable for it, PET_NNODES.
-    # `--`, because torchrun would take flags of the script for abbreviations of its own.
+    # `--`, because torchrun would take flags of the script for abbreviations of torchrun's flags.
     words = ("--nnodes", 1, "--nproc-per-node", num_ranks, *kind, "--", script, *flags)
     # -P: no file of the working directory may stand in for a module.
     return [sys.executable, "-P", "-m", "ragen_mega.commands.launch", *map(str, words)]

@@ -279,8 +279,8 @@ class Console:
 
     @contextmanager
     def open(self) -> Iterator[Progress | None]:
-        """Keep the progress bars on the terminal during the block, that of the whole run first; the
-        outermost block starts and stops them.
+        """Keep the progress bars on the terminal during the block, the bar of the whole run first;
+        the outermost block starts and stops them.
         """
         if self._bars is not None or not (self._is_writer and self._rich.is_interactive):
             yield self._bars

@@ -164,7 +164,7 @@ GLOSSARY = {
     "eval/initial_reward": "Mean total reward before the first step.",
     "custom/*": "A metric of your own, or one of --metrics.",
 }
-"""Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry of their own. A
-key with an environment behind it, as `eval/success_sokoban`, means the same: the longest entry that
-a key begins with holds.
+"""Metric key -> its meaning; `stage/*` for the keys of a stage that have no entry. A key with an
+environment behind it, as `eval/success_sokoban`, means the same: the longest entry that a key
+begins with holds.
 """

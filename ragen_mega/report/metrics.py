@@ -123,6 +123,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Return the objects of a `metrics.jsonl`, one per step. A last line that a kill cut short is
     left out.
 
+        >>> [row["step"] for row in read_metrics("runs/quick/metrics.jsonl")]
+        [0]
+
     Raises ValueError if any other line is not a JSON object with a `step`.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -27,8 +27,8 @@ STARTS = "provenance"
 
 
 def code() -> dict[str, Any]:
-    """Return the commit of this repository and whether files differ from it; outside of git that of
-    the environment variable COMMIT, by default `unknown`.
+    """Return the commit of this repository and whether files differ from it; outside of git the
+    commit in the environment variable COMMIT, by default `unknown`.
     """
     commit, changes = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
     is_ours = _git("rev-parse", "--show-toplevel") == str(REPOSITORY)
@@ -99,7 +99,7 @@ def alike(recorded: Mapping[str, Any]) -> str:
     """
     settings = with_defaults({name: values for name, values in recorded.items() if name != STARTS})
     seed, start = settings["train"].pop("seed"), settings["warm_start"]
-    if start["warm_start_from"] is not None:  # in a study that of another arm, seed by seed
+    if start["warm_start_from"] is not None:  # in a study another arm's, seed by seed
         start["warm_start_from"] = re.sub(rf"seed{seed}\b", "seed", start["warm_start_from"])
     for section in ("logging", "checkpoint"):  # do not affect training
         del settings[section]

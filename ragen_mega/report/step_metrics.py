@@ -105,7 +105,7 @@ def custom_metrics(groups: Sequence[TrajectoryGroup], names: Iterable[str]) -> d
 
 def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tensor | None:
     """[S] factor of each trajectory's advantages under soft reweighting, which compares a group
-    with those of its environment; None without.
+    with the groups of its environment; None without.
     """
     if not config.soft_reweighting:
         return None

@@ -38,7 +38,7 @@ _CHANNELS = {
     "returns": "return",
 }
 """Fields of a batch that a trace holds for every sampled token, and their names in the viewer."""
-_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token of its own
+_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8; each may be a token
 _REMEMBERED = 2**16  # texts of tokens
 Board = Sequence[str] | None
 Rows = Mapping[int, int]
@@ -262,7 +262,7 @@ def _info_as_text(info: Mapping[str, Any]) -> dict[str, Any]:
 def _channels(
     trajectory: Trajectory, batch: TokenBatch | None, row: int | None
 ) -> dict[str, list[float | None]]:
-    """Name in the viewer -> number of every sampled token; those of the batch if it has the
+    """Name in the viewer -> number of every sampled token; the batch's numbers if the batch has the
     trajectory as its `row`.
     """
     sampled = [at for turn in trajectory.turns for at in range(turn.start, turn.end)]

@@ -1,5 +1,5 @@
 """A curriculum by measured success: tasks of a level of difficulty are drawn once the policy solves
-those of the level below (curriculum learning, Bengio et al., ICML 2009).
+the tasks of the level below (curriculum learning, Bengio et al., ICML 2009).
 
 An environment says how hard its present state is by an attribute `difficulty`.
 """

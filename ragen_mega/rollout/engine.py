@@ -81,7 +81,7 @@ class RolloutEngine:
 
     def awake(self) -> AbstractContextManager[None]:
         """Give a context, inside which alone weights and KV cache are on the device. Memory for the
-        weights is allocated on entry, that of the cache by `start`.
+        weights is allocated on entry, memory for the cache by `start`.
         """
         return nullcontext()
 

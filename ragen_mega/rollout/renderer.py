@@ -183,8 +183,8 @@ class ChatRenderer:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """Form of calls of tools, as the chat template writes them in a history; that of Qwen's
-        where it writes none. Raises ValueError for a form that is no JSON object.
+        """Form of calls of tools, as the chat template writes them in a history; the form of Qwen's
+        template where it writes none. Raises ValueError for a form that is no JSON object.
         """
         base, *called = (self._called(count) for count in range(3))
         if base is not None and called[0] == base.replace(_ANSWER, ""):

@@ -39,7 +39,8 @@ ones.
 SCRIPTED_SEEDS = 100_000
 """First prompt seed of scripted play: above the evaluation sets, below training."""
 _EXAMPLE_SEEDS = range(900_000, 1_000_000)
-"""Seeds of the examples in prompts: above those of scripted play, below those of training."""
+"""Seeds of the examples in prompts: above the seeds of scripted play, below the seeds of training.
+"""
 _REPEATED_STARTS = 5
 _PROBED = 256
 """Training seeds whose difficulties are looked at before the first step."""
@@ -142,10 +143,10 @@ def tasks_for_group(
     outcome_seed: int = 0,
     board: Sequence[str] | None = None,
 ) -> list[Task]:
-    """Return `group_size` tasks from one initial state, with outcomes of their own.
+    """Return `group_size` tasks from one initial state, each with its own outcome.
 
-    `outcome_seed` is the run's; those of the members are derived from it, the initial seed and
-    their index in the group.
+    `outcome_seed` is the run's; the members' outcome seeds are derived from it, the initial seed
+    and their index in the group.
     """
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, not {group_size}")
@@ -168,7 +169,7 @@ def play_settings(
     """Return the settings by which a run samples: in training, where a failed trajectory gets
     another of its `attempts`, or at another temperature in evaluation, where it counts as it is.
     """
-    # A host process times its own calls; a turn may have to wait for those of other environments.
+    # A host process times its own calls; a turn may have to wait for calls of other environments.
     is_hosted = config.environment.environment_processes > 0
     return PlaySettings(
         max_context_length=config.rollout.max_context_length,
@@ -237,7 +238,7 @@ class TaskSampler:
             levels.load_state_dict(state.get(name, {}))
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
-        """Return the P groups of N tasks of a step, or of a further round of it."""
+        """Return the P groups of N tasks of a step, or of the step's further round."""
         further = [sampling_round] if sampling_round else []
         generator = np.random.default_rng([self.config.train.seed, step, *further])
         num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
@@ -339,7 +340,8 @@ def held_out_states(
     curriculum of a training `step`, if given: a state may look otherwise there.
 
     They are the boards of all sets that are evaluated, as far as this environment can start from
-    them: the packaged ones, and those of the file `boards`. The set is empty if there are none.
+    them: the packaged ones, and the boards of the file `boards`. The set is empty if there are
+    none.
     """
     held_out = _held_out_boards(config, boards)
     if not held_out:
@@ -360,8 +362,8 @@ def held_out_states(
 
 @lru_cache(maxsize=8)
 def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Board, ...]:
-    """Return the packaged boards of every set that is evaluated, and those of the file `boards`
-    that fit one which is trained.
+    """Return the packaged boards of every set that is evaluated, and the boards of the file
+    `boards` that fit one which is trained.
     """
     held_out: dict[Board, None] = {}
     for name in config.evaluated:

@@ -294,8 +294,8 @@ def build_models(
 
 
 def base_directory(config: StarPOConfig) -> Path:
-    """Return the model directory with configuration and tokenizer: what --load names, else that of
-    the small model, which is written, or taken from another run, if it is not there. Collective.
+    """Return the model directory with configuration and tokenizer: what --load names, else the
+    small model's, which is written, or taken from another run, if it is not there. Collective.
     """
     if config.model.load is not None:
         return local_directory(config.model.load)
@@ -324,8 +324,8 @@ def known_references(config: StarPOConfig, checkpoint: Checkpoint | None) -> Ref
 
 
 def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
-    """Have tokens keep the routes of this model if the run replays them, and not those of another
-    run of this process. Raises ValueError for a model that has none.
+    """Have tokens keep the routes of this model if the run replays them, and not the routes of
+    another run of this process. Raises ValueError for a model that has none.
     """
     TOKEN_FIELDS.pop(ROUTES, None)
     shape, source = ModelShape.of(hf), config.train.routing_replay

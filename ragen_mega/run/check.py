@@ -98,8 +98,8 @@ def import_agents(config: EnvironmentConfig) -> None:
 
 
 def check_environments(config: EnvironmentConfig) -> None:
-    """Raise ValueError, in one line, if an environment cannot be built under its options, those of
-    the curriculum included.
+    """Raise ValueError, in one line, if an environment cannot be built under its options, the
+    curriculum's options included.
     """
     import_agents(config)
     for step in (None, *config.curriculum_steps):

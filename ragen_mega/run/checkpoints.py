@@ -78,8 +78,8 @@ class RunCheckpoints(CheckpointWriter):
         self._started = time.monotonic() - seconds
 
     def save_run(self, step: int, success: float | None = None) -> None:
-        """Write a checkpoint in the background; `success` is that of an evaluation at this step.
-        Collective.
+        """Write a checkpoint in the background; `success` is the success of an evaluation at this
+        step. Collective.
         """
         if self._is_best(success):
             self.best_success = success

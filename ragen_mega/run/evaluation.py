@@ -159,6 +159,10 @@ def evaluate(
     """Play `samples_per_prompt` episodes from each of `num_prompts` held-out initial states, and
     compare with the random and the optimal player. Collective on the ranks of a job.
 
+        >>> result = evaluate("runs/quick", "bandit", num_prompts=8, samples_per_prompt=2)
+        >>> result.ci_low <= result.success <= result.ci_high, result.random, result.optimum
+        (True, 0.5, 1.0)
+
     A run is evaluated under its own rules of play, anything else under the defaults; `rules` are
     fields of `EnvironmentConfig` that replace them, `environment_options` only of environments that
     it names. `boards` is a file of initial states. Raises ValueError on bad input.

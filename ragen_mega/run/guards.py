@@ -294,7 +294,7 @@ class HeldOutStarts:
 
     def evaluated(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Record the starts of an evaluation. First prompts that are all alike tell nothing, nor do
-        those of an environment that hides its state.
+        first prompts of an environment that hides its state.
         """
         for name, prompts in _first_prompts(groups).items():
             tell = (len(prompts) > 1 or len(groups) == 1) and not declares(name, "is_hidden")

@@ -200,8 +200,8 @@ def _gib(size: int) -> str:
 
 
 def device_memory() -> dict[str, int]:
-    """Return the bytes on this rank's device: those of torch's allocator, its peak since the last
-    call, and those still free.
+    """Return the bytes on this rank's device: the bytes of torch's allocator, its peak since the
+    last call, and the free bytes.
 
     On a CPU the resident memory of this process.
     """

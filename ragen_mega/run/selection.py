@@ -16,7 +16,7 @@ from ragen_mega.ranks.collectives import on_main
 def shape_on_main(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
-    """Return the groups with the rewards of the terms, those of them that can be trained on, with
+    """Return the groups with the rewards of the terms, the groups that can be trained on, with
     their samples alone, and metrics to log, as `shape_rewards` has them.
 
     Samples are the members that have a return. Rank 0, which has all tokens and infos, finds them

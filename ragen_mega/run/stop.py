@@ -52,11 +52,11 @@ class StopSignal:
         _handle(self._receive)
 
     def agreed(self) -> bool:
-        """Return whether any rank has received one of them. Collective."""
+        """Return whether any rank has received such a signal. Collective."""
         return bool(collectives.sum_over_ranks(torch.tensor([int(bool(self.received))])))
 
     def interrupt(self) -> None:
-        """Raise Interrupted if this rank has received one of them."""
+        """Raise Interrupted if this rank has received such a signal."""
         if self.received:
             raise Interrupted
 
@@ -143,12 +143,10 @@ def _watch(reader: int, launcher: int, limit: float) -> None:
 
 
 def fail_if_rank_lost(error: RuntimeError) -> None:
-    """Leave with one line if `error` is that of a collective whose other ranks are gone, or that
+    """Leave with one line if `error` comes from a collective whose other ranks are gone, or that
     this rank has no descriptors left for.
     """
     if os.strerror(errno.EMFILE) in str(error):
         fail(describe_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ""))
-    if isinstance(error, DistError) or "gloo" in str(
-        error
-    ):  # gloo's errors have no type of their own
+    if isinstance(error, DistError) or "gloo" in str(error):  # gloo's errors have no special type
         fail(RANK_LOST)

@@ -27,8 +27,8 @@ class Timers:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time a part of the step; its seconds, without those of parts inside it, are logged as
-        time/<name>.
+        """Time a part of the step; its seconds, without the seconds of parts inside it, are logged
+        as time/<name>.
         """
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0

@@ -263,8 +263,8 @@ class CheckpointWriter:
             raise OSError(self._failure)
 
     def has(self, step: int) -> bool:
-        """Return whether the newest checkpoint, which may still be being written, is that of
-        `step`.
+        """Return whether the newest checkpoint, which may still be being written, is the checkpoint
+        of `step`.
         """
         return step == (self.saved_step if self._thread is None else self._saving)
 

@@ -1,7 +1,7 @@
 """GGUF files, llama.cpp's format of a model in one file, written anew as model directories.
 
-Names of tensors and the arithmetic of quantisation are those of llama.cpp's package `gguf`. Source
-of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Names of tensors and the arithmetic of quantisation come from llama.cpp's package `gguf`. Source of
+the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import fcntl
@@ -222,7 +222,7 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
 
 
 def _check_rope(path: Path, factors: Tensor, shape: ModelShape) -> None:
-    """Raise ValueError unless these factors are those of the scaling that was read from them."""
+    """Raise ValueError unless these factors belong to the scaling that was read from them."""
     plain = rotary_frequencies(replace(shape, rope_scaling=None))
     expected = plain / rotary_frequencies(shape)
     if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-3):
@@ -293,7 +293,7 @@ def _tokenizer(path: Path, reader: GGUFReader) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise ValueError(f"cannot read a tokenizer from {path}: {brief(error)}") from None
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    # transformers adds GPT-2's or Llama 2's special tokens to a vocabulary that has none of them
+    # transformers adds GPT-2's or Llama 2's special tokens to a vocabulary that lacks these tokens
     size = len(reader.fields["tokenizer.ggml.tokens"].data)
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
     state["model"]["ignore_merges"] = split == "llama-bpe"

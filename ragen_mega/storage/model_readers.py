@@ -154,7 +154,7 @@ class HuggingFaceReader:
     """A Hugging Face checkpoint directory: `model.safetensors`, or shards and their index.
 
     Block-quantised FP8 weights are dequantised as transformers does it, in float32. A tensor of all
-    experts of a layer is read as those of single ones.
+    experts of a layer is read as the tensors of single experts.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, shape: ModelShape) -> None:
@@ -247,8 +247,8 @@ class HuggingFaceReader:
         return (blocks * scale[:, None, :, None]).reshape(tensor.shape)
 
     def _fused(self, name: str) -> Place | None:
-        """Return the place of an expert's tensor in one of all, None if it is a tensor of its
-        own.
+        """Return the place of an expert's tensor in a tensor of all experts, None if it is a
+        separate tensor.
         """
         place = None if name in self._files else self._places.get(name)
         return place if place is not None and place.fused in self._files else None

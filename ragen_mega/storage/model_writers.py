@@ -124,8 +124,8 @@ class HuggingFaceWriter:
         self._files[self._weight_map[name]].write(name, tensor)
 
     def close(self) -> None:
-        """Finish the shards; the index, without which they are not read, comes last, and that of an
-        earlier export goes first: until the last shard has its name they would be a mixture.
+        """Finish the shards; the index, without which they are not read, comes last, and the index
+        of an earlier export goes first: until the last shard has its name they would be a mixture.
         """
         if self._index:
             self._index.unlink(missing_ok=True)
@@ -168,8 +168,8 @@ def save_huggingface(
     there. Every rank must call it: `weights` is a collective stream, which is read to its end
     even when the disk is full.
 
-    The generation config is that of the directory from which `hf` was loaded. Raises OSError, and
-    ValueError if the weights are not those of the model, or differ in type.
+    The generation config comes from the directory from which `hf` was loaded. Raises OSError, and
+    ValueError if the weights are not the weights of the model, or differ in type.
     """
     stream = iter(weights)
     try:

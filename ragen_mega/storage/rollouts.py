@@ -118,8 +118,9 @@ class RolloutStore:
 
 
 def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:
-    """Return the first step whose rollout stays once that of `step` is there: of the newest `keep`
-    (0: of all; None: of those that a resume from the oldest of the checkpoints repeats).
+    """Return the first step whose rollout stays once the rollout of `step` is there: of the newest
+    `keep` (0: of all; None: of the rollouts that a resume from the oldest of the checkpoints
+    repeats).
     """
     if keep is None:
         return min(checkpoints, default=0)

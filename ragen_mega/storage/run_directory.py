@@ -1,5 +1,5 @@
-"""Directory of a run: the one of its name, a number behind the default name, or that of the run
-that it resumes. No torch: the launcher asks before it starts ranks.
+"""Directory of a run: the one of its name, a number behind the default name, or the directory of
+the run that it resumes. No torch: the launcher asks before it starts ranks.
 """
 
 import json

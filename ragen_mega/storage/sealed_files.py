@@ -24,8 +24,8 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Write tensors, none of them named "facts", and facts (JSON values) to `path`; on return they
     are on disk.
 
-    The SHA-256 in the header is that of the file with 64 zeros in its place. Raises OSError, and
-    then leaves no new file.
+    The SHA-256 in the header is the digest of the file with 64 zeros in the digest's place. Raises
+    OSError, and then leaves no new file.
     """
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     contiguous = {name: value.contiguous() for name, value in tensors.items()}

@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     flags: tuple[str, ...]
-    """Flags of the arm, appended to those of the study, which they override."""
+    """Flags of the arm, appended to the flags of the study, which they override."""
     ranks: int | None = None
     """Ranks of each of its runs, in place of those that the command names."""
 
@@ -209,9 +209,9 @@ def estimate(rates: NDArray[np.float64], least: float = 0.0) -> Estimate:
     """Estimate the mean over seeds and prompts from the success rate of each, [seeds, prompts].
 
     Seeds and prompts are both samples: another person has other seeds and boards. With S seeds and
-    P prompts, independent effects of both and noise, the variance of the mean is estimated by
-    v_S + v_P, that of the seeds' means over S plus that of the prompts' means over P (which counts
-    the noise twice, so it errs on the wide side). The half width is
+    P prompts, independent effects of both and noise, the variance of the mean is estimated by v_S +
+    v_P, the variance of the seeds' means over S plus the variance of the prompts' means over P
+    (which counts the noise twice, so it errs on the wide side). The half width is
 
         sqrt(t(S - 1)^2 v_S + t(P - 1)^2 v_P),
 

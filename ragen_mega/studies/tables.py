@@ -105,7 +105,9 @@ def shared_players(evaluated: Mapping[str, Any]) -> dict[str, float | None] | No
 
 
 def difference(found: dict[str, dict[int, dict]], name: str, a: str, b: str) -> Estimate | None:
-    """Estimate the success of arm `a` minus that of `b` on the seeds and prompts that both have."""
+    """Estimate the success of arm `a` minus the success of `b` on the seeds and prompts that both
+    have.
+    """
     shared = sorted(set(found[a]) & set(found[b]))
     if not shared:
         return None
@@ -218,9 +220,9 @@ def plot(study: Study, found: dict[str, dict[int, dict]], path: Path) -> None:
 
 
 def write(study: Study, folder: Path, output: Path, seeds: Sequence[int], *, mixed: bool) -> None:
-    """Write NAME.md, NAME.json and NAME.svg (NAME_paper of that preset) of the runs in `folder`
-    that have finished. In the JSON every arm has its players; those of a set are null where arms
-    differ. Raises ValueError if no run has finished.
+    """Write NAME.md, NAME.json and NAME.svg (NAME_paper for the preset `paper`) of the runs in
+    `folder` that have finished. In the JSON every arm has its players; the players of a set are
+    null where arms differ. Raises ValueError if no run has finished.
     """
     found = collect(study, folder, seeds)
     if not any(found.values()):

@@ -47,7 +47,7 @@ def open_client(
     **options: Any,
 ) -> httpx2.AsyncClient:
     """Return a client for the server at `url`. `authorization` is the name of the environment
-    variable that holds the header Authorization, `options` are those of httpx2. An answer that is
+    variable that holds the header Authorization, `options` are options of httpx2. An answer that is
     compressed or too large raises httpx2.DecodingError; with `has_streams` an event stream may be
     endless, whose reader bounds its parts. Raises ValueError if the address holds credentials.
     """

@@ -34,7 +34,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 FitStep = Callable[[TokenBatch], dict[str, float]]
 """One optimizer step on a minibatch, cloning or value regression -> its metrics."""
 FLAT_WINDOW = 40
-"""Steps whose mean loss is compared with that of as many before them."""
+"""Steps whose mean loss is compared with the mean loss of as many steps before."""
 MIN_FALL = 0.02
 """Share by which it falls in a window while there is still something to learn."""
 NUM_PLAYERS = 64
@@ -107,8 +107,8 @@ def scripted_episodes(
     in_sentences: bool = False,
 ) -> Iterator[ScriptedEpisode]:
     """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds;
-    `in_sentences` is that of `scripted_response`. `name`: the environment's in messages (default:
-    that of its class).
+    `in_sentences` is as in `scripted_response`. `name`: the environment's in messages (default: the
+    name of its class).
 
     Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
     and are reused. Raises ValueError if the environment cannot be built or none of the first

@@ -106,7 +106,7 @@ def _needed(config: StarPOConfig, renderer: ChatRenderer, played: Sequence[Scrip
 
 def _needed_by_agent(config: StarPOConfig, renderer: ChatRenderer, name: str) -> int:
     """Return tokens of the longest text that an agent shows the policy, if answers are twice as
-    long as those of its example.
+    long as the answers of its example.
     """
     if config.agent.agent_example is None:
         return config.rollout.max_context_length

@@ -54,8 +54,8 @@ from ragen_mega.warm_start.clone import (
 )
 
 TAIL = 0.25
-"""Steps on a falling learning rate after those until the loss was flat, as a share of them; flags
-of steps bound both together.
+"""Steps on a falling learning rate, as a share of the steps until the loss was flat; flags of steps
+bound both together.
 """
 
 
@@ -292,7 +292,7 @@ def scripted_play(
     max_turns: int | None = None,
 ) -> list[Trajectory]:
     """Return the warm start's data, each rank writing its part; the same list, in the same order,
-    on every rank and on any number of them. Boards that are evaluated on are not among it.
+    on every rank and on any number of ranks. Boards that are evaluated on are not among it.
     """
     names, world_size = list(config.environment.shares), collectives.world_size()
     mine = range(collectives.rank(), count, world_size)

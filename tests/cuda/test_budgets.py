@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "fake_device.md"
 NUM_TRAJECTORIES, LENGTH = 16, 36
 Implementation = Literal["local", "transformer_engine", "mixture"]
-"""Layers; those of a mixture of experts are Transformer Engine's."""
+"""Layers; a mixture of experts has Transformer Engine's."""
 
 
 @dataclass(frozen=True)

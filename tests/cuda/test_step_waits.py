@@ -21,7 +21,7 @@ from tests.support.forked_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 counts = pytest.importorskip("tests.fake_cuda.counts", reason="counts are the fake device's")
-# The stand-in for Transformer Engine's native module computes attention with host code of its own.
+# The stand-in for Transformer Engine's native module computes attention with its own host code.
 STAND_IN = "cpp_extensions/fused_attn.py"
 
 

@@ -131,7 +131,7 @@ def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_step_on_four_devices(flags: str, tmp_path: Path) -> None:
-    """The float32 step is that of one rank."""
+    """The float32 step equals the step of one rank."""
     skip_without_layers(flags)
     command = [*TINY, "--hidden-size", "128", "--ffn-hidden-size", "256"]
     (sharded,) = metrics(launch(tmp_path, "sharded", 4, *command, *flags.split()))

@@ -38,7 +38,7 @@ VOCAB = 50
 
 
 def play(index: int, *, turns: int = 2) -> Trajectory:
-    """The trajectory of a task; those of a group begin alike."""
+    """The trajectory of a task; trajectories of a group begin alike."""
     draw, group = random.Random(index), index // SIZE
     one = Trajectory(group, f"world {group % 2}", group, 2**62 + index, 3)
     one.append_observation([1 + group] * (3 + group % 3))

@@ -49,7 +49,7 @@ LAYOUTS = {  # of four ranks
 
 
 def assert_served(shards: dict[str, Tensor], rank: int, size: int, ep: int) -> None:
-    """Check the experts of SGLang's rank: all of them, each divided, or whole ones."""
+    """Check the experts of SGLang's rank: all experts, each divided, or whole ones."""
     held, width = SHAPE.num_experts // ep, HF.moe_intermediate_size * ep // size
     first, row = (rank * held, 0) if ep > 1 else (0, rank * width)
     part = slice(row, row + width)

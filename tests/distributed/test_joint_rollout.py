@@ -170,7 +170,7 @@ def test_lost_weights_change_nothing(
 
 @pytest.mark.parametrize("when", ["in the last part", "while the others hold"])
 def test_weights_that_are_lost_before_trajectories_hold_come_again(when: str) -> None:
-    """Those of one engine: begun turns then end, as on the ranks that hold already."""
+    """The weights of one engine: begun turns then end, as on the ranks that hold already."""
     model, renderer = build()
     groups = groups_of(lambda: episode(24))
 

@@ -169,15 +169,15 @@ SYNCS = {
 """Bytes that the first rank receives in a sync to servers of eight ranks: of what is not an expert;
 of experts, by how many ranks of a server share them; and exchanges of experts if they move.
 
-An expert of 30B has 3 x 2048 x 768 elements of two bytes, a layer 128 of them. The rank holds 16 in
-each of 48 layers. A server with whole experts has the same 16 there. One with parts takes an eighth
-of each of the other 112. An expert of 235B has 3 x 4096 x 1536; all stages together the rank gets
-four in each of 94 layers without an exchange, and its server's rank holds 16, or an eighth of each
-of the 124 others. The rest is gathered from three tensor-parallel ranks. For 235B its slices have
-1725701632 elements in layers and 311169024 outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x 4096 +
-2 x 128 + 128 x 4096), and two vocabularies of 151936 / 4 rows and a norm. A bucket has 256 MiB / 8
-of a rank, which is three experts of 30B and the down-projection of a fourth, then three; in 235B a
-tensor of one of the four experts is a bucket.
+An expert of 30B has 3 x 2048 x 768 elements of two bytes, a layer 128 such experts. The rank holds
+16 in each of 48 layers. A server with whole experts has the same 16 there. One with parts takes an
+eighth of each of the other 112. An expert of 235B has 3 x 4096 x 1536; all stages together the rank
+gets four in each of 94 layers without an exchange, and its server's rank holds 16, or an eighth of
+each of the 124 others. The rest is gathered from three tensor-parallel ranks. For 235B its slices
+have 1725701632 elements in layers and 311169024 outside: 94 x ((2 x 8192 + 1024) x 4096 / 4 + 2 x
+4096 + 2 x 128 + 128 x 4096), and two vocabularies of 151936 / 4 rows and a norm. A bucket has 256
+MiB / 8 of a rank, which is three experts of 30B and the down-projection of a fourth, then three; in
+235B a tensor of one of the four experts is a bucket.
 """
 
 

@@ -253,7 +253,7 @@ LAYOUTS = [
     pytest.param(tp, pp, marks=pytest.mark.slow if tp * pp != 4 else ())
     for tp in SIZES
     for pp in SIZES
-]  # those of four ranks show nearly all that others do
+]  # layouts of four ranks show nearly all that others do
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)

@@ -105,7 +105,7 @@ def _permute_in_plain_torch(triton_permutation: ModuleType) -> None:
 def _activate() -> None:
     if reason := build.obstacle():
         print(f"error: RAGEN_FAKE_CUDA is set, and {reason}", file=sys.stderr)
-        os._exit(2)  # Python would take an exception here for a fault of its own
+        os._exit(2)  # Python would take an exception here for its own fault
     libraries = build.libraries()
     ctypes.CDLL(str(libraries / build.ACCELERATOR), mode=ctypes.RTLD_GLOBAL)
     sys.path.append(str(libraries))  # of the extension module

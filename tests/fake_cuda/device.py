@@ -380,7 +380,7 @@ _STREAMS: dict[str, Any] = dict(
 
 
 # --------------------------------------------------------------------------------------------------
-# random numbers: those of the CPU
+# random numbers: from the CPU
 
 
 class Generator(torch.Generator):
@@ -515,9 +515,7 @@ def _checked(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meet(group: dist.ProcessGroup) -> None:
-    """As NCCL does when the ranks of a group first communicate: each must have a device of its
-    own.
-    """
+    """As NCCL does when the ranks of a group first communicate: each must have its own device."""
     if group.size() == 1 or any(group is known for known in _groups_that_met):
         return
     mine = torch.tensor([native.get_device()], device="cpu")

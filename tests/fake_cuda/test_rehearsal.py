@@ -1,6 +1,6 @@
 """Tests that need a CUDA device, on the fake one: the tests of `tests/cuda` and those marked `gpu`,
-each group in one process of its own, because torch must find the device when it is imported; and
-every part of tools/gpu_check.sh.
+each group in a separate process, because torch must find the device when it is imported; and every
+part of tools/gpu_check.sh.
 """
 
 import json
@@ -30,14 +30,15 @@ WEIGHTS = [
 ENGINE = "tests/integration/test_sglang_engine.py"
 FAST = ["-m", "not silicon and not slow"]
 GROUPS = {
+    "waits": ["tests/cuda/test_fake_device.py", "tests/cuda/test_step_waits.py", *FAST],
     "steps": ["tests/cuda", PINNED, *WEIGHTS, *FAST],
     "layers": [LAYERS, *FAST],
     "slow": ["tests/cuda", LAYERS, "-m", "slow and not silicon"],
     # what holds for the real server holds for its stand-in on CUDA
     "engine": [ENGINE, "-k", "follow_transformers or greedy or cannot_be_generated"],
 }
-"""The tests of each are run by one process. Layers have one of their own: after the steps
-they took several times as long.
+"""The tests of each are run by one process. Layers have a separate process: after the steps they
+took several times as long.
 """
 PARTS = (
     "versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity"
@@ -54,8 +55,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     "group",
     [
-        "steps",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "slow", "engine")),
+        "waits",
+        *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group != "waits"),
     ],
 )
 def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
     shared = tmp_path / "shared"
     server = write_python(tmp_path, shared)
-    # of the limits on time only that of this test
+    # of the limits on time only this test's
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-o", "timeout=1500"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *GROUPS[group]],

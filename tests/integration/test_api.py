@@ -1,5 +1,9 @@
 """The Python interface is the command line's own: the page that describes it runs as it stands."""
 
+import ast
+import doctest
+import importlib
+import inspect
 import json
 import os
 import re
@@ -43,6 +47,30 @@ def test_the_documented_example_trains_evaluates_and_reads_in_a_running_event_lo
     rows = [line.split() for line in lines if re.fullmatch(r"\d [\d.]+ [\d.]+", line)]
     assert [row[0] for row in rows] == ["0", "1"]
     assert re.fullmatch(r"\d+% \[\d+%, \d+%\]", lines[-1])
+
+
+def test_functions_of_the_page_have_examples_that_run(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of `train` comes first and makes the run that the others read."""
+    monkeypatch.chdir(tmp_path)
+    functions = [
+        value
+        for node in ast.walk(ast.parse(example))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("ragen_mega")
+        for name in node.names
+        if inspect.isroutine(value := getattr(importlib.import_module(node.module), name.name))
+    ]
+    assert {"parse", "train", "evaluate", "read_metrics"} == {one.__name__ for one in functions}
+    for function in sorted(functions, key=lambda one: one.__name__ != "train"):
+        lines = doctest.DocTestParser().get_examples(function.__doc__)
+        assert any(line.want for line in lines), f"{function.__name__} has no example"
+        names = {function.__name__: function}
+        for line in lines:
+            if line.want:
+                assert repr(eval(line.source, names)) == line.want.strip(), line.source
+            else:
+                exec(line.source, names)
 
 
 def test_names_cost_no_torch() -> None:

@@ -144,8 +144,8 @@ def of_transformers(model: PreTrainedModel, trajectories: list[Trajectory]) -> T
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Inside, products of the layers round what they take and return, and those of the LM head and
-    of routers what they take.
+    """Inside, products of the layers round what they take and return, and products of the LM head
+    and of routers what they take.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -116,7 +116,7 @@ class Shared:
 
 
 class Own(Shared):
-    """As its base, with a generator of its own."""
+    """As its base, with its own generator."""
 
     def draw(self, seed: int) -> Iterator[int]:
         own = random.Random(seed)

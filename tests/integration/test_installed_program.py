@@ -54,7 +54,7 @@ def test_the_wheel_holds_what_the_commands_read(wheel: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_program_works_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
-    """Installed into a fresh environment; what it depends on is that of the tests."""
+    """Installed into a fresh environment; what it depends on comes from the tests' environment."""
     home, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
     subprocess.run([sys.executable, "-m", "venv", home], check=True)

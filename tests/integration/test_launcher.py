@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed.run
 
-from ragen_mega.commands import launch
-from ragen_mega.commands.train import default_ranks
+from ragen_mega.commands import launch, train
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, sizes_without_effect
 from tests.support.sockets import is_loopback, listening
@@ -186,18 +185,30 @@ class TestPolyglot:
             "signals must reach torchrun, not a shell"
         )
 
-    def test_help(self):
+    @pytest.mark.slow
+    def test_help_of_ranks_of_torchrun(self):
         process = execute("torchrun", "--nproc-per-node", "2", SCRIPT, "--help")
         assert process.returncode == 0, process.stderr
         assert process.stdout.count("usage:") == 1, "one rank prints the help"
-        assert "--tensor-model-parallel-size" in process.stdout
 
-    def test_no_file_of_the_working_directory_stands_in_for_a_module(self, tmp_path):
-        """Python looks there first, and setting up asks several modules what is installed."""
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_rank_prints_the_help(self, rank, monkeypatch, capsys):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as left:
+            parse(["--help"])
+        assert left.value.code == 0
+        assert capsys.readouterr().out.count("usage:") == (rank == 0)
+
+    def test_another_shell_starts_bash_and_no_file_of_its_folder_stands_in_for_a_module(
+        self, tmp_path
+    ):
+        """`sh` is not Bash everywhere. Python looks in the working directory first, and setting up
+        asks several modules what is installed.
+        """
         for name in ("csv", "zipfile", "email", "json", "packaging", "venv", "argparse", "torch"):
             (tmp_path / f"{name}.py").write_text("open('executed', 'w')")
         done = subprocess.run(
-            ["bash", SCRIPT, "--help"],
+            ["sh", SCRIPT, "--help"],
             cwd=tmp_path,
             env=environment(NPROC_PER_NODE="1"),
             capture_output=True,
@@ -205,6 +216,7 @@ class TestPolyglot:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("usage:") == 1 and not (tmp_path / "executed").exists()
+        assert "--recipe NAME" in done.stdout and "--tensor-model-parallel-size" in done.stdout
 
     def test_is_importable_without_training(self):
         # Checkpoint writers start processes that run the main file under another name.
@@ -222,17 +234,10 @@ class TestPolyglot:
 class TestCheck:
     """What the script does before ranks start: flags are refused before anything heavy is there."""
 
-    @pytest.mark.parametrize(
-        ("flags", "code", "said"),
-        [
-            (["--help"], 0, "--tensor-model-parallel-size"),
-            (["--load", "{model}", "--boards", "/none"], 2, "/none"),
-            (["--load", "{model}", "--tensor-model-parallel-size", "2"], 100, "--nproc-per-node 2"),
-        ],
-    )
-    def test_neither_torch_nor_transformers_is_imported(self, tmp_path, flags, code, said):
-        model = model_directory(tmp_path)
-        flags = [flag.format(model=model) for flag in flags]
+    def test_neither_torch_nor_transformers_is_imported(self, tmp_path):
+        """By the help, an error, and a start; one after the other in one process."""
+        load = ["--load", model_directory(tmp_path)]
+        flags = (["--help"], [*load, "--boards", "/none"], [*load, "--max-turns", "2"])
         source = f"""
             import os, sys
 
@@ -243,18 +248,20 @@ class TestCheck:
                 sys.exit(100)
 
             os.execv = start
-            code = 0
-            try:
-                main({flags!r})
-            except SystemExit as error:
-                code = error.code
+            for flags in {flags!r}:
+                try:
+                    main(flags)
+                except SystemExit as error:
+                    print("code", error.code)
             assert not {{"torch", "transformers", "megatron"}} & set(sys.modules)
-            sys.exit(code)
             """
         process = execute(sys.executable, program(tmp_path, source), NPROC_PER_NODE="2")
-        assert process.returncode == code, process.stderr
-        assert said in process.stdout + process.stderr
-        assert len(process.stderr.splitlines()) == (code == 2)
+        assert process.returncode == 0, process.stderr
+        told, _, start = process.stdout.partition("code 0\ncode 2\n")
+        assert "--tensor-model-parallel-size" in told
+        assert "--nproc-per-node 2" in start and start.endswith("code 100\n"), start
+        (said,) = process.stderr.splitlines()
+        assert "/none" in said
 
     @pytest.mark.parametrize(("flags", "said"), MISTAKES)
     def test_a_mistake_is_one_line_with_rule_value_and_remedy(
@@ -316,15 +323,15 @@ class TestCheck:
         (line,) = process.stderr.splitlines()
         assert "max_context_length is 13" in line
 
-    def test_a_number_of_ranks_that_is_none(self):
-        process = execute("bash", SCRIPT, NPROC_PER_NODE="all")
-        assert (process.returncode, len(process.stderr.splitlines())) == (2, 1)
-        assert "NPROC_PER_NODE must be a number of ranks" in process.stderr
-
-    def test_another_shell_hands_over_to_bash(self):
-        """`sh`, which is not Bash everywhere."""
-        process = execute("sh", SCRIPT, "--help")
-        assert process.returncode == 0 and "--recipe NAME" in process.stdout, process.stderr
+    @pytest.mark.parametrize("number", ["all", "0", "-1"])
+    def test_a_number_of_ranks_that_is_none(self, number, monkeypatch, capsys):
+        monkeypatch.setenv("NPROC_PER_NODE", number)
+        monkeypatch.setattr(train.signal, "signal", lambda number, handler: None)
+        with pytest.raises(SystemExit) as left:
+            train.main([])
+        assert left.value.code == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert f"NPROC_PER_NODE must be a number of ranks, at least 1, not '{number}'" in said
 
 
 class TestRecipes:
@@ -425,7 +432,6 @@ class TestLaunch:
         process = execute(*LAUNCH, "--nproc-per-node", 2, script)
         assert process.stdout.splitlines() == [expected] * 2
         assert process.stderr == ""
-        assert execute(*LAUNCH, script, OMP_NUM_THREADS="3").stdout == "3 1\n"
 
     def test_the_exit_code_is_that_of_the_rank_that_failed(self, tmp_path):
         script = program(
@@ -441,9 +447,17 @@ class TestLaunch:
         assert (process.returncode, process.stderr) == (1, "error: the reason\n")
 
     def test_a_killed_rank_is_reported(self, tmp_path):
-        script = program(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-        process = execute(*LAUNCH, script)
-        assert process.returncode == 128 + signal.SIGKILL
+        """It has the number of threads that its user has set."""
+        script = program(
+            tmp_path,
+            """
+            import os, signal
+            print(os.environ["OMP_NUM_THREADS"], os.environ["WORLD_SIZE"], flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """,
+        )
+        process = execute(*LAUNCH, script, OMP_NUM_THREADS="3")
+        assert (process.returncode, process.stdout) == (128 + signal.SIGKILL, "3 1\n")
         assert process.stderr.startswith("error: rank 0 was killed by SIGKILL")
 
     def test_an_end_that_a_rank_has_not_explained_is_reported(self, tmp_path):
@@ -453,7 +467,9 @@ class TestLaunch:
         assert process.stderr.startswith("error: rank 0 ended with exit code 3 and without")
 
     def test_every_signal_reaches_every_rank_once_and_their_time_is_their_own(self, tmp_path):
-        """Ctrl-C in a terminal, twice: the second does not wait for the first."""
+        """A scheduler's warning, and Ctrl-C in a terminal, twice: no signal waits for the one
+        before.
+        """
         script = program(
             tmp_path,
             """
@@ -461,10 +477,11 @@ class TestLaunch:
             def receive(number, frame):
                 os.write(1, f"{number}\\n".encode())
                 count.append(number)
-                if len(count) == 2:
+                if len(count) == 4:
                     os._exit(130)
             count = []
-            signal.signal(signal.SIGINT, receive)
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, receive)
             os.write(1, b"up\\n")
             while True:
                 time.sleep(1)
@@ -479,9 +496,9 @@ class TestLaunch:
             start_new_session=True,
         )
         assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-        for _ in range(2):
-            os.killpg(process.pid, signal.SIGINT)
-            assert [process.stdout.readline() for _ in range(2)] == ["2\n"] * 2
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.killpg(process.pid, number)
+            assert [process.stdout.readline() for _ in range(2)] == [f"{number:d}\n"] * 2
             time.sleep(0.3)  # a person is slower than a program that sends each twice
         assert process.communicate() == ("", "") and process.returncode == 128 + signal.SIGINT
 
@@ -622,8 +639,7 @@ class TestLaunch:
         _, stderr = process.communicate()
         assert process.returncode == 128 + signal.SIGTERM and "SIGHUP" not in stderr, stderr
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-    def test_signals_stop_every_rank(self, tmp_path, number):
+    def test_the_end_of_the_terminal_stops_every_rank(self, tmp_path):
         script = program(
             tmp_path,
             """
@@ -640,12 +656,12 @@ class TestLaunch:
             text=True,
             env=environment(),
             # The tests may themselves have been started by nohup.
-            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         ranks = [int(process.stdout.readline()) for _ in range(2)]
-        process.send_signal(number)
+        process.send_signal(signal.SIGHUP)
         _, stderr = process.communicate()
-        assert process.returncode == 128 + number
+        assert process.returncode == 128 + signal.SIGHUP
         assert "torch/distributed" not in stderr
         for rank in ranks:
             with pytest.raises(ProcessLookupError):
@@ -777,7 +793,7 @@ def test_a_rank_for_each_gpu_that_is_visible(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     on_cpu = min(2, len(os.sched_getaffinity(0)))
-    assert default_ranks() == (on_cpu if expected is None else expected)
+    assert train.default_ranks() == (on_cpu if expected is None else expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Environments that the package has never seen, in a folder of their own: trained by the launcher,
+"""Environments that the package has never seen, in a separate folder: trained by the launcher,
 resumed, evaluated; and what their mistakes look like.
 """
 
@@ -227,7 +227,7 @@ def test_twelve_lines_in_a_file_train_resume_and_evaluate(
 
 @pytest.mark.slow
 def test_a_world_may_leave_the_directory(folder: Path) -> None:
-    """Whenever it does, relative paths are those of the directory in which the run was started."""
+    """Whenever it does, relative paths begin at the directory in which the run was started."""
     (folder / "my_wanderer.py").write_text(WANDERER)
     rows = [{"question": f"Is {n} odd?", "answer": n % 2} for n in range(20)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

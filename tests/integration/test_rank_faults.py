@@ -187,7 +187,7 @@ def test_torchrun_restarts_and_the_run_goes_on(output: Path) -> None:
 def training(
     output: Path, place: Path, *command: str, flags: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """The launch script in a process group of its own, as in a terminal, once a step is logged."""
+    """The launch script in its own process group, as in a terminal, once a step is logged."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
@@ -223,7 +223,7 @@ def test_ctrl_c_writes_a_checkpoint_first(
         said = process.communicate()[1].splitlines()
     line = "SIGINT: writing a checkpoint; the same again leaves without one"
     assert said.count(line) == 1
-    if command == ("bash",):  # torchrun adds a report of its own
+    if command == ("bash",):  # torchrun adds its own report
         assert (process.returncode, said) == (128 + signal.SIGINT, [line])
     assert not any(member.is_running() for member in family)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1

@@ -1,5 +1,5 @@
-"""A mixture is trained on the routes that its engine recorded: they are those of the trainer at the
-same weights, and a run that goes on, or is replayed, has them from its files.
+"""A mixture is trained on the routes that its engine recorded: they equal the trainer's at the same
+weights, and a run that goes on, or is replayed, has them from its files.
 """
 
 import argparse

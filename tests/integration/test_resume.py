@@ -282,7 +282,9 @@ def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_resumed_on_another_layout(tmp_path: Path) -> None:
-    """Saved at TP2 x PP2 after three steps; the loss of the fourth is that of the same layout."""
+    """Saved at TP2 x PP2 after three steps; the loss of the fourth equals the loss of the same
+    layout.
+    """
     start = launch(tmp_path, "start", 1, *FLAGS, *WARM_START, "--num-layers", "5") / "warm_start"
 
     def common(steps: int) -> tuple[str, ...]:

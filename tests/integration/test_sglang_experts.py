@@ -41,7 +41,7 @@ def test_a_server_holds_what_its_own_loader_would_give_it(
     torch.manual_seed(0)
     model, directory = AutoModelForCausalLM.from_config(CONFIG), tmp_path / "model"
     model.save_pretrained(directory)
-    own = {"load-format": "auto"}  # the loader of its own
+    own = {"load-format": "auto"}  # the server's own loader
     server = settings(tmp_path, tensor_parallel_size=size, expert_parallel_size=ep, options=own)
     command = server.arguments(directory, 1)
     ranks = [

@@ -653,7 +653,7 @@ def test_the_legacy_mask_trains_on_all_behind_the_first_message(
     start: Path, tmp_path: Path, window: list[str]
 ) -> None:
     """Log-probabilities of states too, as the model in float64 says; the same advantage on them.
-    With a window every turn is a sample with a first message of its own.
+    With a window every turn is a sample with its own first message.
     """
     flags = "--advantage-estimator dr_grpo --num-steps 1 --loss-mask legacy --minibatch-size 16"
     run = Watched(start, tmp_path, *flags.split(), *window)

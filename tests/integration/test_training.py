@@ -1,5 +1,5 @@
 """A few real steps end to end: files of a run, engine against trainer, the export in transformers,
-evaluation of it.
+its evaluation.
 """
 
 import json

@@ -254,8 +254,8 @@ def unfused_truth(case: Case, objective: PolicyObjective) -> Truth:
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the error over that of the truth (absolute where the truth is zero); NaN
-    counts as infinite.
+    """Frobenius norm of the error, divided by the norm of the truth (absolute where the truth is
+    zero); NaN counts as infinite.
     """
     error = (actual.detach().cpu().double() - truth.detach().double()).norm()
     error = error / truth.norm() if truth.norm() > 0 else error

@@ -2,7 +2,7 @@
 sanitizer.
 
 The cases of `test_rows.py`, `test_policy.py` and `test_returns.py` run on the GPU too when there is
-one; these come on top of them.
+one; these tests come on top.
 """
 
 import os
@@ -128,8 +128,8 @@ def test_no_compilation_per_sequence_length():
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_compute_sanitizer(tool):
-    """Without torch's pool every tensor is an allocation of its own, so that an access behind its
-    end is seen.
+    """Without torch's pool every tensor is its own allocation, so that an access behind its end is
+    seen.
     """
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
     sanitizer = shutil.which(

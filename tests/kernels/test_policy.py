@@ -201,7 +201,7 @@ def test_a_retained_graph_gives_its_gradients_again(backend):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_tokens_may_share_a_row(backend, name):
-    """Several tokens behind one hidden state and label, in an order of their own."""
+    """Several tokens behind one hidden state and label, in another order."""
     drawn, objective = make_case(21, 301, 16, seed=3, active=1.0), OBJECTIVES[name]
     repeats = torch.tensor([3, 1, 6, 1, 1, 7, 2])
     row_of = torch.arange(7).repeat_interleave(repeats)

@@ -23,7 +23,7 @@ from tests.kernels.kernel_cases import (
     unfused_truth,
 )
 
-# Unit roundoff of bfloat16; in the others that of a few operations.
+# Unit roundoff of bfloat16; in the others the roundoff of a few operations.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 

@@ -284,8 +284,8 @@ def example(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str 
 
 
 def check_logprobs(model_path: Path, trajectories: list[Trajectory], temperature: float) -> int:
-    """Compare recorded log-probabilities of sampled tokens with those of transformers under the
-    weights that sampled them; returns their number.
+    """Compare recorded log-probabilities of sampled tokens with transformers' log-probabilities
+    under the weights that sampled them; returns their number.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     num_checked = 0

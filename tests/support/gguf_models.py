@@ -58,7 +58,7 @@ def byte_level_tokenizer(name: str, split: pre_tokenizers.PreTokenizer) -> PreTr
     )
     backend.train_from_iterator(TEXTS * 9, trainer)
     state = json.loads(backend.to_str())
-    merges = state["model"]["merges"]  # without that of " dragon", which stays a token
+    merges = state["model"]["merges"]  # without the merge of " dragon", which stays a token
     state["model"]["merges"] = [pair for pair in merges if "".join(pair) != "\u0120dragon"]
     backend = Tokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(

@@ -1,5 +1,5 @@
-"""Pretend nodes of a cluster on this machine: Linux namespaces, each with an address, a host name,
-processes, /tmp and /dev/shm of its own; everything else of the file system is shared.
+"""Pretend nodes of a cluster on this machine: Linux namespaces, each with its own address, host
+name, processes, /tmp and /dev/shm; everything else of the file system is shared.
 """
 
 import ctypes
@@ -89,8 +89,8 @@ class Node:
         self._expect("up")
 
     def start(self, *command: object, **environment: str) -> "subprocess.Popen[str]":
-        """Start a command on the node, with these variables beside those of this process. Its
-        output, of both kinds, is read from its `stdout`.
+        """Start a command on the node, with these variables beside the variables of this process.
+        Its output, of both kinds, is read from its `stdout`.
         """
         inside = ["nsenter", "--target", str(self.pid), *_NAMESPACES, f"--wd={os.getcwd()}"]
         return subprocess.Popen(
@@ -111,7 +111,7 @@ class Node:
             with open(f"/proc/{self.pid}/ns/{name}") as namespace:
                 if libc.setns(namespace.fileno(), 0):
                     raise OSError(ctypes.get_errno(), f"cannot enter {name} of {self.name}")
-        # The node's /proc knows the node's process ids alone; below it lies that of outside.
+        # The node's /proc knows the node's process ids alone; below it lies the /proc of outside.
         if libc.umount2(b"/proc", _DETACHED):
             raise OSError(ctypes.get_errno(), f"cannot take /proc from {self.name}")
         os.chdir(ROOT)

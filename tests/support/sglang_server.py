@@ -1,5 +1,5 @@
 """A tiny model for the real SGLang server, conversations with it, and the log-probabilities that
-transformers expects of them.
+transformers expects.
 
 Needs an environment with SGLang: bash tools/setup_sglang_cpu.sh, then
 RAGEN_SGLANG_PYTHON=.venv-sglang/bin/python.

@@ -301,7 +301,7 @@ def test_tasks_of_reasoning_gym_score_as_they_do_themselves(names: list[str] | N
     gym = pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
     from reasoning_gym.factory import DATASETS
 
-    names = names or sorted(set(DATASETS) - {"composite"})  # which has no task of its own
+    names = names or sorted(set(DATASETS) - {"composite"})  # which has no task
     solved = 0
     for task in names:
         world = make(f"reasoning_gym:{task}")

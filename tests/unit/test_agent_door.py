@@ -430,12 +430,12 @@ def test_agents_may_be_coroutines_with_calls_of_their_own_at_once():
     engine = TalkingEngine(lambda text: "yes", seconds=0.05)
     played = play(run, engine=engine, count=4)
     assert [len(trajectory.turns) for trajectory in played] == [3] * 4
-    assert engine.most_running >= 6  # an episode is not the only one, nor a call of it
+    assert engine.most_running >= 6  # an episode is not the only one, nor its call
 
 
 @pytest.fixture
 def remote_agent() -> Iterator[str]:
-    """URL of an agent in a server of its own."""
+    """URL of an agent in its own server."""
 
     class Agent(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -499,7 +499,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_256_episodes_of_20_calls_lose_nothing_and_keep_nothing():
-    """Every call is answered by a text of its own, which must come back to its agent and be in its
+    """Every call is answered by its own text, which must come back to its agent and be in its
     trajectory once. After the first step the memory of the process grows by less than 1 KiB a call.
     """
     heard: dict[int, list[str]] = {}

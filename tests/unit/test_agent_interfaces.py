@@ -1,5 +1,5 @@
 """The interfaces of the door, with the real clients of OpenAI and Anthropic: the same conversation
-has the same tokens in each of them.
+has the same tokens in each interface.
 """
 
 import json

@@ -35,7 +35,7 @@ CHAT = (
     "{%- if m.tool_calls %}CALLS{%- else %}{{- m.content }}{%- endif %}"
     "{{- '<|im_end|>' }}{%- endfor %}{{- '<|im_start|>assistant\\n' }}"
 )
-# The lines that write calls are those of the published templates.
+# The lines that write calls come from the published templates.
 LLAMA = (
     "{%- if not m.tool_calls|length == 1 %}"
     '{{- raise_exception("This model only supports single tool-calls at once!") }}{%- endif %}'

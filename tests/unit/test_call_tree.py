@@ -100,7 +100,7 @@ class Log:
     """Number of the last answer that was sampled."""
 
     def plus(self, *messages: ChatMessage, text: str | None = None) -> Log:
-        """The history with more messages. `text`: that of the one message is a sampled answer."""
+        """The history with more messages. `text`: the one message is this sampled answer."""
         chat, texts = [*self.chat], [*self.texts]
         for message in messages:
             shown = {"role": message.role, "content": message.content}
@@ -208,7 +208,7 @@ def shape_of(trajectory: Trajectory) -> tuple[Any, ...]:
 def test_every_sampled_token_is_trained_once_behind_what_the_policy_saw(
     tokenizer: PreTrainedTokenizerBase, think: bool, with_tools: bool, data: st.DataObject
 ) -> None:
-    """The prompts are those of the chat template (asserted while the episode is drawn)."""
+    """The prompts equal the chat template's (asserted while the episode is drawn)."""
     renderer = ChatRenderer(tokenizer, think=think)
     tools = [LOOK] if with_tools and takes_tools(tokenizer) else []
     episode = data.draw(episodes(renderer, tools))

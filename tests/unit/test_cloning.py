@@ -1,4 +1,4 @@
-"""Behaviour cloning: its loss is that of transformers at the asked temperature, it descends, and it
+"""Behaviour cloning: its loss equals transformers' at the asked temperature, it descends, and it
 takes as many steps as it was told to.
 """
 
@@ -127,7 +127,7 @@ def test_steps_until_a_loss_is_flat_are_bounded_by_the_flags(fall: float, num_st
 
 
 def test_the_time_left_counts_the_longer_steps_of_a_later_stage() -> None:
-    """A position takes a second, and the steps of the second stage have more of them."""
+    """A position takes a second, and the steps of the second stage have more positions."""
     said, now = io.StringIO(), [0.0]
     console = Console(is_writer=True, num_steps=0, file=said, clock=lambda: now[0])
     stages = []
@@ -232,7 +232,7 @@ def test_packaged_boards_are_held_out_and_those_of_a_file_too(tmp_path: Path) ->
 
 
 def test_a_warm_start_is_taken_whole(tmp_path: Path) -> None:
-    """Also into a run that died while it made one of its own."""
+    """Also into a run that died while it made its own warm start."""
     made = parse([*FLAGS, "--output", str(tmp_path), "--name", "made"])
     for part in (BASE, WARM_START):
         write_small_model(made, made.run_directory / part)

@@ -14,7 +14,7 @@ from ragen_mega.run.check import check
 
 
 class Patient:
-    """Declares limits of its own, and is not built where flags are read."""
+    """Declares its own limits, and is not built where flags are read."""
 
     actions = ("go",)
     max_turns = 9

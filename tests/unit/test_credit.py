@@ -45,7 +45,7 @@ def played():
     batch = pack(trajectories)
     generator = torch.Generator().manual_seed(0)
     values, old, ref = torch.randn(3, batch.num_positions, generator=generator)
-    # Of observations there are none of them; whatever stands there must have no part.
+    # Observations have no such values; whatever stands there must have no part.
     return trajectories, batch.with_fields(
         values=values, old_logprobs=old - 2, ref_logprobs=ref - 2
     )
@@ -69,7 +69,7 @@ def flat(rows):
 
 
 def normalised(played, config):
-    """Total reward of each trajectory among those of its key."""
+    """Total reward of each trajectory among the trajectories of its key."""
     trajectories, _ = played
     key = {
         "group": lambda one: one.group_id,

@@ -148,7 +148,7 @@ def gae(earned, values, *, gamma, lam):
 
 
 def bilevel(earned, values, *, gamma, lam, turn_gamma, turn_lam):
-    """The ends of calls first, as a sequence of their own, then the tokens of each call."""
+    """The ends of calls first, as a separate sequence, then the tokens of each call."""
     ends = [[own[-1]] for own in values]
     at_ends = gae(earned, ends, gamma=turn_gamma, lam=turn_lam)
     return [

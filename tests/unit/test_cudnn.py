@@ -1,5 +1,5 @@
 """torch's cuDNN is loaded before Transformer Engine looks for one. Small libraries that are named
-like those of cuDNN stand for them.
+like cuDNN's stand for the real ones.
 """
 
 import shutil

@@ -305,7 +305,7 @@ def test_reward_std_rules_fire_once_and_rearm():
     monitor = EchoTrapMonitor()
     rules = feed(monitor, "reward_std", [1.0] * 10 + [0.4] * 12 + [1.0] * 12 + [0.05] * 12)
     flat = [(step, rule) for step, fired in enumerate(rules, start=1) for rule in fired]
-    # The level is a median of 10 values, (0.4 + 1) / 2 = 0.7 after five of them, 0.4 after six.
+    # The level is a median of 10 values, (0.4 + 1) / 2 = 0.7 after five such values, 0.4 after six.
     assert flat == [(16, "reward_std_cliff"), (40, "reward_std_cliff"), (44, "reward_std_lost")]
 
 
@@ -368,7 +368,8 @@ def test_groups_that_are_solved_are_no_cliff():
     assert statistics.median(std[-10:]) < statistics.mean(std[:10]) / 2, "a fall there is"
     assert cliffs(success, std) == []
     rising = [0.2] * 10 + line(0.2, 0.89) + [0.89] * 20
-    # Every group alike; then prompts that are always or never solved but for a tenth of them.
+    # Every group alike; then prompts that are always or never solved but for a tenth of the
+    # prompts.
     assert cliffs(rising, [(p * (1 - p)) ** 0.5 for p in rising]) == []
     assert cliffs(rising, [0.4 * (1 - p) for p in rising]) == []
 

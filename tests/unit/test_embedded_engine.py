@@ -119,7 +119,7 @@ def assert_logprobs(
     completion: Completion,
     temperature: float = 1.0,
 ) -> None:
-    """The completion stands at `start` of `tokens`, and its log-probabilities are those of one full
+    """The completion stands at `start` of `tokens`, and its log-probabilities equal one full
     forward in float64.
     """
     end = start + len(completion.tokens)
@@ -210,7 +210,7 @@ def test_bfloat16_loses_no_more_than_in_transformers(
             at = torch.arange(start - 1, start - 1 + len(completion.tokens)), completion.tokens
             ours.append(torch.tensor(completion.logprobs) - exact[at])
             theirs.append(rounded[at] - exact[at])
-    # Each rounds at places of its own; transformers also rounds sums of layers and logits.
+    # Each rounds at other places; transformers also rounds sums of layers and logits.
     our_error, their_error = (torch.cat(errors).abs().mean() for errors in (ours, theirs))
     assert our_error < 1.5 * their_error
 

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
     " message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""That of SmolLM2-135M-Instruct."""
+"""The template of SmolLM2-135M-Instruct."""
 FLAGS = """
     --environments frozen_lake --prompt-style brief --max-response-length 48 --max-turns 3
     --max-actions-per-turn 1 --prompt-examples 1 --advantage-estimator grpo

@@ -181,8 +181,8 @@ def compiled(q, k, v, forest: Forest) -> torch.Tensor:
 def test_attention_is_that_of_every_trajectory(
     way: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and gradients, in float64; 700: trajectories that are calls of their own, and runs
-    that grow with their path. Keys are repeated where a CUDA kernel takes no grouped heads.
+    """Outputs and gradients, in float64; 700: trajectories that are separate calls, and runs that
+    grow with their path. Keys are repeated where a CUDA kernel takes no grouped heads.
     """
     if way == "repeated keys":
         monkeypatch.setattr(attention, "is_quadratic", lambda query, mask: True)

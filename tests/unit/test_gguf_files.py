@@ -295,7 +295,7 @@ def test_what_llama_cpp_lets_a_file_leave_out_is_as_it_reads_it(
     path = write_gguf(
         tmp_path / "a.gguf", random_model(), tokenizers["smollm"], "smollm", keys=changes
     )
-    with pytest.raises(ValueError, match="attn_k.weight .* must be"):  # heads are all of their own
+    with pytest.raises(ValueError, match="attn_k.weight .* must be"):  # each head has keys
         local_directory(str(path))
     config = read_config(path)
     assert config.num_key_value_heads == config.num_attention_heads

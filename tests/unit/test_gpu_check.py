@@ -129,7 +129,7 @@ def asked(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[list[str]]:
     """The command lines of Python programs that all parts come to where each of them works; at the
-    end that of a server, as the program that starts servers gives it on.
+    end the command line of a server, as the program that starts servers gives it on.
     """
     folder = tmp_path_factory.mktemp("gpu_check")
     python = folder / "python"
@@ -194,8 +194,8 @@ time.sleep(600)
 
 
 def test_a_part_that_hangs_leaves_the_others_their_time_and_no_process(tmp_path: Path) -> None:
-    """A Python that hangs in the first part and, as ranks and servers are, has a child in a session
-    of its own.
+    """A Python that hangs in the first part and, as ranks and servers are, has a child in another
+    session.
     """
     python, started = tmp_path / "python", tmp_path / "pids"
     (tmp_path / "stuck.py").write_text(STUCK)

@@ -1,4 +1,4 @@
-"""Training meets no board that is evaluated on, whatever a stage of the curriculum shows of it; and
+"""Training meets no board that is evaluated on, whatever part a stage of the curriculum shows; and
 how many held-out starts it meets where there are no boards.
 """
 

@@ -281,7 +281,7 @@ def test_a_server_of_the_protocols_authors() -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_an_error_of_a_tool_is_its_answer_and_keeps_the_session(is_shared: bool) -> None:
     """Whatever its code; the SDK uses -32000 for connections that are closed, and servers do for
-    errors of their own.
+    their own errors.
     """
     for code in (-32602, -32603, -32601, -32600, -32000, -32001, 7):
         refusing = McpTools(f"{PLAIN} 'refuses {code}'", is_shared=is_shared)

@@ -306,7 +306,7 @@ class TestRunLogger:
         assert [event.value for event in events.Scalars("actor/loss")] == [0.5]
 
     def test_a_run_that_goes_on_keeps_how_it_began(self, tmp_path):
-        """Settings that were changed are those of the latest start, and each step has its own."""
+        """Settings that were changed come from the latest start, and each step has its own."""
         run = logger(tmp_path / "a")
         run.write_config({"train": {"lr": 0.5, "seed": 1}}, {"first_step": 0})
         for first_step, rate in ((4, 0.25), (8, 0.125)):

@@ -1,5 +1,5 @@
 """Trajectories that are unfinished when new weights come go on under them, turn by turn, with a
-cache that is computed again or kept: their log-probabilities are those of transformers in float64.
+cache that is computed again or kept: their log-probabilities equal transformers' in float64.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
             assert second[key] == pytest.approx(first[key], rel=tolerance, abs=tolerance), key
         gradients, truth = padded.trainer.gradients(), exact.trainer.gradients()
         largest = max(float(gradient.abs().max()) for gradient in truth.values())
-        for name, gradient in truth.items():  # that of the keys' biases is zero but for rounding
+        for name, gradient in truth.items():  # the keys' biases have zero but for rounding
             atol = tolerance * float(gradient.abs().max()) + SLACK * FLOAT32.eps * largest
             torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=atol)
 

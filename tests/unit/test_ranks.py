@@ -1,4 +1,4 @@
-"""Ranks and their devices, and what the environment says of them."""
+"""Ranks and their devices, and what the environment says about ranks."""
 
 import os
 import resource

@@ -146,9 +146,9 @@ def gradient_of(divergence, logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_expected_gradients_of_the_kl_estimators(seed: int) -> None:
-    """Over all tokens of a small vocabulary, in float64. In the loss k1 has none, k2 has that of
-    the reverse KL, k3 that of the forward one; as a reward k1 has that of the reverse KL, and k2
-    and k3 have others.
+    """Over all tokens of a small vocabulary, in float64. In the loss k1 has no gradient, k2 has the
+    gradient of the reverse KL, k3 the gradient of the forward one; as a reward k1 has the gradient
+    of the reverse KL, and k2 and k3 have others.
     """
     generator = torch.Generator().manual_seed(seed)
     logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)

@@ -105,7 +105,7 @@ def test_a_run_older_than_a_flag_has_its_default(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
-    """As overlapping patterns of a shell do, or copied; mean and deviation are those of two."""
+    """As overlapping patterns of a shell do, or copied; mean and deviation are over two runs."""
     first = finished(tmp_path / "first", {"bandit": 0.5})
     second = finished(tmp_path / "second", {"bandit": 0.75}, "--seed", "1")
     copied = shutil.copytree(second, tmp_path / "copied")

@@ -1,5 +1,5 @@
 """What ranks that train order from ranks that only sample: which rollout under which weights, what
-a checkpoint keeps of it, and what ends it in one line.
+a checkpoint keeps, and what ends it in one line.
 """
 
 from __future__ import annotations

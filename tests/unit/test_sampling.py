@@ -12,7 +12,7 @@ from torch import Tensor
 from ragen_mega.engines.embedded.kernels import VOCABULARY_BLOCK as BLOCK
 from ragen_mega.engines.embedded.sampling import sample
 
-# One token, one block, two, a last block of one token, and that of Qwen2.5.
+# One token, one block, two, a last block of one token, and the vocabulary of Qwen2.5.
 SIZES = [1, 500, BLOCK, 2 * BLOCK, 2 * BLOCK + 1, 151_936]
 
 

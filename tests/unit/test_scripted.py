@@ -156,7 +156,7 @@ def test_frozen_lake_moves_lead_ahead_and_never_behind(seed: int) -> None:
 
 
 def _possible_ends(environment, action: str) -> set[tuple[int, int]]:
-    """Where a move led in 60 plays with outcomes of their own."""
+    """Where a move led in 60 plays with different outcomes."""
     ends = set()
     for draw in range(60):
         world = copy.deepcopy(environment)

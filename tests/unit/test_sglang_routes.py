@@ -1,5 +1,5 @@
 """The experts in answers of SGLang: read as SGLang's own function reads them, and refused in one
-line where they cannot be those of a mixture.
+line where they cannot belong to a mixture.
 """
 
 import ast

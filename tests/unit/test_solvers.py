@@ -248,7 +248,7 @@ def test_optimal_actions_solve_sokoban():
 
 def test_values_behind_the_budget_would_not_help_on_the_lake():
     """Ten actions one at a time on the packaged boards: play that is optimal for the budget, and
-    play whose last value is that of a game that goes on (what bootstrapping at the end of the
+    play whose last value belongs to a game that goes on (what bootstrapping at the end of the
     budget would teach at best), which chooses among equal actions as the first one does.
     """
     won = np.zeros(2)

@@ -398,7 +398,7 @@ def report_on(path: Path, folder: Path, *flags: str, preset: str = "small") -> d
 
 @pytest.fixture
 def two_presets(tiny: Path, tmp_path: Path) -> Path:
-    """A study of both presets; its runs are those of the small one."""
+    """A study of both presets; its runs belong to the small one."""
     tiny.write_text(TINY.replace("[[arms]]", '[paper]\nrecipe = "bandit"\n[[arms]]', 1))
     study_runs.claim_folder(tmp_path / "runs", Study.read(tiny, "small"), "none", mixed=False)
     return tiny
@@ -600,7 +600,7 @@ def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
     monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
     stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
     work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
-    # as in a process of its own: other tests may have left a handler
+    # as in a new process: other tests may have left a handler
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(runner: study_runs.Runner, at_a_time: int) -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ragen_mega.engines.sglang import supervisor
-from tests.support.processes import is_alive, wait_until
+from tests.support.processes import command_of, is_alive, wait_until
 
 # A command with a child, and with a grandchild in a session of its own whose parent is gone: the
 # hardest to find again.
@@ -32,6 +33,7 @@ orphan = subprocess.run([sys.executable, "-c", start, *sleeper], stdout=subproce
 open(sys.argv[1], "w").write(f"{child.pid} {orphan.stdout.strip()} ")
 {then}
 """
+SUPERVISED = (sys.executable, "-I", supervisor.__file__)
 OWNER = """
 import subprocess, sys, time
 process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
@@ -47,12 +49,13 @@ class Family:
         program = FAMILY.replace("{then}", then)
         self.weights = directory / "weights"
         self.weights.mkdir()
-        command = [sys.executable, "-I", supervisor.__file__, str(self.weights)]
-        command += [sys.executable, "-c", program, str(self.file)]
+        command = [*SUPERVISED, str(self.weights), sys.executable, "-c", program, str(self.file)]
         self.owner = subprocess.Popen([sys.executable, "-c", OWNER, *command])
         wait_until(lambda: self.file.exists() and self.file.read_text().endswith(" "))
         self.supervisor = next(
-            pid for pid in supervisor.descendants(self.owner.pid) if "supervisor.py" in cmdline(pid)
+            pid
+            for pid in supervisor.descendants(self.owner.pid)
+            if "supervisor.py" in command_of(pid)
         )
         self.members = [
             *supervisor.descendants(self.supervisor),
@@ -61,18 +64,18 @@ class Family:
 
     def kill(self) -> None:
         for pid in (self.owner.pid, self.supervisor, *self.members):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.owner.wait()
 
+    @property
+    def command(self) -> int:
+        return next(
+            pid for pid in supervisor.descendants(self.supervisor) if "pids" in command_of(pid)
+        )
 
-def cmdline(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not any(map(is_alive, [self.supervisor, *self.members])))
 
 
 @pytest.fixture
@@ -82,45 +85,29 @@ def family(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Family]:
     family.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_everything_ends_when_the_owner_is_killed(family: Family, number: signal.Signals) -> None:
-    assert len(set(family.members)) == 3 and all(map(is_alive, family.members))
-    os.kill(family.owner.pid, number)
-    family.owner.wait()
-    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
-    assert not family.weights.exists()
-
-
-@pytest.mark.parametrize("family", ["time.sleep(600)"], indirect=True)
-def test_everything_ends_when_the_supervisor_is_told_to(family: Family) -> None:
-    os.kill(family.supervisor, signal.SIGTERM)
-    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
-    assert family.weights.exists()  # its owner still lives
-
-
-def test_further_signals_do_not_stop_the_killing(family: Family) -> None:
-    """`timeout` signals the supervisor and then its whole group, so that the second comes while it
-    kills.
+@pytest.mark.parametrize("num_signals", [1, 200])
+def test_everything_ends_when_the_supervisor_is_told_to(family: Family, num_signals: int) -> None:
+    """Also if it is told again: `timeout` signals the supervisor and then its whole group, so that
+    the second signal comes while it kills.
     """
-    for _ in range(200):
+    for _ in range(num_signals):
         os.kill(family.supervisor, signal.SIGTERM)
         time.sleep(0.0005)
         if not is_alive(family.supervisor):
             break
-    wait_until(lambda: not any(map(is_alive, family.members)))
+    family.wait_for_end()
+    assert family.weights.exists()  # its owner still lives
 
 
 def test_the_command_ends_when_the_supervisor_is_killed(family: Family) -> None:
-    command = next(
-        pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid)
-    )
+    command = family.command
     os.kill(family.supervisor, signal.SIGKILL)
     wait_until(lambda: not is_alive(command))
 
 
 @pytest.mark.parametrize("family", ["time.sleep(1)"], indirect=True)
 def test_what_the_command_leaves_behind_ends_with_it(family: Family) -> None:
-    wait_until(lambda: not any(map(is_alive, [family.supervisor, *family.members])))
+    family.wait_for_end()
 
 
 SHARING = """
@@ -134,18 +121,18 @@ time.sleep(600)
 
 @pytest.mark.parametrize("family", ["import os" + SHARING], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_shared_memory_of_the_command_goes_with_it(family: Family, number: signal.Signals) -> None:
-    command = next(
-        pid for pid in supervisor.descendants(family.supervisor) if "pids" in cmdline(pid)
-    )
-    other = Path(f"/dev/shm/other_test_{command}")
+def test_everything_ends_when_the_owner_is_killed(family: Family, number: signal.Signals) -> None:
+    """The weights and the shared memory of the command too, and no other program's."""
+    assert len(set(family.members)) == 3 and all(map(is_alive, family.members))
+    other = Path(f"/dev/shm/other_test_{family.command}")
     wait_until(other.exists)
     inodes = supervisor.shared_memory(family.supervisor)
     shared = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
     assert other in shared and len(shared) == 3  # the lock's and the queue's
     os.kill(family.owner.pid, number)
     family.owner.wait()
-    wait_until(lambda: not is_alive(family.supervisor))
+    family.wait_for_end()
+    assert not family.weights.exists()
     assert [path for path in shared if path.exists()] == [other]
     other.unlink()
 
@@ -155,7 +142,7 @@ def test_shared_memory_of_the_command_goes_with_it(family: Family, number: signa
 )
 def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-I", supervisor.__file__, "none", sys.executable, "-c", command],
+        [*SUPERVISED, "none", sys.executable, "-c", command],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
@@ -165,15 +152,7 @@ def test_the_status_is_that_of_the_command(command: str, status: int) -> None:
 
 def test_a_byte_ends_the_command_and_keeps_the_directory(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-I",
-            supervisor.__file__,
-            str(tmp_path),
-            sys.executable,
-            "-c",
-            "import time; time.sleep(600)",
-        ],
+        [*SUPERVISED, str(tmp_path), sys.executable, "-c", "import time; time.sleep(600)"],
         stdin=subprocess.PIPE,
     )
     process.communicate(b".", timeout=30)
@@ -182,7 +161,7 @@ def test_a_byte_ends_the_command_and_keeps_the_directory(tmp_path: Path) -> None
 
 def test_a_command_that_does_not_exist_is_said() -> None:
     process = subprocess.run(
-        [sys.executable, "-I", supervisor.__file__, "none", "/no/such/command"],
+        [*SUPERVISED, "none", "/no/such/command"],
         capture_output=True,
         text=True,
         timeout=30,

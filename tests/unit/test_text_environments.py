@@ -309,7 +309,7 @@ def test_random_answers_are_read_as_what_they_were_drawn_from() -> None:
 
 
 def test_random_calls_fit_every_form_of_schema() -> None:
-    """As pydantic writes those of enumerations, options and unions."""
+    """As pydantic writes schemas of enumerations, options and unions."""
     parameters = {
         "properties": {
             "mode": {"const": "fast"},

@@ -348,7 +348,7 @@ def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibat
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int) -> None:
     """Two ranks that sample and six that train, played step by step as the schedule says: the
-    weights leave after a step, and a rollout waits for those of `staleness` steps ago.
+    weights leave after a step, and a rollout waits for the weights of `staleness` steps ago.
     """
     shape = shape_of("Qwen2.5-1.5B")
     base = ["--bf16", "--rollout-engine", "sglang", "--importance-cap", "2"]
@@ -482,8 +482,8 @@ def test_bad_input(
 
 
 def test_advice_fits_with_what_is_shared() -> None:
-    """Transformer Engine gets every trajectory's keys and values, which take memory of their own:
-    a GPU with room for the advice without them alone.
+    """Transformer Engine gets every trajectory's keys and values, which take further memory: a GPU
+    with room for the advice without them alone.
     """
     shape = shape_of("Qwen2.5-1.5B")
     config = parse(["--bf16", "--rollout-engine", "sglang", "--recompute", "full"])

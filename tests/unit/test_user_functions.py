@@ -1,5 +1,5 @@
 """Functions of users: what they write into what they get changes nothing, and the numbers that they
-return may be those of NumPy and torch.
+return may be NumPy's and torch's.
 """
 
 import copy

@@ -403,7 +403,7 @@ def test_the_oracle_searches_a_title_with_brackets(shopper: WebShop) -> None:
 def test_the_oracle_buys_where_not_all_options_can_be_chosen(
     shopper: WebShop, options: dict, asked: dict, best: float, kind: str
 ) -> None:
-    """The best score is that of the best of all purchases of this product, tried one by one."""
+    """The best score belongs to the best of all purchases of this product, tried one by one."""
     wanted = tuple(asked.items()) if kind == "synthetic" else tuple(asked.values())
     mug = replace(MUG, options=options)
     shopper.shop.products[mug.asin] = mug

@@ -6,7 +6,7 @@ turns with an environment.
 Same model, tokenizer, prompts, number of sampled tokens, objective, optimizer and threads. The two
 are processes that take turns, a step each, so that other load affects both alike; CPU seconds are
 valid even on a shared machine. Before the first step both compute loss and gradient of one batch;
-they must agree. TRL lives in an environment of its own, which is made where there is none.
+they must agree. TRL lives in a separate environment, which is made where there is none.
 """
 
 import argparse

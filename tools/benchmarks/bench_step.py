@@ -89,7 +89,7 @@ FLAGS = (
 
 def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
     """Return the flags of one run: no warm start, no checkpoint, one evaluated episode before it,
-    and a last step that is not measured, because the final evaluation is part of it.
+    and a last step that is not measured, because the final evaluation is part of this step.
     """
     kept = "--filter-strategy none"
     if keep < 1:

@@ -179,7 +179,7 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def choose_recipes(asked: Sequence[FP8Recipe] | None, machine: Device) -> list[FP8Recipe]:
-    """Return the recipes to measure. Raises ValueError if the machine supports none of them, or not
+    """Return the recipes to measure. Raises ValueError if the machine supports no recipe, or not
     one that was named.
     """
     if machine.capability is None or machine.transformer_engine is None:

@@ -32,8 +32,8 @@ class AgentConfig(Section):
     number of the rank. 0.0.0.0 lets agents of other machines and of containers in.
     """
     agent_sampling: Literal["trainer", "agent"] = "trainer"
-    """Side whose temperature and top_p hold: `trainer` ignores those of requests; `agent` keeps
-    them, and answers that were drawn in another way than the trainer's are not trained.
+    """Side whose temperature and top_p hold: `trainer` ignores the request's settings; `agent`
+    keeps them, and answers that were drawn in another way than the trainer's are not trained.
     """
     train_roles: str = ""
     """Names of models, separated by commas, whose answers are trained; others only play (default:

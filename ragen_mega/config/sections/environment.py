@@ -95,20 +95,20 @@ class EnvironmentConfig(Section):
     """
     prompt_examples: Natural = 0
     """Worked examples that every prompt shows as earlier turns, so that a pretrained model learns
-    the form of an answer: scripted play on seeds of its own, the first turn of an episode
-    where answers are names of actions, else the whole episode.
+    the form of an answer: scripted play on seeds that nothing else uses, the first turn of an
+    episode where answers are names of actions, else the whole episode.
     """
     prompt_examples_file: Annotated[
         PathName | None, OnlyWith("prompt_examples", "--prompt-examples 2")
     ] = None
     """File of JSON lines, {"messages": [{"role": "user", "content": ...}, {"role": "assistant",
-    ...}]}, whose first conversations are the examples instead; with {"environment": NAME} those of
-    one environment.
+    ...}]}, whose first conversations are the examples instead; with {"environment": NAME} the
+    examples of one environment.
     """
     system_prompt: str | None = None
-    """A text with which the system message of every prompt begins; an empty text leaves out that of
-    --prompt-style full (default: "You're a helpful assistant." there, nothing in other styles and
-    before an environment's own messages).
+    """A text with which the system message of every prompt begins; an empty text leaves out the
+    text of --prompt-style full (default: "You're a helpful assistant." there, nothing in other
+    styles and before an environment's own messages).
     """
     environment_timeout: NonNegative = 60.0
     """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
@@ -195,7 +195,7 @@ class EnvironmentConfig(Section):
         return held_out_options(name) | self.options(name)
 
     def training_options(self, name: str, step: int) -> dict[str, Any]:
-        """Return the options under which a training step plays: those of `options` and of the
+        """Return the options under which a training step plays: `options` and the options of the
         curriculum's latest entry.
         """
         entries = json.loads(self.curriculum)

@@ -22,7 +22,7 @@ class LossConfig(Section):
     policy_loss: Literal["clip", "cispo", "gspo"] = "clip"
     """PPO's clipped surrogate; CISPO (arXiv:2506.13585), whose clipped ratio only weighs the
     gradient, so that no token loses it; or GSPO (arXiv:2507.18071): one ratio for a whole
-    trajectory, the geometric mean of those of its tokens.
+    trajectory, the geometric mean of its tokens' ratios.
     """
     clip_ratio_low: Share = 0.2
     """Lower clip bound of the ratio, 1 - this."""
@@ -51,9 +51,10 @@ class LossConfig(Section):
     """Denominator of the ratio: log-probabilities that the policy computes for all trajectories
     before the update (recompute); those that the engine sampled with, which saves that pass, so
     that the ratio also holds what engine and trainer compute differently (engine; watch
-    mismatch/...); or (auto) those of the update's own forward pass where a step takes one optimizer
-    step and nothing else needs them (the ratio is 1), else the engine's where the embedded one
-    computes what the trainer does (float32, the same weights), and else a pass of their own.
+    mismatch/...); or (auto) the log-probabilities of the update's own forward pass where a step
+    takes one optimizer step and nothing else needs them (the ratio is 1), else the engine's where
+    the embedded one computes what the trainer does (float32, the same weights), and else a separate
+    pass.
     """
     importance_cap: Positive | None = None
     """Importance correction of the loss by w = pi_old / pi_rollout, at most this, between the

@@ -34,7 +34,7 @@ class ParallelConfig(Section):
     ] = 1
     """Chunks of layers on each pipeline stage (VP). A microbatch passes the first chunks of all
     stages, then the second ones, and so on. Stages wait for each other for 1/VP of the time, send
-    VP times as many activations, and keep more of them.
+    VP times as many activations, and keep more activations.
     """
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a layer (EP): consecutive ones of a pipeline stage, whether
@@ -52,7 +52,7 @@ class ParallelConfig(Section):
     """
     recompute: Recompute | None = None
     """Recompute activations in the backward pass: none, the feed-forward part of each layer, which
-    holds most of them, or whole layers (default: none, or what the memory of a rank demands).
+    holds most activations, or whole layers (default: none, or what the memory of a rank demands).
     Attention is fused and never keeps its scores.
     """
     bf16: bool = False
@@ -70,8 +70,8 @@ class ParallelConfig(Section):
     """
     fp8_recipe: Annotated[FP8Recipe | None, OnlyWith("fp8", "--fp8 hybrid")] = None
     """Scales of FP8 tensors: from earlier passes, from the tensor itself (default), or one per
-    block of 128 or 32 values. Those of earlier passes (delayed) are no part of a checkpoint: such a
-    run resumes, but not exactly.
+    block of 128 or 32 values. Maxima of earlier passes (delayed) are no part of a checkpoint: such
+    a run resumes, but not exactly.
     """
     placement: Literal["colocated", "separate"] = "colocated"
     """Owners of the devices: engines and trainer share them, in turns (colocated); or the last

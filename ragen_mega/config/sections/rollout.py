@@ -40,8 +40,8 @@ class RolloutConfig(Section):
     """
     context_window: Natural = 0
     """Turns that the policy sees: the present one and those before it, behind the task. Every turn
-    whose prompt does not go on from the last one is then a sample of its own (0: the whole
-    trajectory). --max-context-length bounds each of them.
+    whose prompt does not go on from the last one is then a sample by itself (0: the whole
+    trajectory). --max-context-length bounds each sample.
     """
     temperature: Positive = 1.0
     """Sampling temperature; the trainer divides its logits by the same. A greedy policy (0) would

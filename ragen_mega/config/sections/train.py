@@ -45,22 +45,23 @@ class TrainConfig(Section):
     rounding, may choose others than it had when its log-probability was computed, and the ratio of
     the two then jumps. `engine` (called R3, arXiv:2510.11370) repeats in every pass of the policy
     and of the reference policy the choices that the engine made when it sampled; `policy` (R2) in
-    the update those of the pass of --old-logprobs recompute; with `none` every pass chooses for
-    itself. Routers are trained under all three.
+    the update the choices of the pass of --old-logprobs recompute; with `none` every pass chooses
+    for itself. Routers are trained under all three.
     """
     lr: Positive = 1e-6
     """Learning rate of the policy."""
     decoupled_lr: Positive | None = None
-    """Learning rate of the policy's embedding and LM head (default: that of its layers), as in
-    Megatron-LM. There a policy learns which words it prefers while its layers keep what they know.
+    """Learning rate of the policy's embedding and LM head (default: the learning rate of its
+    layers), as in Megatron-LM. There a policy learns which words it prefers while its layers keep
+    what they know.
     """
     critic_lr: Positive = 1e-5
     """Learning rate of the critic."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run."""
     lr_warmup: Natural = 0
-    """Steps of linear warm-up of both learning rates: step n of W is trained at n / W of them. The
-    policy's begins with its first update, after --critic-warmup.
+    """Steps of linear warm-up of both learning rates: step n of W is trained at n / W of the full
+    rates. The policy's begins with its first update, after --critic-warmup.
     """
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay, as in AdamW."""

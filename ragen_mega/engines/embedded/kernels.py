@@ -79,7 +79,7 @@ def _compile_cached(number, blocks):
 
 def _floats(cached, start, size, room):
     """Return an array and the place in it of the floats cached[start : start + size]: where they
-    are, or in `room`, which takes those of bfloat16.
+    are, or in `room`, which takes the floats of a bfloat16 cache.
     """
     raise NotImplementedError("compiled code alone calls this")
 
@@ -235,7 +235,7 @@ def attend(
     blocks: Cached,
     out: Reals,
 ) -> None:
-    """out [W, heads, d] <- causal attention of the tokens queries [W] among those of
+    """out [W, heads, d] <- causal attention of the tokens queries [W] among the tokens of
     `rotate_and_store`.
 
     Neighbouring queries with a block in common are the rows of its products.
@@ -309,7 +309,7 @@ def exponentiate(
     masses: NDArray[np.float64],
 ) -> None:
     """logits [n, V] <- numbers proportional to the probabilities, 1 for the most likely token;
-    masses [n, blocks] <- sums of VOCABULARY_BLOCK of them.
+    masses [n, blocks] <- sums of VOCABULARY_BLOCK such numbers.
     """
     for n in range(first, last):
         row = logits[n]

@@ -40,7 +40,7 @@ class Prefill(NamedTuple):
 
 
 class _Suffix(NamedTuple):
-    """The tokens of a slot whose keys are still to be computed, or the first part of them."""
+    """The tokens of a slot whose keys are still to be computed, or the first of these tokens."""
 
     slot: int
     start: int
@@ -261,7 +261,7 @@ class SlotTable:
 
 def _chunks(suffixes: list[_Suffix]) -> Iterator[list[_Suffix]]:
     """Split into passes. A suffix too long for one pass is split; its parts come in order, each in
-    a pass of its own.
+    its own pass.
     """
     chunk: list[_Suffix] = []
     room = _MAX_PREFILL_TOKENS

@@ -1,7 +1,7 @@
 """A rollout engine over a real SGLang server of its own (Zheng et al., arXiv:2312.07104): tokens
 in, tokens out. The ranks that share a server have one engine and followers.
 
-Every completion is a request of its own, so that each trajectory advances at its own pace; SGLang
+Every completion is its own request, so that each trajectory advances at its own pace; SGLang
 batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
 or hangs is replaced and its open requests are sent again.
 """
@@ -246,7 +246,9 @@ class SGLangEngine(RolloutEngine):
             self._restart(str(error), [])
 
     def _replace(self, why: str) -> bool:
-        """Return another server with the weights of the lost one, if there is a copy of them."""
+        """Return another server with the weights of the lost one, if there is a copy of the
+        weights.
+        """
         weights = self._transfer.again()
         if weights is None:
             self.server.stop()
@@ -360,7 +362,7 @@ class SGLangFollower(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Hand this rank's shards over. Raises ValueError unless exactly the expected names and
-        shapes arrive, and EngineError if shared memory has no room for those of any rank.
+        shapes arrive, and EngineError if shared memory has no room for the weights of any rank.
         """
         for _ in self._transfer.receive(weights):
             continue
@@ -380,7 +382,7 @@ def _among(transfer: WeightTransfer) -> Iterator[None]:
     """A time in which a server holds memory on the devices of all its ranks: it begins once all are
     there and has ended when they go on.
 
-    A rank that fails leaves alone; an interruption reaches all of them.
+    A rank that fails leaves alone; an interruption reaches all ranks.
     """
     transfer.wait_for_all_ranks()
     try:

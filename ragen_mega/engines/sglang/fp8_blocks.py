@@ -62,7 +62,7 @@ def quantize_stream(
 
 def check_blocks(hf: PretrainedConfig, size: int) -> None:
     """Raise ValueError if a block of a weight that is cut over `size` ranks would span two ranks,
-    or two of q, k, v, or if experts have weights of their own.
+    or two of q, k, v, or if experts have separate weights.
     """
     shape = ModelShape.of(hf)
     if shape.num_experts:

@@ -1,7 +1,7 @@
 """The experts that tokens went through in an SGLang server, in an answer of `/generate`.
 
-SGLang returns those of all tokens but the last, from a position on that the request names, for
-tokens found in its cache too: the text of 4-byte integers [tokens, layers, k] in base64
+SGLang returns the experts of all tokens but the last, from a position on that the request names,
+for tokens found in its cache too: the text of 4-byte integers [tokens, layers, k] in base64
 (`sglang/srt/state_capturer/routed_experts.py`).
 """
 

@@ -250,7 +250,7 @@ class ServerSettings:
         """Fill the folder `lib` with the CUDA runtime that torch uses in the server's environment.
 
         The memory saver is preloaded and needs this runtime, which the loader does not find inside
-        torch's wheels. The folder is empty where torch has none of its own.
+        torch's wheels. The folder is empty where torch brings no CUDA runtime.
         """
         folder = self.directory / "lib"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

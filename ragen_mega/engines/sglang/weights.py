@@ -96,7 +96,7 @@ class FileBucket:
 class WeightTransfer(ABC):
     """Hands the weights of one rank of a server over, in buckets.
 
-    Ranks that share a server, each with a transfer of its own, form `group`; their methods are then
+    Ranks that share a server, each with its own transfer, form `group`; their methods are then
     collective.
     """
 
@@ -133,8 +133,8 @@ class WeightTransfer(ABC):
         server; at the end an empty list.
 
         The server takes a bucket while the next one is filled: it must have copied the one before
-        the last when another is asked for, and the last when the stream is to end. All ranks of
-        the group go through all of it. Raises, with `weights` consumed to its end, ValueError
+        the last when another is asked for, and the last when the stream is to end. All ranks of the
+        group go through the whole stream. Raises, with `weights` consumed to its end, ValueError
         unless exactly the expected names and shapes arrive, and EngineError, on all ranks of the
         group, if one finds no room.
         """

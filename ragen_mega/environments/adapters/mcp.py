@@ -141,8 +141,8 @@ _shared: dict[str, "_Session"] = {}
 
 
 class _Session:
-    """A connection to a server, opened, held and closed by a task of its own, to which the SDK
-    binds it. A program ends with its session, and with this process.
+    """A connection to a server, opened, held and closed by a separate task, to which the SDK binds
+    it. A program ends with its session, and with this process.
     """
 
     def __init__(self, server: str, is_shared: bool, directory: str) -> None:

@@ -93,7 +93,7 @@ class OpenEnvWorld:
                     False,
                     info={"is_action_valid": False},
                 )
-            await self.close()  # a late answer must not be taken for that of another step
+            await self.close()  # a late answer must not count for another step
             raise
         answer = result.observation
         info = answer.get("info") if isinstance(answer.get("info"), Mapping) else {}

@@ -23,8 +23,8 @@ class ReasoningTask:
     max_turns: int
 
     def __init__(self, task: str, /, attempts: int = 1, **options: Any) -> None:
-        """`options` are those of the task's configuration. Raises ValueError for an unknown task or
-        option, and if reasoning-gym is not installed.
+        """`options` are the fields of the task's configuration. Raises ValueError for an unknown
+        task or option, and if reasoning-gym is not installed.
         """
         if attempts < 1:
             raise ValueError(f"attempts must be at least 1, not {attempts}")

@@ -1,7 +1,7 @@
 """Tasks from a file, e.g. `tasks:my_data.jsonl`: a row holds a prompt and the reference that the
 answer is compared with.
 
-The columns that are looked for are those of verl's and TRL's data sets.
+The columns that are looked for are the columns of verl's and TRL's data sets.
 """
 
 import base64
@@ -121,7 +121,7 @@ class FileTasks:
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
         import path of a function `score(answer, reference, row)`. `mcp`: commands or URLs of
-        servers; the other options about them are those of `McpTools`. `directory`: folder that
+        servers; the other options about servers are options of `McpTools`. `directory`: folder that
         relative paths begin in, and that servers start in; a run sets its working directory.
 
         Raises ValueError for a file without usable rows, and for a score of the first row's
@@ -267,8 +267,8 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
 
 def read_rows(path: str) -> Sequence[dict[str, Any]]:
     """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
-    are kept in memory until the file changes; a row that is looked up is a copy. Values are those
-    of JSON, see `_as_json`.
+    are kept in memory until the file changes; a row that is looked up is a copy. Values are of
+    JSON's types, see `_as_json`.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
@@ -566,7 +566,7 @@ def _observation(place: str, prompt: Any) -> Observation:
 
 
 def _listed(reference: Any) -> list[Any]:
-    """Return the accepted answers of a reference: one, or those of a list, tuple, set or array."""
+    """Return the accepted answers of a reference: one, or a list's, tuple's, set's or array's."""
     if isinstance(reference, np.ndarray):
         reference = reference.tolist()
     return [*reference] if isinstance(reference, (list, tuple, set, frozenset)) else [reference]

@@ -2,7 +2,7 @@
 
 Interface: verifiers 0.4. The library plays its own episode, with its setup, limits, stops, users
 and rewards; the policy takes the place of its model. Its chat loop and the tools of a taskset run
-in this process, where the library starts a process for each of them.
+in this process, where the library starts a process for each tool.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ class VerifiersEnvironment:
         solved_at: float = 1.0,
         **options: Any,
     ) -> None:
-        """`options` are those of the taskset's configuration; `validation` replaces some of them
-        for the evaluation, and without it `validation_share` of the prompts are kept for it.
+        """`options` are the fields of the taskset's configuration; `validation` replaces some
+        fields for the evaluation, and without it `validation_share` of the prompts are kept for it.
         `max_tasks`: tasks that are read of an endless taskset; `solved_at`: least reward of a
         success. Raises ValueError, in one line, for a taskset or option that cannot be played.
         """

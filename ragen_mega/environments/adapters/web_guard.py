@@ -54,7 +54,7 @@ class GuardedServer(uvicorn.Server):
         **settings: Any,
     ) -> None:
         """`is_known` says whether a request, whose headers are in the scope, has the key of a
-        client; `settings` are those of uvicorn.
+        client; `settings` are uvicorn's settings.
         """
         protocol = type("Protocol", (_GuardedProtocol,), {"is_known": staticmethod(is_known)})
         settings |= {"http": protocol, "backlog": BACKLOG, "access_log": False}

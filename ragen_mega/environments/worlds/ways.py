@@ -1,4 +1,4 @@
-"""The cells of a grid: the distance between two of them, and the way in words."""
+"""The cells of a grid: the distance between two cells, and the way in words."""
 
 Cell = tuple[int, int]
 """Row and column, both from 0 at the top left."""

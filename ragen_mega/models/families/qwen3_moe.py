@@ -11,7 +11,7 @@ from ragen_mega.models.families.qwen3 import NO_BIAS, QK_NORMS
 from ragen_mega.models.family import Family, Limit, Weight
 
 _MIXTURE = (
-    # Transformer Engine too keeps this norm as a module of its own.
+    # Transformer Engine too keeps this norm as a separate module.
     Weight(
         "pre_mlp_layernorm.weight",
         REPLICATED,

@@ -11,8 +11,8 @@ from ragen_mega.environments.worlds.ways import Cell, distance
 
 
 def describe(environment: Any, actions: Sequence[str]) -> str:
-    """Describe the four neighbours, each move by the cells behind/ahead of it, and the chosen
-    actions by the same pair.
+    """Describe the four neighbours, each move by the cells behind/ahead of the agent, and the
+    chosen actions by the same pair.
 
     A move may slip to either side but never backwards, so it cannot lead to what lies behind. The
     pair is one word, because two words sampled separately might not belong to the same move. The

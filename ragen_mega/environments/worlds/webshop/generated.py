@@ -40,8 +40,8 @@ class Department(NamedTuple):
 
 
 ASIN_HALVES = (_halves("B", random.Random(1)), _halves("", random.Random(2)))
-"""First and second halves of all generated identifiers, so that those of any catalogue are pairs of
-the same 256 texts.
+"""First and second halves of all generated identifiers, so that the identifiers of any catalogue
+are pairs of the same 256 texts.
 """
 _COLOURS = ("black", "white", "red", "blue", "green", "yellow", "grey", "brown")
 DEPARTMENTS = (

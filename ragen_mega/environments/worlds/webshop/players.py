@@ -70,7 +70,7 @@ def play(shopper: Any, choose: Callable[[Any], str], num_actions: int) -> float:
 
 
 def references(shopper: Any, budget: Budget) -> References:
-    """Return the oracle's success, and that of eight random shoppers."""
+    """Return the oracle's success, and the success of eight random shoppers."""
     generator = random.Random(shopper.goal.instruction)
     num_actions = budget.action_budget
     bought = [

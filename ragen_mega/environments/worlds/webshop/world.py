@@ -100,7 +100,7 @@ class WebShop:
 
     def random_answer(self, generator: random.Random) -> str:
         """Draw one of the clicks that the open page offers; on the start page, a search for all
-        keywords or, as likely, for a random part of them.
+        keywords or, as likely, for a random part of the keywords.
         """
         if self.page.kind != "start":
             return f"click[{generator.choice(self.page.clickable)}]"

@@ -44,7 +44,7 @@ PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Parameter of the server -> those of transformers, one below the other."""
+"""Parameter of the server -> parameters of transformers, one below the other."""
 KINDS = ("kv_cache", "weights", "cuda_graph")
 ALLOWED = ("builtins.", "collections.", "torch.", "multiprocessing.")
 
@@ -66,7 +66,7 @@ def die(why: str) -> None:
 
 class Model(nn.Module):
     """A transformers model under the server's names: `named_parameters` are what weights are loaded
-    into, and the model computes with views of them.
+    into, and the model computes with their views.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
