@@ -36,7 +36,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
     """
 
     def __init__(self, clocks: list["Clock"]) -> None:
-        """`clocks`: those of the agent's episodes that are played at present."""
+        """`clocks`: the clocks of the agent's episodes that are played at present."""
         self._clocks = clocks
         self._watch: asyncio.Task[None] | None = None
         self.num_elsewhere = 0
@@ -207,8 +207,8 @@ class AgentPlayer(Player):
 class _Sessions:
     """Sessions of the engine for the calls of an agent's episode.
 
-    A call continues the session of the episode if this is free. Otherwise it has one of its own. A
-    session is released when its call ends while others run, which may wait for its slot.
+    A call continues the session of the episode if this is free. Otherwise the engine opens one for
+    it. A session is released when its call ends while others run, which may wait for its slot.
     """
 
     def __init__(

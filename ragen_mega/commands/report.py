@@ -6,7 +6,7 @@ and stability signals.
 Writes <output>/<title>.md, <title>.json, which has mean returns as well, and <title>.svg. The 95%
 interval of a run allows for samples of one prompt being alike; mean and standard deviation are over
 runs whose model and settings differ by their seed only, each set of prompts by itself. A run that
-is named twice, or beside a copy of it, counts once.
+is named twice, or beside its copy, counts once.
 """
 
 import argparse

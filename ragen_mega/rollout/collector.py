@@ -281,7 +281,7 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
 
 def _further(attempt: Attempt, failed: Trajectory) -> Attempt:
     """Return the attempt after one that failed: its outcome seed, from which the sampling seeds
-    follow, is derived from that of the task and the number of the attempt.
+    follow, is derived from the task's and the number of the attempt.
     """
     info = failed.turns[-1].info
     known = {key: info[key] for key in (ERROR, TRUNCATED_BY, FAILED_ACTION) if key in info}
@@ -292,8 +292,8 @@ def _further(attempt: Attempt, failed: Trajectory) -> Attempt:
 
 
 def _apart(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function, or one that calls it in a thread if an event loop runs here, e.g. that
-    of a notebook.
+    """Return the function, or one that calls it in a thread if an event loop runs here, e.g. a
+    notebook's.
     """
     try:
         asyncio.get_running_loop()

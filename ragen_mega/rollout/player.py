@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The settings by which trajectories are sampled; names and meaning are those of the flags."""
+    """The settings by which trajectories are sampled; the flags have the same names."""
 
     max_context_length: int
     """Most tokens that the policy may see, plus those it samples after them."""
@@ -84,7 +84,7 @@ class PlaySettings:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One play of a task. A further attempt has an outcome seed of its own."""
+    """One play of a task. Each attempt has another outcome seed."""
 
     session: int
     task: Task

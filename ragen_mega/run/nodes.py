@@ -208,7 +208,7 @@ _REMEDIES = {
 
 
 def describe(config: StarPOConfig) -> dict[str, Any]:
-    """Collect the facts of this node, each a dictionary of names and values. The code is that of
+    """Collect the facts of this node, each a dictionary of names and values. The code is in
     the modules that are loaded from this package and from the working directory.
     """
     packages = [Path(module.__path__[0]) for module in (ragen_mega, ragen_kernels)]

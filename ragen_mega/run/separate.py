@@ -1,6 +1,6 @@
 """Placement `separate`: some ranks of the job sample, the others train, at the same time.
 
-Each part is a torch.distributed world of its own. The first ranks of the parts share one socket;
+Each part is a torch.distributed world. The first ranks of the parts share one socket;
 every other message stays within a part.
 
     ranks that train: `train.starpo`               ranks that sample: `train.sample`
@@ -88,7 +88,7 @@ class Begin:
     base: str
     """The directory of tokenizer and model configuration."""
     name: str | None
-    """Name of the run, if it has one of its own."""
+    """Name of the run, if the user gave one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Samplers:
         stop_if_asked: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in a
-        thread of its own.
+        """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in
+        another thread.
         """
         self._config, self._tasks = config, tasks
         self._link, self._alarm = part.link, part.alarm
@@ -213,7 +213,7 @@ class Samplers:
         }
 
     def go_back(self, step: int) -> None:
-        """Have the next `order`, that of `step`, order every rollout from there on anew: the run
+        """Have the next `order`, for `step`, order every rollout from there on anew: the run
         has left the weights of the earlier orders.
         """
         self._next = self._oldest = step
@@ -521,7 +521,7 @@ class Sampler:
         if isinstance(error, PORTABLE) and not isinstance(error, LinkLost):
             if self._link:
                 self._link.send(_portable(error))  # behind what was delivered
-            elif self._alarm:  # the others may know nothing of it
+            elif self._alarm:  # the others may not know of the error
                 self._alarm.give(_portable(error))
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will

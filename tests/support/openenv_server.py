@@ -1,4 +1,4 @@
-"""A server of OpenEnv for a world of a test, a process of its own, by openenv-core alone.
+"""A server of OpenEnv for a world of a test, which openenv-core alone runs in another process.
 
 python openenv_server.py MODULE:CLASS PORT
 """

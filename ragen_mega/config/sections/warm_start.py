@@ -57,7 +57,7 @@ class WarmStartConfig(Section):
     """Probability that the scripted player acts optimally instead of uniformly at random."""
     warm_start_seed: Seed | None = None
     """Seed of the small model's first weights and of the minibatches that it is taught with
-    (default: that of --seed), so that runs of several seeds can begin alike.
+    (default: the run's --seed), so that runs of several seeds can begin alike.
     """
     warm_start_from: PathName | None = None
     """Directory of a run whose warm start is taken instead of making one (only without --load), so
@@ -66,7 +66,7 @@ class WarmStartConfig(Section):
     sft_steps: Annotated[Natural, OnlyWith("load", "--load MODEL")] = 0
     """Optimizer steps of supervised fine-tuning of the model of --load before reinforcement
     learning: it imitates scripted play, with thoughts in sentences, and the loss covers answers
-    alone. Batch, trajectories, skill and temperature are those of the warm start. With
+    alone. Batch, trajectories, skill and temperature are as in the warm start. With
     --num-steps 0 it is all that a run does.
     """
     sft_lr: Annotated[Positive, _TUNED] = 2e-5

@@ -99,7 +99,7 @@ class GymnasiumWorld:
     max_turns: int
 
     def __init__(self, environment_id: str, /, **options: Any) -> None:
-        """`options` are those of `gymnasium.make`. Raises ValueError for actions of another kind,
+        """`options` go to `gymnasium.make`. Raises ValueError for actions of another kind,
         and whatever `gymnasium.make` raises.
         """
         self._environment = gymnasium.make(environment_id, **options)
