@@ -168,7 +168,12 @@ class RMSNorm(nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.eps)
+        return normalized(x, self.weight, self.eps)
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the root mean square norm of x."""
+    return _Normalize.apply(x, weight, eps)
 
 
 class _Normalize(Function):
@@ -185,15 +190,16 @@ class _Normalize(Function):
         return (wide * scale).mul_(weight).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normal, wide, factor = _widened(x) * scale, _widened(gradient), _widened(weight)
         # its sums over rows and over columns are products with a vector
-        both = (normal * wide).flatten(0, -2)
-        d_weight = torch.mv(both.t(), both.new_ones(len(both)))
+        both, d_weight = (normal * wide).flatten(0, -2), None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.mv(both.t(), both.new_ones(len(both))).to(weight.dtype)
         mean = torch.mv(both, factor).div_(x.shape[-1]).view(scale.shape)
         d_x = (wide * factor).addcmul_(normal, mean, value=-1).mul_(scale)
-        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
+        return d_x.to(x.dtype), d_weight, None
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
+from ragen_mega.megatron.lora import without_adapters
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, reshard_plan
+from ragen_mega.megatron.weights import export_weights, reshard_plan, start_adapters
 from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
@@ -49,6 +50,7 @@ class MegatronPolicy:
         temperature: float,
         keep_reference: bool = False,
         with_muon: bool = False,
+        lora: LoraConfig = LoraConfig(),
     ) -> None:
         self.hf = hf
         self.groups = groups
@@ -74,7 +76,8 @@ class MegatronPolicy:
             "forking_share": not self.objective.min_entropy,
         }
         self._means = [name for name in _MEANS if not skipped.get(name)]
-        self.chunks = build_model(hf, transformer_config(hf, parallel), groups)
+        self.chunks = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
+        start_adapters(self.chunks, train.seed)
         self.head = self.chunks[-1]
         """The chunk that has the LM head on ranks of the last stage."""
         self.trainer = Trainer(
@@ -82,7 +85,7 @@ class MegatronPolicy:
             groups,
             parallel,
             train,
-            lr=train.lr,
+            lr=train.lr * lora.lr_factor,
             first_step=train.critic_warmup,
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
@@ -101,7 +104,7 @@ class MegatronPolicy:
         policy.
         """
         self.trainer.load_weights(read)
-        if self._keep_reference:
+        if self._keep_reference and not self.chunks[0].lora.rank:
             self._reference = self.trainer.memory.snapshot("parameters")
 
     def local_weights(self) -> list[nn.Parameter]:
@@ -171,9 +174,12 @@ class MegatronPolicy:
         return logprobs, entropies
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probabilities under the frozen weights that training started from; they are kept
-        in host memory.
+        """[T] log-probabilities under the frozen weights that training started from: a copy in
+        host memory, or the base without its adapters.
         """
+        if self.chunks[0].lora.rank:
+            with without_adapters(self.chunks):
+                return self.logprobs(batch)
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
             return self.logprobs(batch)
