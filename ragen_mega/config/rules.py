@@ -297,11 +297,6 @@ def _check_lora(config: Sections) -> None:
             f"lora_rank {config.lora.rank} has one model for actor and critic, and"
             " warm_start_critic_steps makes another one for the critic; drop it"
         )
-    if config.train.decoupled_lr is not None:
-        raise ValueError(
-            "decoupled_lr is of embedding and LM head, which lora_rank"
-            f" {config.lora.rank} leaves as they are; drop --decoupled-lr"
-        )
 
 
 def _check_agents(config: Sections) -> None:

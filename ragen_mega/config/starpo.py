@@ -72,13 +72,6 @@ class StarPOConfig(Sections):
         """Return whether a frozen reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
 
-    @property
-    def keeps_reference(self) -> bool:
-        """Return whether the reference policy is a copy of the weights that training starts from;
-        with adapters it is the policy without its own.
-        """
-        return self.needs_reference and not self.lora.rank
-
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
         """Map a number of finished steps to the episodes that one of `num_engines` engines then
         plays.

@@ -18,7 +18,13 @@ from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, reshard_plan, start_adapters
+from ragen_mega.megatron.weights import (
+    export_weights,
+    load_adapters,
+    reshard_plan,
+    start_adapters,
+    trained,
+)
 from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
@@ -106,6 +112,19 @@ class MegatronPolicy:
         self.trainer.load_weights(read)
         if self._keep_reference and not self.chunks[0].lora.rank:
             self._reference = self.trainer.memory.snapshot("parameters")
+
+    def load_adapter(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the adapter that `read` returns, by PEFT's names without their prefix."""
+        self.trainer.memory.require("parameters", "optimizer")
+        load_adapters(self.chunks, read)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (PEFT's name without its prefix, full tensor) of the adapters; every rank must
+        consume it.
+        """
+        self.trainer.memory.require("parameters")
+        own = {slot.parameter: parameter for slot, parameter in trained(self.chunks)}
+        return export_weights(self.chunks, self.groups, tensors=own)
 
     def local_weights(self) -> list[nn.Parameter]:
         """Return this rank's part of the weights."""

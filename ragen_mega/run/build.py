@@ -29,6 +29,7 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.lora import adapted
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -58,7 +59,9 @@ from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
+from ragen_mega.storage.adapter_files import AdapterReader
 from ragen_mega.storage.checkpoints import (
+    BASE_MODEL,
     CHECKPOINTS,
     Checkpoint,
     check_config,
@@ -67,7 +70,7 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, WARM_START, recover
 from ragen_mega.warm_start.agent_play import find_references
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
@@ -280,13 +283,20 @@ def build_models(
         config.loss,
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
+        lora=config.lora,
     )
     policy.load_weights(open_model(start.policy, verify=False))
+    if config.lora.lora_load is not None:
+        policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
     if not config.advantage.uses_critic:
         return policy, None
-    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-    critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
+    base = policy.chunks if config.lora.rank else None
+    critic = MegatronCritic(
+        hf, groups, config.parallel, config.train, config.loss, lora=config.lora, base=base
+    )
+    if base is None:
+        critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
     placement.add(CRITIC, critic.trainer.memory)
     return policy, critic
 
@@ -411,6 +421,9 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    adapted(ModelShape.of(hf), config.lora)  # which has the targets
+    if config.lora.lora_load is not None:
+        open_given_adapter(config, hf)
     set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
@@ -494,7 +507,27 @@ def ranks_per_node(world_size: int) -> int:
 def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
     loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
+    if config.lora.rank and (base := lora_base(config)).exists():
+        loaded[BASE_MODEL] = str(base)
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+
+
+def lora_base(config: StarPOConfig) -> Path:
+    """Return the directory of the model beside whose layers adapters stand."""
+    loaded = config.model.load
+    if loaded is None or config.has_warm_start:
+        return config.run_directory / WARM_START
+    return Path(loaded)
+
+
+def open_given_adapter(config: StarPOConfig, hf: PretrainedConfig) -> AdapterReader:
+    """Return the adapter to go on from. Raises ValueError if it is of another model or other
+    settings.
+    """
+    adapter, base = Path(str(config.lora.lora_load)), lora_base(config)
+    reader = AdapterReader(adapter, ModelShape.of(hf))
+    reader.check(config.lora, content_digest(base) if base.exists() else None)
+    return reader
 
 
 def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:

@@ -70,10 +70,11 @@ from ragen_mega.run.selection import choose_groups, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import Checkpoint
+from ragen_mega.storage.adapter_files import save_adapter
+from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.storage.run_directory import FINAL_ADAPTER, FINAL_EXPORT, WARM_START
 
 
 @dataclass
@@ -471,6 +472,18 @@ class Run:
             self.renderer.tokenizer,
             self.policy.export_weights(),
         )
+        if self.config.lora.rank:
+            tensors = [*self.policy.export_adapter()]
+            models, load = self.models, self.config.model.load
+            on_main(
+                lambda: save_adapter(
+                    self.logger.directory / FINAL_ADAPTER,
+                    tensors,
+                    self.config.lora,
+                    model=load or str(self.logger.directory / WARM_START),
+                    base=models.get(BASE_MODEL),
+                )
+            )
         self.summary = {
             "run": str(self.logger.directory),
             "sets": results,
