@@ -29,10 +29,11 @@ class MegatronCritic:
         train: TrainConfig,
         loss: LossConfig,
         *,
-        lora: LoraConfig = LoraConfig(),
+        lora: LoraConfig | None = None,
         base: Chunks | None = None,
     ) -> None:
         """`base`: the model, frozen, beside whose layers the adapters of `lora` stand."""
+        lora = lora or LoraConfig()
         self.groups = groups
         self.value_clip = loss.value_clip
         config = transformer_config(hf, parallel)

@@ -86,10 +86,10 @@ class Adapter(nn.Module):
         x, (out, *rest) = inputs[0], output
         if (norm := getattr(linear, "layer_norm_weight", None)) is not None:
             x = normalized(x, norm, linear.eps)  # Transformer Engine's norm is in the layer
-        sizes = inputs[1] if len(self.slots) > 1 else [len(x)]
-        parts = zip(x.split(sizes), out.split(sizes), strict=False)
-        sums = [self._sum(number, *part) for number, part in enumerate(parts)]
-        return (torch.cat(sums) if len(sums) > 1 else sums[0]), *rest
+        if len(self.slots) == 1:
+            return self._sum(0, x, out), *rest
+        parts = zip(x.split(inputs[1]), out.split(inputs[1]), strict=True)  # of the experts
+        return torch.cat([self._sum(number, *part) for number, part in enumerate(parts)]), *rest
 
     def _sum(self, number: int, x: Tensor, out: Tensor) -> Tensor:
         down, up = (matrix.to(x.dtype) for matrix in self.matrices(number))

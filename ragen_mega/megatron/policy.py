@@ -56,8 +56,9 @@ class MegatronPolicy:
         temperature: float,
         keep_reference: bool = False,
         with_muon: bool = False,
-        lora: LoraConfig = LoraConfig(),
+        lora: LoraConfig | None = None,
     ) -> None:
+        lora = lora or LoraConfig()
         self.hf = hf
         self.groups = groups
         self.temperature = temperature

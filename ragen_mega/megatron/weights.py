@@ -130,8 +130,8 @@ def export_weights(
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second
     time. Adapters are merged. `tensors` replaces the parameters that are trained by something of
-    their shapes, such as gradients, under the names that their slots have. `traffic` counts what is moved. Raises ValueError where the
-    model cannot be cut into such parts.
+    their shapes, such as gradients, under the names that their slots have. `traffic` counts what is
+    moved. Raises ValueError where the model cannot be cut into such parts.
     """
     if tensors is not None:  # gradients have a dtype of their own
         local = [(slot, tensors[slot.parameter]) for slot, _ in trained(chunks)]
