@@ -212,7 +212,7 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
-        if self.lora.rank and torch.is_grad_enabled() and embedded.is_leaf:
+        if self.lora.rank and self.pre_process and torch.is_grad_enabled():
             embedded.requires_grad_()  # or recomputed layers would take it for a constant
         if self.config.transformer_impl == "local":
             angles = rotary.squeeze(1)[..., : rotary.shape[-1] // 2]  # [N, 1, dim / 2]
