@@ -297,6 +297,18 @@ def _check_lora(config: Sections) -> None:
             f"lora_rank {config.lora.rank} has one model for actor and critic, and"
             " warm_start_critic_steps makes another one for the critic; drop it"
         )
+    if config.lora.lora_sync == "merged":
+        return
+    if config.parallel.placement == "separate":
+        raise ValueError(
+            "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
+            " drop --lora-sync"
+        )
+    if config.rollout.rollout_engine == "sglang" and "attention" not in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter with rollout_engine sglang needs adapters of the attention, which"
+            " SGLang asks for in each; set --lora-targets attention,mlp, or drop --lora-sync"
+        )
 
 
 def _check_agents(config: Sections) -> None:

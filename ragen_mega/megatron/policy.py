@@ -125,22 +125,28 @@ class MegatronPolicy:
         """
         self.trainer.memory.require("parameters")
         own = {slot.parameter: parameter for slot, parameter in trained(self.chunks)}
-        return export_weights(self.chunks, self.groups, tensors=own)
+        self._traffic = Traffic()
+        return export_weights(self.chunks, self.groups, tensors=own, traffic=self._traffic)
 
     def local_weights(self) -> list[nn.Parameter]:
         """Return this rank's part of the weights."""
         self.trainer.memory.require("parameters")
         return list(self.chunks.parameters())
 
-    def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, part: EngineShard | None = None, *, is_merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of it); every
-        rank must consume it.
+        rank must consume it. Adapters are merged unless the base is asked for.
 
         The weights must be on the device when the first is asked for.
         """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
-        yield from export_weights(self.chunks, self.groups, part, traffic=self._traffic)
+        traffic = self._traffic
+        yield from export_weights(
+            self.chunks, self.groups, part, traffic=traffic, is_merged=is_merged
+        )
 
     def sync_metrics(self) -> dict[str, float]:
         """Report the size and the speed of the last export, and its share of the speed of plain

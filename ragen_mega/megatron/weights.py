@@ -123,15 +123,16 @@ def export_weights(
     *,
     tensors: Mapping[str, Tensor] | None = None,
     traffic: Traffic | None = None,
+    is_merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor) in one order on all ranks, gathered over tensor and
     pipeline ranks; with `part` (SGLang's name, shard) of this rank's part of a server, by the path
     that moves the least.
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second
-    time. Adapters are merged. `tensors` replaces the parameters that are trained by something of
-    their shapes, such as gradients, under the names that their slots have. `traffic` counts what is
-    moved. Raises ValueError where the model cannot be cut into such parts.
+    time. Adapters are merged if `is_merged`. `tensors` replaces the parameters that are trained by
+    something of their shapes, such as gradients, under the names that their slots have. `traffic`
+    counts what is moved. Raises ValueError where the model cannot be cut into such parts.
     """
     if tensors is not None:  # gradients have a dtype of their own
         local = [(slot, tensors[slot.parameter]) for slot, _ in trained(chunks)]
@@ -140,7 +141,7 @@ def export_weights(
         return
     plan = reshard_plan(chunks, groups)
     weights: Mapping[str, Tensor] = {slot.parameter: weight for slot, weight in held(chunks)}
-    if chunks[0].lora.rank:
+    if chunks[0].lora.rank and is_merged:
         weights = Merged(chunks, weights)
     if part is None:
         yield from gather(plan, weights, traffic)

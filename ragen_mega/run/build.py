@@ -363,6 +363,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
             records_routes=config.train.routing_replay == "engine",
+            lora=config.lora if config.lora.lora_sync == "adapter" else None,
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -383,6 +384,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             group=group,
             transfer=transfer,
             fp8=rollout.rollout_fp8,
+            keeps_base=settings.lora is not None,
         )
     return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
@@ -408,6 +410,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
+        lora=config.lora if config.lora.lora_sync == "adapter" else None,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
 
@@ -471,6 +474,12 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
         check_cpu_cut(shape, tp, ep)
+    is_served = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
+    if is_served and shape.num_experts and "experts" in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter leaves experts to SGLang, whose adapters of experts were never"
+            " compared; drop --lora-sync, or set --lora-targets attention"
+        )
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)

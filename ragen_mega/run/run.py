@@ -129,7 +129,12 @@ class Run:
         self.log = RunLog(
             config.logging, self.logger, self.console, self.timers, traces, self.renderer
         )
-        self.sync = WeightSync(self.engine, self.policy.export_weights, self.placement.enter)
+        export, adapter = self.policy.export_weights, self.policy.export_adapter
+        if config.lora.lora_sync == "merged":
+            self.sync = WeightSync(self.engine, export, self.placement.enter)
+        else:
+            base = partial(export, is_merged=False)
+            self.sync = WeightSync(self.engine, base, self.placement.enter, adapter)
         sampling = Sampling(
             config,
             self.engine,

@@ -102,6 +102,19 @@ def _names(weight: Any, shape: ModelShape) -> set[str]:
     return {f"model.layers.0.{name.format(e=0)}" for name in names}
 
 
+def peft_config(names: Iterable[str], lora: LoraConfig, *, model: str) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter with tensors of these names."""
+    return _FIXED | {
+        "base_model_name_or_path": model,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names}),
+    }
+
+
 def save_adapter(
     directory: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -114,16 +127,7 @@ def save_adapter(
     that. Raises OSError on a full disk.
     """
     named = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in named}
-    config = _FIXED | {
-        "base_model_name_or_path": model,
-        "task_type": "CAUSAL_LM",
-        "inference_mode": True,
-        "r": lora.rank,
-        "lora_alpha": lora.lora_alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
-    }
+    config = peft_config(named, lora, model=model)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     try:

@@ -1,7 +1,8 @@
 """Low-rank adapters: what they compute, that the base stays as it is, and their files."""
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
-from ragen_mega.data.packing import Share, microbatch
+from ragen_mega.data.packing import Share, microbatch, pack
+from ragen_mega.data.types import SamplingParams, Trajectory
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -21,6 +24,7 @@ from ragen_mega.megatron.weights import held, load_adapters, load_weights
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.run.check import check
 from ragen_mega.storage.adapter_files import AdapterReader, save_adapter
 from ragen_mega.storage.model_readers import MegatronReader, MergedReader, open_model
@@ -181,7 +185,7 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
     adapter = AdapterReader(tmp_path, shape)
     with pytest.raises(ValueError, match="has lora_rank 3; set --lora-rank 3"):
         adapter.check(settings(4), None)
-    with pytest.raises(ValueError, match="has targets attention,mlp; set --lora-targets attention,mlp"):
+    with pytest.raises(ValueError, match="set --lora-targets attention,mlp"):
         adapter.check(settings(targets="mlp"), None)
     with pytest.raises(ValueError, match="beside another model, with the digest d1"):
         adapter.check(lora, "d2")
@@ -191,6 +195,46 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="use_dora .* must be False, not True"):
         AdapterReader(tmp_path, shape)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_the_engine_with_an_adapter_samples_as_with_merged_weights(architecture: str) -> None:
+    """And as the trainer computes; the base is sent once, and versions count alike."""
+    model, lora = random_model(architecture), settings()
+    policy = policy_of(model, lora)
+    hf = model.config
+    merged = EmbeddedEngine(hf, max_context=64, max_sessions=2)
+    beside = EmbeddedEngine(hf, max_context=64, max_sessions=2, lora=lora)
+    exports: list[str] = []
+
+    def export(shard: object) -> Iterator[tuple[str, Tensor]]:
+        exports.append("base")
+        return policy.export_weights(is_merged=False)
+
+    ways = (
+        (merged, WeightSync(merged, policy.export_weights)),
+        (beside, WeightSync(beside, export, adapter=policy.export_adapter)),
+    )
+    sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=20, seed=5)
+    for version in (1, 2):
+        found = []
+        for engine, sync in ways:
+            with engine.awake():
+                sync.send()
+                assert engine.weight_version == version
+                found.append(asyncio.run(engine.generate([5, 6, 7], sampling, session=0)))
+        one, other = found
+        assert one.tokens == other.tokens
+        assert torch.tensor(one.logprobs).sub(torch.tensor(other.logprobs)).abs().max() < 1e-5
+        trajectory = Trajectory(group_id=0)
+        trajectory.append_observation([5, 6, 7])
+        trajectory.append_action(other).reward = 1.0
+        ours = policy.logprobs(batch := pack([trajectory]))[batch.loss_mask]
+        assert (ours - torch.tensor(other.logprobs)).abs().max() < 1e-4
+        policy.load_adapter(random_adapter(ModelShape.of(hf), lora, seed=9).get)
+    assert exports == ["base"]
+    with beside.awake(), pytest.raises(RuntimeError, match="no weights"):
+        asyncio.run(beside.generate([5], sampling, session=0))  # the base alone never samples
 
 
 LAYOUT = ParallelConfig(
