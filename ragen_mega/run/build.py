@@ -474,8 +474,13 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
         check_cpu_cut(shape, tp, ep)
-    is_served = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
-    if is_served and shape.num_experts and "experts" in config.lora.targets:
+    is_adapted = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
+    if is_adapted and capability is None:
+        raise ValueError(
+            "lora_sync adapter needs GPUs with rollout_engine sglang, which keeps adapters in pinned"
+            " memory; drop --lora-sync, or set --rollout-engine embedded"
+        )
+    if is_adapted and shape.num_experts and "experts" in config.lora.targets:
         raise ValueError(
             "lora_sync adapter leaves experts to SGLang, whose adapters of experts were never"
             " compared; drop --lora-sync, or set --lora-targets attention"
