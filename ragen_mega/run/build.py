@@ -477,8 +477,8 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
     is_adapted = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
     if is_adapted and capability is None:
         raise ValueError(
-            "lora_sync adapter needs GPUs with rollout_engine sglang, which keeps adapters in pinned"
-            " memory; drop --lora-sync, or set --rollout-engine embedded"
+            "lora_sync adapter needs GPUs with rollout_engine sglang, which pins memory for"
+            " adapters; drop --lora-sync, or set --rollout-engine embedded"
         )
     if is_adapted and shape.num_experts and "experts" in config.lora.targets:
         raise ValueError(
