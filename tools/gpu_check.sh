@@ -3,12 +3,13 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang
+#     versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
 #     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
 #     copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its products, the sync of a
-#     quarter of its layers, steps of a small mixture; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
+#     quarter of its layers, steps of a small mixture; lora: steps of a 7B with adapters of actor and
+#     critic, beside full ones of a 1.5B, and the plan of its memory; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
 #     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
@@ -31,7 +32,7 @@
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang)
+all=(versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -319,6 +320,17 @@ JSON
     "$python" tools/benchmarks/bench_step.py --model "$mixture" --rollout-engine embedded --keep 1 \
         --num-groups 2 --group-size 2 --response-length 4 --steps 3 --json "$output/moe_step.json" \
         --output "$output/moe_step" && return "$failed"
+}
+
+lora() { # a 7B with adapters: peak memory (the log's memory/...) beside the plan, seconds beside a 1.5B's
+    require_gpu || return 1
+    local failed=0 run="--rollout-engine embedded --keep 0.25 --steps 3 --response-length 16"
+    "$python" -m ragen_mega.commands.program plan --recipe qwen2.5_7b_lora --rollout-engine embedded ||
+        failed=1
+    "$python" tools/benchmarks/bench_step.py --model Qwen2.5-7B $run $(smaller step) --output "$output/lora" \
+        --json "$output/lora.json" -- --lora-rank 32 --max-tokens-per-microbatch 4096 || failed=1
+    "$python" tools/benchmarks/bench_step.py --model Qwen2.5-1.5B $run $(smaller step) --output "$output/full" \
+        --json "$output/lora_full.json" && return "$failed"
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints

@@ -85,11 +85,11 @@ class AdapterReader:
             if own != given and not (name == "targets" and lora.lora_targets == "all"):
                 own = ",".join(sorted(own)) if name == "targets" else own
                 flag = "--lora-targets" if name == "targets" else f"--{name.replace('_', '-')}"
-                raise ValueError(f"lora_load {self._directory} has {name} {own}; set {flag} {own}")
+                raise ValueError(f"adapter {self._directory} has {name} {own}; set {flag} {own}")
         if None not in (base, self._base) and base != self._base:
             raise ValueError(
-                f"lora_load {self._directory} was trained beside another model, with the digest"
-                f" {self._base} and not {base}; --load that one"
+                f"adapter {self._directory} was trained beside another model, with the digest"
+                f" {self._base} and not {base}; give that one"
             )
 
     def __call__(self, name: str) -> Tensor | None:
