@@ -12,6 +12,7 @@ its own, so that layouts of more processes than GPUs are left out.
 """
 
 import argparse
+import copy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -204,9 +205,10 @@ LAYOUTS = {
 
 def _lora_layout(name: str, num_processes: int, **layout: Any) -> Layout:
     """Return a layout with adapters."""
-    shared = "off" if name == "single" else "on"
-    parallel = ParallelConfig(**layout)
-    return Layout(f"lora_{name}", num_processes, parallel, shared_prefixes=shared, lora=LORA)
+    parallel, name = ParallelConfig(**layout), f"lora_{name}"
+    if name == "lora_single":
+        return Layout(name, num_processes, parallel, shared_prefixes="off", lora=LORA)
+    return Layout(name, num_processes, parallel, lora=LORA)
 
 
 LORA = LoraConfig(lora_rank=3, lora_alpha=6.0, lora_lr_factor=1.0)
@@ -247,8 +249,7 @@ def random_adapter(shape: ModelShape, lora: LoraConfig, seed: int = 0) -> dict[s
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], scale: float) -> PreTrainedModel:
     """Return a copy of a model with an adapter added to its weights."""
-    merged = type(model)(model.config).to(model.dtype).eval()
-    merged.load_state_dict(model.state_dict())
+    merged = copy.deepcopy(model)
     weights = split_experts(dict(merged.named_parameters()), ModelShape.of(model.config))
     for name, down in adapter.items():
         if ".lora_A." in name:
@@ -261,7 +262,7 @@ def adapter_gradients(
     gradients: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
     """Return the gradients of A and B from those of the merged weights W + scale B A."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, down in adapter.items():
         if ".lora_A." in name:
             other = name.replace(".lora_A.", ".lora_B.")
@@ -427,9 +428,8 @@ def run_layout(layout: Layout, directory: Path) -> None:
         for model in (policy,) if lora.rank else (policy, critic):
             model.load_weights(reader)
         if lora.rank:
-            for seed, model in enumerate((policy, critic)):
-                read = random_adapter(ModelShape.of(hf), lora, seed).get
-                load_adapters(model.chunks, read)
+            for seed, chunks in enumerate((policy.chunks, critic.chunks)):
+                load_adapters(chunks, random_adapter(ModelShape.of(hf), lora, seed).get)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
@@ -550,7 +550,7 @@ def measure(names: list[str]) -> dict:
                 found[Key("grad_norm", architecture, "policy", "step 0")] = torch.tensor(norm)
                 for weight, gradient in gradients.items():
                     found[Key("gradient", architecture, "policy", weight)] = gradient
-        baselines = {
+        baselines: dict[str, dict[Key, Tensor]] = {
             "lora_single" if LAYOUTS[name].lora.rank else "single": {}
             for name in ("single", *names)
         }

@@ -163,12 +163,12 @@ def _shard(slot: Slot, parameter: nn.Parameter, trainer: Trainer) -> ShardedBase
     stacks = [*enumerate(zip(slot.index, slot.stack, strict=True))]
     above = [(axis, number, length) for axis, (number, length) in stacks]
     rank, size = (0, 1) if slot.group == "expert" else (groups.tp.rank(), groups.tp.size())
-    is_whole = slot.group == "dense" and cut.axis is None
+    is_whole, axis = slot.group == "dense" and cut.axis is None, cut.axis or 0
     copies = groups.expt_dp if slot.group == "expert" else groups.dp
     replica = (0, rank if is_whole else 0, copies.rank())
 
     def block(data: Tensor, number: int, num_blocks: int) -> ShardedTensor:
-        place = [] if is_whole else [(cut.axis + ahead, number * size + rank, num_blocks * size)]
+        place = [] if is_whole else [(axis + ahead, number * size + rank, num_blocks * size)]
         return ShardedTensor.from_rank_offsets(
             slot.key, data, *above, *place, prepend_axis_num=ahead, replica_id=replica
         )
@@ -177,12 +177,12 @@ def _shard(slot: Slot, parameter: nn.Parameter, trainer: Trainer) -> ShardedBase
         return block(parameter, 0, 1)
 
     def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
-        parts = data.chunk(cut.num_blocks, cut.axis)
+        parts = data.chunk(cut.num_blocks, axis)
         found = [block(part, number, cut.num_blocks) for number, part in enumerate(parts)]
         return [replace(part, key=key) for part in found]
 
     return ShardedTensorFactory(
-        slot.key, parameter, build, lambda parts: torch.cat(parts, cut.axis), replica
+        slot.key, parameter, build, lambda parts: torch.cat(parts, axis), replica
     )
 
 

@@ -85,7 +85,9 @@ class Adapter(nn.Module):
             return output
         x, (out, *rest) = inputs[0], output
         if (norm := getattr(linear, "layer_norm_weight", None)) is not None:
-            x = normalized(x, norm, linear.eps)  # Transformer Engine's norm is in the layer
+            x = normalized(
+                x, norm, vars(linear)["eps"]
+            )  # Transformer Engine's norm is in the layer
         if len(self.slots) == 1:
             return self._sum(0, x, out), *rest
         parts = zip(x.split(inputs[1]), out.split(inputs[1]), strict=True)  # of the experts

@@ -377,7 +377,15 @@ class MergedReader:
         self, base: ModelReader, adapter: Callable[[str], Tensor | None], scale: float
     ) -> None:
         self._base, self._adapter, self._scale = base, adapter, scale
-        self.names, self.describe, self.release = base.names, base.describe, base.release
+
+    def names(self) -> list[str]:
+        return self._base.names()
+
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._base.describe(name)
+
+    def release(self) -> None:
+        self._base.release()
 
     def __call__(self, name: str) -> Tensor | None:
         return self.read(name) if name in self.names() else None

@@ -8,7 +8,6 @@ Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, sec
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class _PackedMatrix:
 class _Adapted:
     """A weight with an adapter beside it: the products with W, and then with A and B."""
 
-    def __init__(self, base: "Panels | _PackedMatrix", down: Tensor, up: Tensor) -> None:
+    def __init__(self, base: "_Weight", down: Tensor, up: Tensor) -> None:
         self._base, self._rank = base, len(down)
         self._down, self._up = Panels(down.t().contiguous()), Panels(up.t().contiguous())
 
@@ -213,14 +212,14 @@ class Decoder:
         """
         received = dict(complete(tensors.items(), expected_adapters(self.shape, lora)))
 
-        def beside(weight: Any, *names: str) -> Any:
-            parts = [
-                [received.get(f"{name}.{part}.weight") for name in names]
-                for part in ("lora_A", "lora_B")
-            ]
-            if None in parts[0]:
+        def beside(weight: _Weight, *names: str) -> _Weight:
+            if f"{names[0]}.lora_A.weight" not in received:
                 return weight
-            down, up = torch.cat(parts[0]), torch.block_diag(*parts[1])
+            downs, ups = (
+                [received[f"{name}.{part}.weight"] for name in names]
+                for part in ("lora_A", "lora_B")
+            )
+            down, up = torch.cat(downs), torch.block_diag(*ups)
             return _Adapted(weight, down.to(self._real), (lora.scale * up).to(self._real))
 
         def layer_with(number: int, layer: _Layer) -> _Layer:

@@ -160,7 +160,10 @@ class SGLangEngine(RolloutEngine):
         assert self._settings.lora is not None  # or nobody has an adapter
         self.weight_version += not again
         self._adapter = ServedAdapter.of(
-            tensors, self._settings.lora, version=self.weight_version, size=self.shard.size
+            tensors,
+            self._settings.lora,
+            version=self.weight_version,
+            size=self._settings.tensor_parallel_size,
         )
         try:
             self._send_adapter()
