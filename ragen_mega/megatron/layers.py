@@ -213,6 +213,7 @@ class ColumnLinear(ColumnParallelLinear):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = x if self.weight.requires_grad else _plain(x)
         return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
 
 
@@ -220,7 +221,15 @@ class RowLinear(RowParallelLinear):
     """See `ColumnLinear`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = x if self.weight.requires_grad else _plain(x)
         return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return x [N, 1, H] with the strides of its shape, whatever its middle stride was. With other
+    ones torch multiplies by a copy of a frozen weight for each token.
+    """
+    return x.flatten(0, -2).view(x.shape)
 
 
 def _product(
