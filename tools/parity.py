@@ -1,14 +1,14 @@
 """Run one packed batch through every parallel layout, with shared prefixes computed once, and
-compare it with one process that computes each trajectory, and with transformers, in float32; and
-the same with low-rank adapters of actor and critic beside one model.
+compare it with one process that computes each trajectory, and with transformers, in float32.
 
     python tools/parity.py --json parity.json
 
-For a tied Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that
-can cut the model, the largest difference of log-probabilities, values, losses, gradients and of the
-parameters after two optimizer steps, and that of the actor's gradient by the fused loss from the
-one through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of
-its own, so that layouts of more processes than GPUs are left out.
+Layouts named `lora_...` have low-rank adapters of actor and critic beside one model. For a tied
+Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that can cut the
+model, the largest difference of log-probabilities, values, losses, gradients and of the parameters
+after two optimizer steps, and that of the actor's gradient by the fused loss from the one through
+full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has one of its own, so
+that layouts of more processes than GPUs are left out.
 """
 
 import argparse
@@ -540,10 +540,10 @@ def measure(names: list[str]) -> dict:
             torch.save(dict(batch.tensors()), directory / f"{architecture}.batch.pt")
             adapter = random_adapter(ModelShape.of(model.config), LORA)
             merged = merge(model, adapter, LORA.scale)
-            for name, one in (("single", model), ("lora_single", merged)):
-                expected[Key("logprobs", architecture, name)] = transformers_logprobs(one, batch)
-                gradients = unfused_gradients(one, batch, LOSS, TEMPERATURE)
-                if one is merged:
+            for name, truth in (("single", model), ("lora_single", merged)):
+                expected[Key("logprobs", architecture, name)] = transformers_logprobs(truth, batch)
+                gradients = unfused_gradients(truth, batch, LOSS, TEMPERATURE)
+                if truth is merged:
                     gradients = adapter_gradients(gradients, adapter, LORA.scale)
                 gradients, norm = clipped(gradients, CLIP_GRAD)
                 found = unfused[name]

@@ -334,9 +334,8 @@ def linear_policy_loss(
     """sum(weights * token_loss) straight from hidden states, differentiable in both operands.
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
-    `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss, but for that of a frozen weight. An objective over sequences may take
-    one more GEMM and read of logits.
+    `group`, as the backward of Megatron's copy-to / gather-from region mappings does. Gradients are
+    made with the loss, but for a frozen weight's. Objectives over sequences may take another GEMM.
 
     Args:
         hidden: [T, H].

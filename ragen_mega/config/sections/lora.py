@@ -29,8 +29,8 @@ class LoraConfig(Section):
     of the attention alone learn less; a router has none.
     """
     lora_lr_factor: Annotated[Positive, _WITH_RANK] = 10.0
-    """Adapters are trained at this many times --lr and --critic-lr, which are those of full
-    fine-tuning: the best rates of the two differ by about ten in published comparisons.
+    """Adapters are trained at this many times the learning rates of the flags, which are the rates
+    of full fine-tuning: the best rates of the two differ by about ten in published comparisons.
     """
     lora_load: Annotated[PathName | None, _WITH_RANK] = None
     """Adapter in PEFT's format to go on from, beside the model that it was trained on (--load).
