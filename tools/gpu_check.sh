@@ -287,16 +287,16 @@ sglang() {
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-starpo_steps() { # NAME SHARE: seconds per StarPO-S step of a 0.5B model, and where they go
+starpo_steps() { # NAME SHARE MODEL FLAGS: seconds per StarPO-S step, and where they go
     local servers cautious=
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
     "$python" tools/benchmarks/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
-        $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
-        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious
+        --model "$3" $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
+        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious "${@:4}"
 }
-step() { starpo_steps step 0.25; }
-step_all() { starpo_steps step_all 1; } # all trajectories are kept
+step() { starpo_steps step 0.25 Qwen2.5-0.5B; }
+step_all() { starpo_steps step_all 1 Qwen2.5-0.5B; } # all trajectories are kept
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
@@ -322,15 +322,9 @@ JSON
         --output "$output/moe_step" && return "$failed"
 }
 
-lora() { # a 7B with adapters: peak memory (the log's memory/...) beside the plan, seconds beside a 1.5B's
-    require_gpu || return 1
-    local failed=0 run="--rollout-engine embedded --keep 0.25 --steps 3 --response-length 16"
-    "$python" -m ragen_mega.commands.program plan --recipe qwen2.5_7b_lora --rollout-engine embedded ||
-        failed=1
-    "$python" tools/benchmarks/bench_step.py --model Qwen2.5-7B $run $(smaller step) --output "$output/lora" \
-        --json "$output/lora.json" -- --lora-rank 32 --max-tokens-per-microbatch 4096 || failed=1
-    "$python" tools/benchmarks/bench_step.py --model Qwen2.5-1.5B $run $(smaller step) --output "$output/full" \
-        --json "$output/lora_full.json" && return "$failed"
+lora() { # a 7B with adapters: peak memory beside the recipe's plan, seconds beside all weights of a 1.5B
+    starpo_steps lora 0.25 Qwen2.5-7B --lora-rank 32 --max-tokens-per-microbatch 4096 &&
+        starpo_steps lora_full 0.25 Qwen2.5-1.5B
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints
