@@ -261,7 +261,7 @@ def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], scale: float) -
 def adapter_gradients(
     gradients: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
-    """Return the gradients of A and B from those of the merged weights W + scale B A."""
+    """Return the gradients of A and B from the gradients of the merged weights W + scale B A."""
     found: dict[str, Tensor] = {}
     for name, down in adapter.items():
         if ".lora_A." in name:

@@ -31,8 +31,8 @@ from ragen_mega.ranks import collectives
 
 
 class Adapter(nn.Module):
-    """The matrices A and B beside a linear layer, or beside those of several experts in one, whose
-    numbers on this rank then end the parameters' names.
+    """The matrices A and B beside a linear layer. Where the layer holds several experts each has
+    its own, and the expert's number on this rank ends the parameters' names.
     """
 
     def __init__(self, slots: Sequence[Slot], lora: LoraConfig, chunk: Any, names: str) -> None:
@@ -102,7 +102,7 @@ class Adapter(nn.Module):
         return total.view(*out.shape)
 
     def _between(self, low: Tensor) -> Tensor:
-        """Return the numbers [tokens, rank] that B takes, from those of this rank's A."""
+        """Return the numbers [tokens, rank] that B takes, from the products of this rank's A."""
         if self._is_row:
             if self._is_sequence:
                 return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
@@ -180,8 +180,8 @@ class Merged(Mapping[str, Tensor]):
 
 
 class NoMemory(TorchFunctionMode):
-    """Inside, weights that `torch.empty` makes have no memory: they will be those of another
-    model.
+    """Inside, weights that `torch.empty` makes have no memory: another model will lend its
+    weights.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -234,7 +234,7 @@ def find_slot(
 ) -> Slot:
     """Return the slot of a parameter by its name in a module whose first layer is number
     `layer_offset` of all, and whose first expert in a layer number `expert_offset`. `further`:
-    weights of a layer besides those of the family.
+    weights of a layer that the family does not name.
     """
     embedding, _, head = shape.family.outer
     if parameter == head.key:  # the last stage's copy of the embedding if they are tied

@@ -115,12 +115,9 @@ class Run:
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
-        export, adapter = self.policy.export_weights, self.policy.export_adapter
-        if config.lora.lora_sync == "merged":
-            self.sync = WeightSync(self.engine, export, self.placement.enter)
-        else:
-            base = partial(export, is_merged=False)
-            self.sync = WeightSync(self.engine, base, self.placement.enter, adapter)
+        adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
+        export = partial(self.policy.export_weights, is_merged=adapter is None)
+        self.sync = WeightSync(self.engine, export, self.placement.enter, adapter)
         sampling = Sampling(
             config,
             self.engine,

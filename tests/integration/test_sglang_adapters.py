@@ -1,5 +1,5 @@
 """Adapters alone through the endpoints of a real SGLang server on a CPU, beside a base that is sent
-once: the log-probabilities are those of merged weights.
+once: the log-probabilities equal the merged weights' ones.
 
 SGLang 0.5.17 pins memory for its adapters on every device, which a CPU refuses. The server's Python
 is started with a module that leaves this out, and nothing else.

@@ -245,7 +245,7 @@ LAYOUT = ParallelConfig(
 @pytest.mark.forks
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
 def test_checkpoints_resume_under_another_layout(architecture: str, tmp_path: Path) -> None:
-    """Two ranks write, one reads; the next update is that of a policy that went on."""
+    """Two ranks write, one reads; the next update equals the update of a policy that went on."""
     model, lora = random_model(architecture), settings()
     batch = make_batch(model)
 

@@ -1,5 +1,5 @@
 """An adapter for an SGLang server, through its endpoints for adapters, with a checksum of each
-tensor. Each has a name of its own, by which requests ask for it: an older one is not found.
+tensor. Requests ask for it by its name, which no older adapter has.
 
 Read in SGLang 0.5.17: managers/tp_worker.py, lora/lora_manager.py. Every rank of the server gets
 all of it and cuts its part itself.
