@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -140,10 +140,13 @@ class Trainer:
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns."""
         self.memory.require("parameters", "optimizer")
-        load_weights(self.chunks, read)
-        for item in self.updated.values():
-            with self.memory.borrowed("optimizer", item.tensors):
-                item.reload()
+
+        def start(parameter: nn.Parameter, values: Tensor) -> None:
+            if (item := self.updated.get(parameter)) is not None:
+                with self.memory.borrowed("optimizer", item.tensors):
+                    item.start(values)
+
+        load_weights(self.chunks, read, start)
 
     def per_token(
         self, batch: TokenBatch, compute: PerToken, *columns: int, routes: Tensor | None = None
