@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,9 +250,10 @@ class Console:
         table.add_column("set", overflow="fold")  # the one that gives way on a narrow terminal
         for heading in ("success", "95% CI", "random", "optimum", "prompts"):
             table.add_column(heading, justify="right", no_wrap=True)
+        titles = set_titles(results)
         for name, result in results.items():
             table.add_row(
-                name,
+                titles[name],
                 f"{result['success']:.1%}",
                 f"{result['ci_low']:.1%} - {result['ci_high']:.1%}",
                 *(
@@ -303,6 +305,18 @@ class Console:
         if now - self._printed >= SECONDS_BETWEEN_LINES:
             run = f" ({self._pace})" if self._pace.num_steps else ""
             self.say(f"{progress.name} {progress.text}{progress.left(now - started)}{run}")
+
+
+def set_titles(names: Iterable[str]) -> dict[str, str]:
+    """Return the name under which people read of each evaluated set: a file of tasks without its
+    folders, unless another set would have the same.
+    """
+    tasks = "tasks:"
+    short = {
+        name: tasks + name.rpartition("/")[2] if name.startswith(tasks) else name for name in names
+    }
+    count = Counter(short.values())
+    return {name: title if count[title] == 1 else name for name, title in short.items()}
 
 
 def fail(message: str) -> NoReturn:

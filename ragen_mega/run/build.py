@@ -44,6 +44,7 @@ from ragen_mega.rollout.tasks import (
     TaskSampler,
     check_first_prompts,
     evaluation_prompts,
+    held_out_note,
     prompt_examples,
 )
 from ragen_mega.run.check import (
@@ -160,6 +161,9 @@ def build_run(
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
+    for name, states in prompts.items():
+        if note := held_out_note(name, len(states), config.evaluation.eval_prompts):
+            console.say(note)
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.report.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
+from ragen_mega.report.console import (
+    COLUMNS,
+    ROWS_BETWEEN_HEADERS,
+    Console,
+    fail,
+    set_titles,
+)
 from ragen_mega.report.terminal import command_line
 
 METRICS = {
@@ -181,6 +187,23 @@ def test_table_of_evaluated_sets():
     )
     for text in ("frozen_lake_4x4_p0.8", "41.0%", "35.2% - 47.1%", "21.2%", "47.7%", "256"):
         assert text in output.getvalue()
+
+
+def test_a_file_of_tasks_is_named_without_its_folders_where_no_other_set_is_alike():
+    alone = ["tasks:/work/runs/chain.jsonl", "tasks:other.jsonl", "gymnasium:ns/Taxi-v3"]
+    assert list(set_titles(alone).values()) == [
+        "tasks:chain.jsonl",
+        "tasks:other.jsonl",
+        "gymnasium:ns/Taxi-v3",
+    ]
+    alike = ["tasks:a/chain.jsonl", "tasks:b/chain.jsonl"]
+    assert set_titles(alike) == {name: name for name in alike}
+    output = io.StringIO()
+    numbers = dict.fromkeys(("success", "ci_low", "ci_high", "random", "optimum"), 1.0)
+    Console(is_writer=True, num_steps=1, file=output).evaluations(
+        "x", {alone[0]: numbers | {"num_prompts": 4}}
+    )
+    assert "tasks:chain.jsonl" in output.getvalue() and "/work" not in output.getvalue()
 
 
 def test_a_long_name_cuts_no_other_column(monkeypatch):
