@@ -71,6 +71,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.system.outputs import waiting
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -109,11 +110,13 @@ def build(config: StarPOConfig) -> Run | Sampler:
         )
         for name in names
     }
-    config = check_model_and_engine(config)
+    with waiting("checking the model, its files and its memory"):
+        config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
-    references = known_references(config, checkpoint) or References(
-        {name: find_references(config, name, prompts[name]) for name in names}
-    )
+    with waiting(f"the random and the optimal player play {', '.join(names)}"):
+        references = known_references(config, checkpoint) or References(
+            {name: find_references(config, name, prompts[name]) for name in names}
+        )
     logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
@@ -175,7 +178,8 @@ def build_run(
 
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
-    policy, critic = build_models(config, hf, groups, start, placement)
+    with waiting("loading the model"):
+        policy, critic = build_models(config, hf, groups, start, placement)
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
