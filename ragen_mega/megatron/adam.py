@@ -73,6 +73,8 @@ def find_updated(
     ]
     found = {}
     for name, parameter in chunks.named_parameters():
+        if not parameter.requires_grad:
+            continue
         main = getattr(parameter, "main_param", parameter)
         for optimizer, own, updates in zip(optimizers, shards, inner, strict=True):
             if not isinstance(optimizer, DistributedOptimizer):

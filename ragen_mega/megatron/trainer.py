@@ -38,7 +38,7 @@ from ragen_mega.megatron.model import Chunks, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
-from ragen_mega.megatron.weights import held, load_weights, mark_tensor_parallel
+from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel, trained
 from ragen_mega.ranks import collectives
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
@@ -235,7 +235,7 @@ class Trainer:
         name that its slot has (not with the distributed optimizer).
         """
         self.memory.require("gradients")
-        return {slot.parameter: vars(item)["main_grad"] for slot, item in held(self.chunks)}
+        return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
 
     @property
     def lr(self) -> float:
@@ -386,7 +386,8 @@ class Trainer:
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
         """Yield everything large that this trainer keeps."""
         for name, parameter in self.chunks.named_parameters():
-            yield "parameters", name, parameter
+            if parameter.requires_grad:  # a frozen base is of several models, and stays
+                yield "parameters", name, parameter
         for index, buffer in enumerate(self._buffers()):
             yield "gradients", f"buffer_{index}", buffer.grad_data
         for item in self.updated.values():

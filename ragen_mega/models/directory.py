@@ -163,8 +163,7 @@ def _read_config(flag: str, path: Path) -> dict:
             )
         elif (path / "adapter_config.json").exists():
             what = (
-                "is an adapter of PEFT and no model; merge it into its model by merge_and_unload(),"
-                " and save that"
+                "is an adapter of PEFT and no model; give its model, and the adapter by --lora-load"
             )
         elif any(path.glob("step_*/state.json")):
             what = f"holds the checkpoints of a run; give {path.parent / 'huggingface'}"

@@ -30,6 +30,7 @@ from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.lora import adapted
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -61,7 +62,9 @@ from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.timers import Timers
+from ragen_mega.storage.adapter_files import AdapterReader
 from ragen_mega.storage.checkpoints import (
+    BASE_MODEL,
     CHECKPOINTS,
     Checkpoint,
     check_config,
@@ -70,7 +73,7 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, WARM_START, recover
 from ragen_mega.system.outputs import waiting
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
@@ -290,13 +293,20 @@ def build_models(
         config.loss,
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
+        lora=config.lora,
     )
     policy.load_weights(open_model(start.policy, verify=False))
+    if config.lora.lora_load is not None:
+        policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
     if not config.advantage.uses_critic:
         return policy, None
-    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-    critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
+    base = policy.chunks if config.lora.rank else None
+    critic = MegatronCritic(
+        hf, groups, config.parallel, config.train, config.loss, lora=config.lora, base=base
+    )
+    if base is None:
+        critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
     placement.add(CRITIC, critic.trainer.memory)
     return policy, critic
 
@@ -363,6 +373,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
             records_routes=config.train.routing_replay == "engine",
+            lora=config.lora if config.lora.lora_sync == "adapter" else None,
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -383,6 +394,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             group=group,
             transfer=transfer,
             fp8=rollout.rollout_fp8,
+            keeps_base=settings.lora is not None,
         )
     return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
@@ -408,6 +420,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
+        lora=config.lora if config.lora.lora_sync == "adapter" else None,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
 
@@ -421,6 +434,9 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    adapted(ModelShape.of(hf), config.lora)  # which has the targets
+    if config.lora.lora_load is not None:
+        open_given_adapter(config, hf)
     set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
@@ -468,6 +484,17 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
         check_cpu_cut(shape, tp, ep)
+    is_adapted = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
+    if is_adapted and capability is None:
+        raise ValueError(
+            "lora_sync adapter needs GPUs with rollout_engine sglang, which pins memory for"
+            " adapters; drop --lora-sync, or set --rollout-engine embedded"
+        )
+    if is_adapted and shape.num_experts and "experts" in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter leaves experts to SGLang, whose adapters of experts were never"
+            " compared; drop --lora-sync, or set --lora-targets attention"
+        )
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
@@ -504,7 +531,27 @@ def ranks_per_node(world_size: int) -> int:
 def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
     loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
+    if config.lora.rank and (base := lora_base(config)).exists():
+        loaded[BASE_MODEL] = str(base)
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+
+
+def lora_base(config: StarPOConfig) -> Path:
+    """Return the directory of the model beside whose layers adapters stand."""
+    loaded = config.model.load
+    if loaded is None or config.has_warm_start:
+        return config.run_directory / WARM_START
+    return Path(loaded)
+
+
+def open_given_adapter(config: StarPOConfig, hf: PretrainedConfig) -> AdapterReader:
+    """Return the adapter to go on from. Raises ValueError if it is of another model or other
+    settings.
+    """
+    adapter, base = Path(str(config.lora.lora_load)), lora_base(config)
+    reader = AdapterReader(adapter, ModelShape.of(hf))
+    reader.check(config.lora, content_digest(base) if base.exists() else None)
+    return reader
 
 
 def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.processes import builder
 from ragen_mega.extensions.extras import is_found, lack
 from ragen_mega.models.directory import check_model_directory
+from ragen_mega.models.lora import adapted
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.report.console import fail
@@ -144,6 +145,7 @@ def _check_models(config: StarPOConfig) -> None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
     if shape is not None:
         check_routing(config, shape)
+        adapted(shape, config.lora)
         if error := cut_error(shape, parallel.cut):
             raise ValueError(error)
 
@@ -160,9 +162,11 @@ def recipe_note(config: StarPOConfig) -> str | None:
 
 
 def sizes_without_effect(config: StarPOConfig) -> str | None:
-    """Return a note on flags that give the small model's size beside the model of --load, if there
-    are any.
+    """Return a note on flags that give the small model's size beside the model of --load, or a
+    learning rate to what is frozen, if there are any.
     """
+    if config.lora.rank and config.train.decoupled_lr is not None:
+        return "note: --decoupled-lr does nothing: adapters leave embedding and LM head as they are"
     small = ModelConfig()
     given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
     if config.model.load is None or not given:

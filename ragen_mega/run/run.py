@@ -62,10 +62,11 @@ from ragen_mega.run.selection import choose_groups, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import Checkpoint
+from ragen_mega.storage.adapter_files import save_adapter
+from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.storage.run_directory import FINAL_ADAPTER, FINAL_EXPORT, WARM_START
 
 
 @dataclass
@@ -114,7 +115,9 @@ class Run:
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
-        self.sync = WeightSync(self.engine, self.policy.export_weights, self.placement.enter)
+        adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
+        export = partial(self.policy.export_weights, is_merged=adapter is None)
+        self.sync = WeightSync(self.engine, export, self.placement.enter, adapter)
         sampling = Sampling(
             config,
             self.engine,
@@ -393,6 +396,18 @@ class Run:
             self.renderer.tokenizer,
             self.policy.export_weights(),
         )
+        if self.config.lora.rank:
+            tensors = [*self.policy.export_adapter()]
+            load, base = self.config.model.load, self.checkpoints.models.get(BASE_MODEL)
+            on_main(
+                lambda: save_adapter(
+                    self.logger.directory / FINAL_ADAPTER,
+                    tensors,
+                    self.config.lora,
+                    model=load or str(self.logger.directory / WARM_START),
+                    base=base,
+                )
+            )
         self.summary = {
             "run": str(self.logger.directory),
             "sets": results,

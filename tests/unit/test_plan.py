@@ -48,9 +48,11 @@ def shape_of(name: str) -> ModelShape:
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
-    """One more is for fewer GPUs."""
+    """One more is for fewer GPUs, and three have adapters, for one, two and four."""
     names = {name.lower().replace("-", "_") for name in SHAPES}
-    assert names | {"qwen3_30b_a3b_8_gpus"} == set(RECIPES)
+    adapted = {"qwen2.5_7b_lora": 1, "qwen2.5_32b_lora": 2, "qwen3_30b_a3b_lora": 4}
+    assert names | {"qwen3_30b_a3b_8_gpus", *adapted} == set(RECIPES)
+    assert {name: tool.planned_gpus(name) for name in adapted} == adapted
 
 
 @pytest.mark.parametrize(

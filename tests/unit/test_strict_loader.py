@@ -616,7 +616,7 @@ def test_a_damaged_index_is_refused_in_one_line(text: str, said: str, tmp_path: 
 
 def test_an_adapter_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is an adapter of PEFT and no model; merge it"):
+    with pytest.raises(ValueError, match="is an adapter of PEFT and no model; give its"):
         check_model_directory("--load", str(tmp_path), needs_tokenizer=True)
 
 
