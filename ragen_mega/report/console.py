@@ -325,7 +325,8 @@ def set_titles(names: Iterable[str]) -> dict[str, str]:
     """
     tasks = "tasks:"
     short = {
-        name: tasks + name.rpartition("/")[2] if name.startswith(tasks) else name for name in names
+        name: tasks + Path(name).name if name.startswith(tasks) and "/" in name else name
+        for name in names
     }
     count = Counter(short.values())
     return {name: title if count[title] == 1 else name for name, title in short.items()}

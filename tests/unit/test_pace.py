@@ -1,9 +1,8 @@
 """The time left of a run against a simulated one whose end is known."""
 
 import pytest
-from ragen_mega.studies.price import run_seconds
 
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config import parse
 from ragen_mega.report.pace import Pace, duration
 
 STEP, EPISODE, STEPS = 7.0, 0.25, 12
@@ -73,11 +72,6 @@ def test_sets_that_are_only_evaluated_are_planned() -> None:
     three = parse([*flags, "--eval-environments", "sokoban_large,frozen_lake"])
     tripled = {step: 3 * count for step, count in one.planned_evaluations(1).items()}
     assert three.planned_evaluations(1) == tripled
-
-    def evaluations(config: StarPOConfig) -> float:
-        return run_seconds(config, {"rollout": 1.0}) - config.train.num_steps
-
-    assert evaluations(three) == pytest.approx(3 * evaluations(one))
 
 
 @pytest.mark.parametrize(
