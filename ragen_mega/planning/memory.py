@@ -641,8 +641,10 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
             f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
             f" {phase} ({', '.join(largest)}); {'; '.join(remedies(shape, setting, phase))}"
         )
-        if phase == "rollout" and setting.engine == "embedded" and (
-            total - terms["key-value cache"] + setting.num_sessions * page <= device_bytes
+        if (
+            phase == "rollout"
+            and setting.engine == "embedded"
+            and (total - terms["key-value cache"] + setting.num_sessions * page <= device_bytes)
         ):
             lines.append(f"memory: with all contexts full {line}")
         else:

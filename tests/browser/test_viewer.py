@@ -406,7 +406,7 @@ def test_two_steps_stand_side_by_side(page) -> None:
 
 @needs_browser
 def test_a_narrow_page_keeps_its_tables_and_counts_steps_as_the_text_does(run: Path, page) -> None:
-    """The evaluation after N steps, as the console has it, is at N, the one before training at 0."""
+    """The evaluation after N steps is at N, as the console has it, and the first one at 0."""
     narrow = page.context.browser.new_page(viewport={"width": 500, "height": 800})
     narrow.goto(page.url.partition("#")[0] + "#view=overview")
     narrow.locator(".plot .main-svg").first.wait_for()

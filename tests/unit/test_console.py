@@ -51,8 +51,7 @@ def test_a_step_is_one_row_under_its_headings_and_a_legend():
     Console(is_writer=True, num_steps=8, file=output, clock=lambda: 0.0).step(7, METRICS)
     header, row = lines_of(output)
     assert (
-        row.split()
-        == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234 -".split()
+        row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234 -".split()
     )
     assert len(header) == len(row)
     legend = output.getvalue().splitlines()[1 : len(COLUMNS) + 1]

@@ -328,7 +328,9 @@ def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 1_000_000])
-def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_flag(size: int) -> None:
+def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_flag(
+    size: int,
+) -> None:
     """A page of every trajectory has to be there; that all contexts fill up may never happen."""
     assert CACHE_BLOCK == BLOCK
     config = parse(["--group-size", str(size), "--recipe", "bandit", "--minibatch-size", "16"])
