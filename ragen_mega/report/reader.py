@@ -1,4 +1,4 @@
-"""The files of a run as plain Python objects: settings, metrics, events, conversations, rollouts."""
+"""The files of a run as plain objects: settings, metrics, events, conversations, rollouts."""
 
 import gzip
 from collections.abc import Iterator, Mapping, Sequence

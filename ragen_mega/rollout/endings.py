@@ -123,9 +123,9 @@ def unusable_answers(trajectories: Sequence[Trajectory], remedy: str) -> str | N
         return None
     if 2 * len(cut) >= len(unread):
         return (
-            f"{len(cut)} of {len(turns)} answers were cut, at {max(cut)} tokens at most, without the"
-            " form that the prompt asks for; raise --max-response-length, and --max-context-length"
-            " where that is full"
+            f"{len(cut)} of {len(turns)} answers were cut, at {max(cut)} tokens at most, and lack"
+            " the form that the prompt asks for; raise --max-response-length, and"
+            " --max-context-length where that is full"
         )
     also = f" ({len(cut)} of them were cut)" if cut else ""
     return (
