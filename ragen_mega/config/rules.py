@@ -138,6 +138,10 @@ def _check_directories(config: Sections) -> None:
         raise ValueError(
             f"warm_start_from and load ({config.model.load}) both say what to begin with; drop one"
         )
+    if config.evaluation.stop_at_success is not None and config.evaluation.eval_interval == 0:
+        raise ValueError(
+            "stop_at_success looks at evaluations on the way; drop it or set --eval-interval"
+        )
     if config.checkpoint.keep_best and config.evaluation.eval_interval == 0:
         raise ValueError(
             "keep_best compares evaluations during training; drop it or set --eval-interval"

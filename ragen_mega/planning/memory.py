@@ -52,6 +52,8 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+CACHE_BLOCK = 32
+"""Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""
 ADAM_PART = 512 * 2**20
 """Optimizer state that an update passes through the device at a time, or the state of one parameter
 (`ragen_mega.megatron.adam`).
@@ -75,6 +77,8 @@ class Setting:
     engine: str
     kv_cache_tokens: int
     """Tokens in the cache of one engine."""
+    num_sessions: int = 0
+    """Trajectories that one engine plays at a time."""
     engine_tp: int = 1
     """Ranks that share an engine."""
     engine_ep: int = 1
@@ -107,6 +111,7 @@ class Setting:
             has_reference=config.needs_reference,
             engine=rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
+            num_sessions=rollout.sessions_per_engine(num_engines),
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
@@ -621,9 +626,10 @@ def training(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[str]:
     """Raise ValueError, with remedies, unless every phase fits into `device_bytes`. A cache of the
     embedded engine that would not fit if all contexts filled up is only told, in the lines that
-    are returned, since its pages are taken as they are written.
+    are returned, since its pages are taken as they are written; each trajectory takes one at least.
     """
     lines = []
+    page = CACHE_BLOCK * shape.kv_cache_bytes(setting.itemsize, setting.engine_tp)
     for phase, terms in plan(shape, setting).items():
         if (total := sum(terms.values())) <= device_bytes:
             continue
@@ -635,7 +641,11 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
             f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
             f" {phase} ({', '.join(largest)}); {'; '.join(remedies(shape, setting, phase))}"
         )
-        if setting.engine == "embedded" and phase == "rollout":
+        if (
+            phase == "rollout"
+            and setting.engine == "embedded"
+            and (total - terms["key-value cache"] + setting.num_sessions * page <= device_bytes)
+        ):
             lines.append(f"memory: with all contexts full {line}")
         else:
             raise ValueError(line)
@@ -647,7 +657,8 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     layout = setting.parallel
     if not phase.startswith("train"):
         if setting.engine == "embedded":
-            return ["lower --max-context-length or --num-groups", "start fewer ranks"]
+            fewer = "lower --group-size, --num-groups or --max-context-length"
+            return [fewer, "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
         return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1

@@ -45,6 +45,7 @@ from ragen_mega.rollout.tasks import (
     TaskSampler,
     check_first_prompts,
     evaluation_prompts,
+    held_out_note,
     prompt_examples,
 )
 from ragen_mega.run.check import (
@@ -73,6 +74,7 @@ from ragen_mega.storage.checkpoints import (
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, WARM_START, recover
+from ragen_mega.system.outputs import waiting
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -111,11 +113,13 @@ def build(config: StarPOConfig) -> Run | Sampler:
         )
         for name in names
     }
-    config = check_model_and_engine(config)
+    with waiting("checking the model, its files and its memory"):
+        config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
-    references = known_references(config, checkpoint) or References(
-        {name: find_references(config, name, prompts[name]) for name in names}
-    )
+    with waiting(f"the random and the optimal player play {', '.join(names)}"):
+        references = known_references(config, checkpoint) or References(
+            {name: find_references(config, name, prompts[name]) for name in names}
+        )
     logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
@@ -163,6 +167,9 @@ def build_run(
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
+    for name, states in prompts.items():
+        if note := held_out_note(name, len(states), config.evaluation.eval_prompts):
+            console.say(note)
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)
@@ -174,7 +181,8 @@ def build_run(
 
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
-    policy, critic = build_models(config, hf, groups, start, placement)
+    with waiting("loading the model"):
+        policy, critic = build_models(config, hf, groups, start, placement)
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")

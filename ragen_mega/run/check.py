@@ -37,6 +37,7 @@ from ragen_mega.storage.run_directory import (
     check_finished,
     with_name,
 )
+from ragen_mega.system.outputs import waiting
 
 _SIZES = tuple(
     item.name for item in fields(ModelConfig) if item.name not in ("load", "critic_load")
@@ -95,7 +96,8 @@ def import_agents(config: EnvironmentConfig) -> None:
     for name in filter(is_agent, config.evaluated):
         from ragen_mega.agents.runner import import_agent  # it needs the extra `agents`
 
-        import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
+        with waiting(f"importing {name} and its libraries"):
+            import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
 
 
 def check_environments(config: EnvironmentConfig) -> None:

@@ -2,7 +2,7 @@
 evaluation, checkpoints, the end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -101,6 +101,8 @@ class Run:
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
     """
+    is_solved: bool = False
+    """Whether an evaluation of this process has reached `--stop-at-success`."""
     score_average: float | None = None
     """Moving average of the diagnoses so far (collapse/score_average)."""
     summary: dict[str, Any] = field(default_factory=dict)
@@ -187,9 +189,10 @@ class Run:
             timers=self.timers,
         )
 
-    def steps(self) -> range:
-        """Return the steps that are left."""
-        return range(self.step, self.config.train.num_steps)
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left, until an evaluation reaches `--stop-at-success`."""
+        while self.step < self.config.train.num_steps and not self.is_solved:
+            yield self.step
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of
@@ -362,7 +365,11 @@ class Run:
         if (too_many := self.empty_steps.add(log.empty)) is not None:
             self.save()
             raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
-        is_last = self.step == self.config.train.num_steps
+        goal, success = self.config.evaluation.stop_at_success, log.success
+        if goal is not None and success is not None and success >= goal:
+            self.is_solved = True
+            self.log.note(step, f"success {success:.1%} has reached --stop-at-success {goal:g}")
+        is_last = self.is_solved or self.step == self.config.train.num_steps
         if not is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
             self.collapse_guard.checkpoint_at(self.step)
             self.save(log.success)
