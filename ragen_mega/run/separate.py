@@ -62,6 +62,7 @@ from ragen_mega.data.types import TrajectoryGroup, in_groups
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import device, is_main, on_main
+from ragen_mega.ranks.waits import here
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
@@ -69,10 +70,21 @@ from ragen_mega.rollout.engine import EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import PORTABLE, SAMPLERS, Alarm, Link, LinkLost, connect, listen
+from ragen_mega.run.idleness import Usage, summed
+from ragen_mega.run.link import (
+    PORTABLE,
+    SAMPLERS,
+    TRAINERS,
+    Alarm,
+    Link,
+    LinkLost,
+    connect,
+    listen,
+)
 from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
+from ragen_mega.run.timers import Timers
 
 WEIGHTS = "weights_{:08d}.safetensors"
 """File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
@@ -117,6 +129,8 @@ class Delivery:
     notes: tuple[str, ...] = ()
     rollbacks: int = 0
     """Number of its order."""
+    usage: tuple[Usage, ...] = ()
+    """How each rank that samples has spent its time since the delivery before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +195,9 @@ class Samplers:
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
         self._failure: Exception | None = None  # first rank: what ended their work
+        self._unused = [summed(())] * config.parallel.rollout_ranks
+        self.usage = self._unused
+        """Usage by the ranks that sample, for the rollout that was taken last."""
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._written: Future[None] | None = None  # first rank: the last write
 
@@ -255,24 +272,26 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        here: list[CompactTrajectories | None] = []  # on the first rank, where they stay
+        stays: list[CompactTrajectories | None] = []  # on the first rank
 
         def find() -> Delivery | Exception | None:
             found = self._find(step, start)
             if isinstance(found, Delivery):
-                here.append(found.trajectories)
+                stays.append(found.trajectories)
                 return replace(found, trajectories=None)
             return found
 
-        while (found := on_main(find)) is None:
-            self._stop_if_asked()
+        with here.waiting("samples", f"rollout {step} of {SAMPLERS}", polls=True):
+            while (found := on_main(find)) is None:
+                self._stop_if_asked()
         if isinstance(found, Exception):
             raise found
         self._ordered.pop(step, None)
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = read_on_main(lambda: in_groups(expand(here[0])) if here[0] else None)
+        self.usage = [*found.usage] or self._unused  # the disk had it
+        groups = read_on_main(lambda: in_groups(expand(stays[0])) if stays[0] else None)
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
@@ -409,8 +428,8 @@ class Sampler:
         self._inbox: list[Begin | Order | End] = []  # first rank: messages that are read
         self._rollbacks = 0  # number of the last order
         self._playing = ExitStack()  # ends what `_together` plays
-        self._last_beat = self._start = time.monotonic()
-        self._waited = self._worked = 0.0  # seconds since the last delivery
+        self._last_beat = time.monotonic()
+        self._timers = Timers()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -446,13 +465,10 @@ class Sampler:
 
     def orders(self) -> Iterator[Order]:
         """Yield the rollouts to sample, until the trainers have ended."""
-        start = time.monotonic()
+        self._timers.begin(0)
         while isinstance(order := self._receive(), Order):
-            self._has_begun, self._start = True, time.monotonic()
-            self._waited += self._start - start
+            self._has_begun, here.step = True, order.rollout
             yield order
-            start = time.monotonic()
-            self._worked += start - self._start
         if isinstance(order, End) and order.exit_code:
             raise SystemExit(order.exit_code)
 
@@ -465,14 +481,18 @@ class Sampler:
             self._begin_anew()
         if order.weights is None:  # the engine has them
             return
-        self._weights = load(order.weights)
+        with self._timers.timed("sync"):
+            self._take_weights(order.version, order.weights)
+
+    def _take_weights(self, version: int, weights: bytes) -> None:
+        self._weights = load(weights)
         if self._config.rollout.carry_over_cache == "recompute":
             self._together.drop_caches()
         else:
             self._engine.seal_caches()
         is_again = bool(self._open)
         # An engine that is not loaded again counts one up, and a server labels what it samples.
-        self._engine.weight_version = order.version - (not is_again)
+        self._engine.weight_version = version - (not is_again)
         self._sync.send(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
@@ -481,30 +501,37 @@ class Sampler:
         """
         tasks, share = self._sampling.tasks.sample(step), self._config.rollout.carry_over
         if not share:
-            yield step, self._sampling.sample(step, tasks)
+            with self._timers.timed("rollout"):
+                groups = self._sampling.sample(step, tasks)
+            yield step, groups
             return
         self._open[step] = self._together.add(tasks)
         is_last = step + 1 == self._config.train.num_steps
         for rollout, indices in list(self._open.items()):
             most = 0 if rollout < step or is_last else int(share * len(indices))
-            self._together.play(partial(_are_few, indices, most))
-            if rollout == step:  # answers of environments in the meantime are not late
-                self._together.finish_turns()
+            with self._timers.timed("rollout"):
+                self._together.play(partial(_are_few, indices, most))
+                if rollout == step:  # answers of environments in the meantime are not late
+                    self._together.finish_turns()
             if not self._together.unfinished.intersection(indices):
                 del self._open[rollout]
                 yield rollout, self._sampling.judge(rollout, self._together.take(indices))
 
     def deliver(self, rollout: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Send a rollout to the trainers."""
-        now = time.monotonic()
+        own = self._timers.usage()
+        waited = own.seconds["waiting_weights"]
         metrics = engine_metrics(self._engine) | {
-            "sampling_seconds": self._worked + now - self._start,
-            "waiting_seconds": self._waited,
+            "sampling_seconds": sum(own.seconds.values()) - waited,
+            "waiting_seconds": waited,
         }
-        self._start, self._worked, self._waited = now, 0.0, 0.0
+        everyone = tuple(collectives.gather_objects(own))
+        self._timers = Timers()
+        self._timers.begin(rollout + 1)
         if self._link:
             said = tuple(self._notes)
-            self._link.send(Delivery(rollout, _compact(groups), metrics, said, self._rollbacks))
+            sampled = _compact(groups)
+            self._link.send(Delivery(rollout, sampled, metrics, said, self._rollbacks, everyone))
         self._notes.clear()
 
     def __enter__(self) -> Self:
@@ -534,9 +561,10 @@ class Sampler:
 
     def _receive(self) -> Begin | Order | End:
         """Return the next message. Raises LinkLost if the trainers are gone."""
-        while (message := on_main(self._next_message)) is None:
-            if self.stop.agreed():
-                self._request_stop()
+        with here.waiting("weights", f"weights of {TRAINERS}", polls=True):
+            while (message := on_main(self._next_message)) is None:
+                if self.stop.agreed():
+                    self._request_stop()
         return message
 
     def _next_message(self) -> Begin | Order | End | None:
