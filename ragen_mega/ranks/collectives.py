@@ -85,6 +85,12 @@ def _private_store(timeout: datetime.timedelta) -> dist.Store:
     return store
 
 
+def board() -> dist.Store:
+    """Return a connection to the store that all ranks of the job see, for another thread."""
+    assert _store is not None  # since `start`
+    return dist.PrefixStore("board", _store.clone())
+
+
 def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
     """Divide the job into two parts, the last `num_last` ranks and the others: from now on rank,
     world size and all collectives, megatron-core's too, refer to the part that this rank is in.

@@ -36,6 +36,8 @@ class Position:
         """Count of stages and turns that have begun or ended, of whatever shows progress."""
         self.seconds: defaultdict[tuple[str, Cause], float] = defaultdict(float)
         """(Stage, cause) -> seconds since they were last cleared."""
+        self.requests: dict[object, tuple[str, float]] = {}
+        """Requests without an answer, of which a rank may have many: what, since when."""
         self.spans: list[tuple[str, float, float]] = []
         """Waits since they were last taken: cause, start in seconds since 1970, seconds."""
 
@@ -68,6 +70,16 @@ class Position:
             self.seconds[self.stage, cause] += seconds
             if seconds >= _SHOWN_SECONDS:
                 self.spans.append((f"waiting for {cause}", begin, seconds))
+
+    @contextmanager
+    def requesting(self, what: str) -> Iterator[None]:
+        """Keep a request in `requests` for the block."""
+        key = object()
+        self.requests[key] = what, time.monotonic()
+        try:
+            yield
+        finally:
+            del self.requests[key]
 
     def moved(self) -> None:
         """Note progress that no stage shows, such as the end of a turn."""

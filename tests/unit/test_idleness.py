@@ -1,4 +1,4 @@
-"""The meter of idleness: parts of a rank's time by hand, and the sentence about the largest wait."""
+"""The meter of idleness: parts of a rank's time by hand, the sentence about the largest wait."""
 
 import threading
 import time
