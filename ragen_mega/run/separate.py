@@ -40,12 +40,11 @@ weights (`--guard react`) orders anew what was or would be sampled under the wei
 Weights that ordered rollouts still need are in checkpoints (`staged`).
 """
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -56,11 +55,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data.compact import CompactTrajectories, compact, expand
 from ragen_mega.data.exchange import read_on_main
-from ragen_mega.data.types import TrajectoryGroup, in_groups
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.models.server_cut import cut_stream
-from ragen_mega.ranks import collectives
+from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.collectives import device, is_main, on_main
 from ragen_mega.ranks.waits import here
 from ragen_mega.report.console import Console
@@ -70,9 +68,8 @@ from ragen_mega.rollout.engine import EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.idleness import Usage, summed
+from ragen_mega.run.idleness import summed
 from ragen_mega.run.link import (
-    PORTABLE,
     SAMPLERS,
     TRAINERS,
     Alarm,
@@ -80,6 +77,16 @@ from ragen_mega.run.link import (
     LinkLost,
     connect,
     listen,
+)
+from ragen_mega.run.messages import (
+    PORTABLE,
+    Begin,
+    Delivery,
+    End,
+    Message,
+    Order,
+    decode,
+    encode,
 )
 from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
@@ -90,54 +97,8 @@ WEIGHTS = "weights_{:08d}.safetensors"
 """File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
 """
 _POLL_SECONDS = 0.2
+_SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The trainers are ready."""
-
-    base: str
-    """The directory of tokenizer and model configuration."""
-    name: str | None
-    """Name of the run, if the user gave one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The rollout of a step to sample."""
-
-    rollout: int
-    version: int
-    """The steps that its weights have been trained for."""
-    weights: bytes | None
-    """Weights as safetensors; None stands for the weights of the last order."""
-    rollbacks: int = 0
-    """Number of times that the trainers had gone back to earlier weights in this process. Orders
-    with a smaller number are void.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A rollout that was sampled."""
-
-    rollout: int
-    trajectories: CompactTrajectories | None
-    """Trajectories of the rollout; only the first rank of the trainers has them, others None."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    rollbacks: int = 0
-    """Number of its order."""
-    usage: tuple[Usage, ...] = ()
-    """How each rank that samples has spent its time since the delivery before."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The trainers have ended."""
-
-    exit_code: int
 
 
 class Part(NamedTuple):
@@ -272,13 +233,13 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        stays: list[CompactTrajectories | None] = []  # on the first rank
+        stays: list[Delivery] = []  # on the first rank
 
         def find() -> Delivery | Exception | None:
             found = self._find(step, start)
             if isinstance(found, Delivery):
-                stays.append(found.trajectories)
-                return replace(found, trajectories=None)
+                stays.append(found)
+                return replace(found, groups=None)
             return found
 
         with here.waiting("samples", f"rollout {step} of {SAMPLERS}", polls=True):
@@ -291,7 +252,7 @@ class Samplers:
             self._say(note)
         metrics.add("engine", found.metrics)
         self.usage = [*found.usage] or self._unused  # the disk had it
-        groups = read_on_main(lambda: in_groups(expand(stays[0])) if stays[0] else None)
+        groups = read_on_main(lambda: [*(stays[0].groups or ())])
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
@@ -334,18 +295,18 @@ class Samplers:
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
         if self._link:
-            self._link.send(End(exit_code))
+            self._link.send(encode(End(exit_code)))
             self._link.close()
 
     def _send(self, message: Begin | Order) -> None:
         if self._link:
-            self._link.send(message)
+            self._link.send(encode(message))
 
     def _find_stored(self, rollout: int, origin: Origin) -> bool:
         """Look on the first rank for a rollout that an earlier process has sampled."""
         groups = self._recall(rollout, origin)
         if groups is not None:
-            self._arrived[rollout] = Delivery(rollout, _compact(groups))
+            self._arrived[rollout] = Delivery(rollout, groups)
         return groups is not None
 
     def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
@@ -360,6 +321,7 @@ class Samplers:
             self._failure = self._alarm.given() if self._alarm else None
             silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
+                watch.ask(_SECONDS_TO_REPORT)
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
                     " or raise --sampler-timeout; --resume goes on from the last checkpoint"
@@ -381,10 +343,11 @@ class Samplers:
         data = self._link.receive(seconds) if self._link else None
         if data is None:
             return False
-        message = pickle.loads(data)
+        message = decode(data)
         if isinstance(message, Exception):
             self._failure = message
             return True
+        assert isinstance(message, Delivery)  # samplers send nothing else
         if message.rollbacks < self._rollbacks:
             return True
         self._arrived[message.rollout] = message
@@ -395,11 +358,12 @@ class Samplers:
         return True
 
     def _write(self, delivery: bytes, origin: Origin) -> None:
-        """Write a delivery on the writer thread; it is unpickled again because the loop mutates its
+        """Write a delivery on the writer thread; it is decoded again because the loop mutates its
         copy.
         """
-        message = pickle.loads(delivery)
-        self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
+        message = decode(delivery)
+        assert isinstance(message, Delivery) and message.groups is not None
+        self._keep(message.rollout, origin, message.groups)
 
 
 class Sampler:
@@ -530,8 +494,8 @@ class Sampler:
         self._timers.begin(rollout + 1)
         if self._link:
             said = tuple(self._notes)
-            sampled = _compact(groups)
-            self._link.send(Delivery(rollout, sampled, metrics, said, self._rollbacks, everyone))
+            delivery = Delivery(rollout, groups, metrics, said, self._rollbacks, everyone)
+            self._link.send(encode(delivery))
         self._notes.clear()
 
     def __enter__(self) -> Self:
@@ -547,7 +511,7 @@ class Sampler:
             raise SystemExit(2) from error  # the trainers have said why
         if isinstance(error, PORTABLE) and not isinstance(error, LinkLost):
             if self._link:
-                self._link.send(_portable(error))  # behind what was delivered
+                self._link.send(encode(error))  # behind what was delivered
             elif self._alarm:  # the others may not know of the error
                 self._alarm.give(_portable(error))
             self._wait_for_end()  # they say it
@@ -575,7 +539,7 @@ class Sampler:
             while self._link and (
                 data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS)
             ):
-                self._inbox.append(pickle.loads(data))
+                self._inbox.append(_for_samplers(decode(data)))
         except LinkLost:
             if not self._inbox:
                 raise
@@ -602,7 +566,7 @@ class Sampler:
         """Have the trainers stop the run, because a sampling rank received the signal."""
         if self._link and not self._has_told:
             self._has_told = True
-            self._link.send(Interrupted())
+            self._link.send(encode(Interrupted()))
 
     def _export_weights(self, shard: EngineShard | None) -> Iterable[tuple[str, Tensor]]:
         """Stream the weights of the last order as the engine takes them."""
@@ -619,8 +583,9 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
     return save(tensors) if is_main() else b""
 
 
-def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
-    return compact([member for group in groups for member in group.trajectories])
+def _for_samplers(message: Message) -> Begin | Order | End:
+    assert isinstance(message, (Begin, Order, End))  # trainers send nothing else
+    return message
 
 
 def _are_few(tasks: range, most: int, left: set[int]) -> bool:
@@ -628,5 +593,5 @@ def _are_few(tasks: range, most: int, left: set[int]) -> bool:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error in a form that another process can unpickle."""
+    """Return the error as one of the kinds that the other part knows."""
     return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))
