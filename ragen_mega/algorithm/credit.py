@@ -145,6 +145,22 @@ def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, 
     return starpo.whiten(to_go, mask), None
 
 
+def none(inputs: CreditInputs) -> tuple[Tensor, None]:
+    """No advantage from rewards: all of it comes from the teacher (`taught`)."""
+    return torch.zeros_like(inputs.rewards), None
+
+
+def taught(batch: TokenBatch, weight: float) -> Tensor:
+    """[T] advantages of on-policy distillation (arXiv:2306.13649; as a reward of each token,
+    arXiv:2306.08543): weight x (log teacher - log policy) of the sampled token.
+
+    Samples are the policy's, so that the expected gradient of the loss is weight x the gradient of
+    KL(policy || teacher) at each token, with the tokens before it as they are: a discount of 0.
+    """
+    assert batch.teacher_log_ratios is not None  # of a run with a teacher
+    return weight * torch.where(batch.loss_mask, batch.teacher_log_ratios, 0.0)
+
+
 def estimate_advantages(
     batch: TokenBatch,
     trajectories: Sequence[Trajectory],
@@ -159,8 +175,9 @@ def estimate_advantages(
     `trajectories` are the trajectories of the batch, in its order; `settings` has the fields of
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
     reweighting). The batch must hold values for an estimator with a critic and reference
-    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if a user's estimator
-    fails or returns something else.
+    log-probabilities for a KL in the reward. A teacher's log-ratios, where the batch holds them,
+    are added to what the estimator gives, after whitening and reweighting. Raises PlugInError, in
+    one line, if a user's estimator fails or returns something else.
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
@@ -186,6 +203,8 @@ def estimate_advantages(
         advantages = starpo.whiten(advantages, there.loss_mask)
     if group_weights is not None:
         advantages = advantages * inputs.per_token(move(group_weights, device))
+    if there.teacher_log_ratios is not None:
+        advantages = advantages + taught(there, settings.teacher_weight)
     credited = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
     return batch.with_fields(**{name: value.to(home) for name, value in credited.items()})
 
