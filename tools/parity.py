@@ -330,6 +330,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     from ragen_mega.megatron.critic import MegatronCritic
     from ragen_mega.megatron.initialize import initialize
     from ragen_mega.megatron.policy import MegatronPolicy
+    from ragen_mega.megatron.scorer import FrozenPolicy
     from ragen_mega.megatron.weights import export_weights
     from ragen_mega.storage.model_readers import open_model
 
@@ -352,6 +353,8 @@ def run_layout(layout: Layout, directory: Path) -> None:
         for model in (policy, critic):
             model.load_weights(reader)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
+        teacher = FrozenPolicy(hf, groups, layout.parallel, train, reader, temperature=TEMPERATURE)
+        results[Key("logprobs", architecture, "teacher")] = teacher.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
                 metrics = model.update(batch)

@@ -151,14 +151,29 @@ def none(inputs: CreditInputs) -> tuple[Tensor, None]:
 
 
 def taught(batch: TokenBatch, weight: float) -> Tensor:
-    """[T] advantages of on-policy distillation (arXiv:2306.13649; as a reward of each token,
-    arXiv:2306.08543): weight x (log teacher - log policy) of the sampled token.
+    """[T] advantages of on-policy distillation (GKD, arXiv:2306.13649, with the reverse KL on the
+    policy's samples): weight x (d - b), d = log teacher - log policy of the sampled token.
 
-    Samples are the policy's, so that the expected gradient of the loss is weight x the gradient of
-    KL(policy || teacher) at each token, with the tokens before it as they are: a discount of 0.
+    b is the mean of d over the tokens at the same place of the same turn of the other trajectories,
+    0 where there are none. The sampled token has no part in it, so that the expected gradient of
+    the loss is weight x the gradient of KL(policy || teacher) at each token, with the tokens before
+    it as they are: a discount of 0.
     """
-    assert batch.teacher_log_ratios is not None  # of a run with a teacher
-    return weight * torch.where(batch.loss_mask, batch.teacher_log_ratios, 0.0)
+    ratios, mask = batch.teacher_log_ratios, batch.loss_mask
+    assert ratios is not None  # of a run with a teacher
+    positions = mask.nonzero().squeeze(1)
+    found, turns = ratios[positions].double(), batch.turn_ids[positions].long()
+    owners = torch.searchsorted(batch.cu_seqlens[1:].long(), positions, right=True)
+    numbers = torch.arange(len(positions), device=positions.device)
+    begins = torch.ones_like(mask[positions])
+    begins[1:] = (turns[1:] != turns[:-1]) | (owners[1:] != owners[:-1])
+    places = numbers - torch.where(begins, numbers, 0).cummax(0).values
+    keys = turns * (len(positions) + 1) + places
+    _, members, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
+    totals = found.new_zeros(len(sizes)).index_add(0, members, found)
+    others = (sizes[members] - 1).clamp(min=1)
+    mean = torch.where(sizes[members] > 1, (totals[members] - found) / others, 0.0)
+    return torch.zeros_like(ratios).index_copy(0, positions, (weight * (found - mean)).float())
 
 
 def estimate_advantages(
