@@ -67,7 +67,7 @@ class Passes:
         self.chunks = chunks
         """The models of this rank: one, or several under the interleaved schedule."""
         self.models: list[Any] = list(chunks)
-        """What the schedule drives."""
+        """Models that the schedule drives."""
         self.groups = groups
         self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)

@@ -154,8 +154,7 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
-    if config.loads_teacher:
-        on_main(lambda: check_teacher(config, hf, renderer))
+    on_main(lambda: check_teacher(config, hf, renderer))
     for name in config.environment.evaluated:
         if shown := prompt_examples(config.environment, name):
             console.say(
@@ -176,8 +175,6 @@ def build_run(
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
     policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
-    for line in teacher.notes if teacher else ():
-        console.say(line)
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
@@ -307,9 +304,11 @@ def build_models(
 
 
 def check_teacher(config: StarPOConfig, hf: PretrainedConfig, renderer: ChatRenderer) -> None:
-    """Raise ValueError unless the model of --teacher-load has the policy's tokens, and fits the
-    layout.
+    """Raise ValueError unless the model of --teacher-load, if there is one, has the policy's tokens
+    and fits the layout.
     """
+    if not config.loads_teacher:
+        return
     directory = str(local_directory(str(config.model.teacher_load)))
     model = load_config(directory)
     check_model(model, config.parallel)

@@ -115,6 +115,8 @@ class Run:
         models: Mapping[str, str] | None,
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
+        for line in self.teacher.notes if self.teacher else ():
+            say(line)
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
         self.sync = WeightSync(self.engine, self.policy.export_weights, self.placement.enter)
         sampling = Sampling(

@@ -1,5 +1,5 @@
-"""On-policy distillation: a teacher scores the tokens that the policy has sampled, behind the same
-prompts or behind prompts of its own.
+"""On-policy distillation: a teacher scores the tokens that the policy has sampled, behind the
+policy's prompts or behind other ones.
 
 GKD (arXiv:2306.13649) with the reverse KL on the policy's samples. Its own prompts differ in worked
 examples or in the system prompt: what the policy reads there moves into its weights (context
@@ -86,20 +86,20 @@ class Teacher:
 
     def _restated(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Return the trajectories behind the teacher's prompts."""
-        states = [(one.environment, one.seed, one.outcome_seed) for one in trajectories]
+        states = [(each.environment, each.seed, each.outcome_seed) for each in trajectories]
         found = on_main(partial(self._prompts, states, step))
 
         def restate() -> list[Trajectory]:
-            for one, (prompt, _) in zip(trajectories, found, strict=True):
-                if one.is_held and one.first_prompt != prompt:
+            pairs = [*zip(trajectories, found, strict=True)]
+            for member, (prompt, _) in pairs:
+                if member.is_held and member.first_prompt != prompt:
                     raise ValueError(
-                        f"{one.environment} does not begin again as it began from seed {one.seed},"
-                        " and a teacher needs that for prompts of its own; let reset depend on its"
-                        " seed alone, or drop --teacher-prompt-examples and --teacher-system-prompt"
+                        f"{member.environment} does not begin again as it began from seed"
+                        f" {member.seed}, and a teacher needs that for its own prompts; let reset"
+                        " depend on its seed alone, or drop --teacher-prompt-examples and"
+                        " --teacher-system-prompt"
                     )
-            return [
-                one.behind(restated) for one, (_, restated) in zip(trajectories, found, strict=True)
-            ]
+            return [member.behind(restated) for member, (_, restated) in pairs]
 
         return on_each(restate)
 

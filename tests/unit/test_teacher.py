@@ -1,9 +1,10 @@
 """On-policy distillation: its gradient against exact sums in float64, the teacher's log-ratios
-against transformers, prompts of its own, and what is refused.
+against transformers, its own prompts, and what is refused.
 """
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ragen_mega.megatron.scorer import FrozenPolicy
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, prompt_examples
+from ragen_mega.run.check import check
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.teacher import Teacher, check_tokens
 from ragen_mega.run.timers import Timers
@@ -278,6 +280,22 @@ def test_settings_that_cannot_work(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         parse(flags.split())
     assert "\n" not in str(raised.value)
+
+
+def test_a_teacher_without_a_template(tmp_path: Path) -> None:
+    world = World("--teacher-prompt-examples", "2")
+    for name in ("policy", "teacher"):
+        world.model.save_pretrained(tmp_path / name)
+        world.renderer.tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "teacher" / "chat_template.jinja").unlink()
+    flags = ["--environments", "reverse", *ALONE, "--output", str(tmp_path / "runs")]
+    flags += ["--load", str(tmp_path / "policy"), "--teacher-load"]
+    with pytest.raises(ValueError, match="--teacher-load .* without chat template"):
+        check(parse([*flags, str(tmp_path / "teacher")]), 1, 1)
+    with pytest.raises(ValueError, match="--teacher-load .*nothing"):
+        check(parse([*flags, str(tmp_path / "nothing")]), 1, 1)
+    same = parse([*flags, str(tmp_path / "policy")])
+    assert not same.loads_teacher and same.needs_reference and not same.has_kl
 
 
 def test_other_tokens_are_refused_with_the_first_difference() -> None:

@@ -93,7 +93,7 @@ class ModelConfig(Section):
 
     @property
     def restates_prompts(self) -> bool:
-        """Return whether the teacher has prompts of its own."""
+        """Return whether the teacher has its own prompts."""
         own = (self.teacher_prompt_examples, self.teacher_system_prompt)
         return any(value is not None for value in own)
 
