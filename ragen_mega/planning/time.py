@@ -555,6 +555,10 @@ def step_seconds(
     if setting.has_reference:  # it takes the place of the actor's parameters, which come back
         moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters
         phases["reference"] = scored() | {"host link": moved / machine.host_link}
+    if setting.teacher is not None:
+        phases["teacher"] = passes(
+            machine, Sizes.of(setting.teacher), cut, is_trained=False, **micros(trained)
+        )
     if setting.has_critic:
         phases["values"] = scored(labels=0.0)
         phases["update critic"] = updated(labels=0.0)

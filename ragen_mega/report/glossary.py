@@ -67,6 +67,8 @@ GLOSSARY = {
     "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
     " ranking and in no loss.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
+    "teacher/kl": "Log-probability of a sampled token under the policy less that under the teacher,"
+    " in nats, mean over the sampled tokens: an estimate of KL(policy || teacher).",
     "filter/kept_groups": "Groups that the filter kept for training; of several environments each"
     " by its name.",
     "filter/short_groups": "Groups of which fewer than two trajectories have a return: they are"

@@ -60,9 +60,10 @@ from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts, count_sampled
 from ragen_mega.run.sampling import Sampling
-from ragen_mega.run.selection import choose_groups, shape_on_main
+from ragen_mega.run.selection import choose_groups, members_of, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
+from ragen_mega.run.teacher import Teacher
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.adapter_files import save_adapter
 from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
@@ -82,6 +83,7 @@ class Run:
     config: StarPOConfig
     policy: MegatronPolicy
     critic: MegatronCritic | None
+    teacher: Teacher | None
     engine: RolloutEngine
     renderer: ChatRenderer
     tasks: TaskSampler
@@ -120,6 +122,8 @@ class Run:
         models: Mapping[str, str] | None,
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
+        for line in self.teacher.notes if self.teacher else ():
+            say(line)
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
         adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
         export = partial(self.policy.export_weights, is_merged=adapter is None)
@@ -265,22 +269,24 @@ class Run:
                 found["score_average"] = moving_average(self.score_average, found["score"])
             log.add("collapse", found)
 
-    def score(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
+    def score(self, batch: TokenBatch, kept: Sequence[TrajectoryGroup], log: StepLog) -> TokenBatch:
         """Add what the loss needs of the models: old log-probabilities, values of the critic, the
-        reference policy's log-probabilities.
+        reference policy's log-probabilities, the teacher's log-ratios.
         """
         batch = self.batches.with_old_logprobs(batch, log)
         if self.critic:
             batch = batch.with_fields(values=self.critic.values(batch))
-        if self.config.needs_reference:
+        if self.config.has_kl:
             batch = batch.with_fields(ref_logprobs=self.policy.reference_logprobs(batch))
+        if self.teacher:
+            batch = self.teacher.score(batch, members_of(kept), log)
         return batch
 
     def estimate_advantages(self, batch: TokenBatch, kept: Sequence[TrajectoryGroup]) -> TokenBatch:
         """Add advantages and returns. One rank alone may fail, for example for want of memory; all
         leave then.
         """
-        trajectories = [trajectory for group in kept for trajectory in group.trajectories]
+        trajectories = members_of(kept)
         weights = group_weights(kept, self.config.filter)
         estimate = partial(estimate_advantages, group_weights=weights, device=device())
         return on_each(partial(estimate, batch, trajectories, self.config.advantage))
