@@ -4,8 +4,8 @@
 
 It takes the flags of `ragen-mega train` with one turn, such as `--recipe smollm2_reverse --load
 models/smollm2`, and with them model, prompts, rewards, held-out states, objective, learning rate
-and limit of an answer. bench_peers.py makes the environment. A line of the curve is an evaluation: {"step", "seconds",
-"samples", "success"}, whose seconds leave evaluations and imports out.
+and limit of an answer. bench_peers.py makes the environment. A line of the curve is an evaluation:
+{"step", "seconds", "samples", "success"}, whose seconds leave evaluations and imports out.
 """
 
 import itertools
