@@ -154,8 +154,9 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
-    splits = on_main(lambda: split_notes(config.environment))
-    for note in (recipe_note(config), sizes_without_effect(config), *splits):
+    splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
+    fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
+    for note in (recipe_note(config), sizes_without_effect(config), *splits, *fewer):
         if note:
             console.say(note)
     base = base_directory(config)
@@ -170,9 +171,6 @@ def build_run(
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
-    for name, states in prompts.items():
-        if note := held_out_note(name, len(states), config.evaluation.eval_prompts):
-            console.say(note)
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)
