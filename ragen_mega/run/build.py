@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ragen_mega.agents.examples import find_references
-from ragen_mega.config import StarPOConfig, TrainConfig
+from ragen_mega.config import EnvironmentConfig, StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
@@ -163,12 +163,8 @@ def build_run(
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
     on_main(lambda: check_teacher(config, hf, renderer))
-    for name in config.environment.evaluated:
-        if shown := prompt_examples(config.environment, name):
-            console.say(
-                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
-                f" take {len(renderer.start(shown))} tokens"
-            )
+    for note in example_notes(config.environment, renderer):
+        console.say(note)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
     notes += on_main(lambda: check_play(config, renderer))
@@ -185,6 +181,8 @@ def build_run(
     with waiting("loading the model"):
         policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     console.say(f"model: {precision.describe(policy.head.config)}")
+    for note in teacher.notes if teacher else ():
+        console.say(note)
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
     run = Run(
@@ -217,6 +215,16 @@ def build_run(
         run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
         run.step_version = run.engine.weight_version
     return run
+
+
+def example_notes(config: EnvironmentConfig, renderer: ChatRenderer) -> list[str]:
+    """Return a line for each environment whose prompts show examples."""
+    return [
+        f"{name}: every prompt shows {config.prompt_examples} examples, which take"
+        f" {len(renderer.start(shown))} tokens"
+        for name in config.evaluated
+        if (shown := prompt_examples(config, name))
+    ]
 
 
 def build_sampling(

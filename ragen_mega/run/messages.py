@@ -57,7 +57,7 @@ class Delivery:
     rollbacks: int = 0
     """Number of its order."""
     usage: tuple[Usage, ...] = ()
-    """How each rank that samples has spent its time since the delivery before."""
+    """Time that each sampling rank has spent, by kind, since the delivery before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on a task of ragen_mega, for its curve of success against time and samples.
 
-    .venv-trl/bin/python tools/benchmarks/learn_trl.py --curve curve.jsonl FLAGS
+    .venv-trl/bin/python tools/benchmarks/learn_trl.py --curve curve.jsonl -- FLAGS
 
 It takes the flags of `ragen-mega train` with one turn, such as `--recipe smollm2_reverse --load
 models/smollm2`, and with them model, prompts, rewards, held-out states, objective, learning rate
@@ -8,23 +8,22 @@ and limit of an answer. bench_peers.py makes the environment. A line of the curv
 {"step", "seconds", "samples", "success"}, whose seconds leave evaluations and imports out.
 """
 
+import argparse
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # TRL's environment has no ragen_mega
 
 import torch
-from datasets import Dataset
 from peers import first_prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
+from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import parse
 from ragen_mega.environments.episode import is_success
 from ragen_mega.rollout.player import Task
@@ -80,8 +79,17 @@ class Curve(TrainerCallback):
         self.paused += time.perf_counter() - begin
 
 
-def main(curve: Path, flags: Sequence[str]) -> None:
-    config = parse(list(flags))
+@command(
+    __doc__,
+    flag("--curve", "file that gets a line for each evaluation", Path("curve.jsonl")),
+    flag("flags", "of the training", nargs="*"),
+)
+def main(arguments: argparse.Namespace) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+    config, curve = parse(arguments.flags), arguments.curve
     train, rollout = config.train, config.rollout
     tokenizer = AutoTokenizer.from_pretrained(config.model.load, padding_side="left")
     renderer = ChatRenderer(tokenizer, think=config.environment.think)
@@ -121,6 +129,4 @@ def main(curve: Path, flags: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    _, _, curve, *flags = sys.argv
-    main(Path(curve), flags)
+    main()
