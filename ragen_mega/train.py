@@ -67,7 +67,7 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
         # Advantages: everything the loss needs, under the weights that sampled.
         with log.stage("advantages"):
             batch = batches.pack(groups, kept, step)  # a rank holds no more than it trains
-            batch = run.score(batch, log)
+            batch = run.score(batch, kept, log)
             batch = run.estimate_advantages(batch, kept)
             shown = batches.with_trace_logprobs(groups, kept, batch)
 

@@ -402,6 +402,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     from ragen_mega.megatron.critic import MegatronCritic
     from ragen_mega.megatron.initialize import initialize
     from ragen_mega.megatron.policy import MegatronPolicy
+    from ragen_mega.megatron.scorer import FrozenPolicy
     from ragen_mega.megatron.weights import export_weights, load_adapters
     from ragen_mega.storage.model_readers import open_model
 
@@ -431,6 +432,8 @@ def run_layout(layout: Layout, directory: Path) -> None:
             for seed, chunks in enumerate((policy.chunks, critic.chunks)):
                 load_adapters(chunks, random_adapter(ModelShape.of(hf), lora, seed).get)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
+        teacher = FrozenPolicy(hf, groups, layout.parallel, train, reader, temperature=TEMPERATURE)
+        results[Key("logprobs", architecture, "teacher")] = teacher.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
                 metrics = model.update(batch)

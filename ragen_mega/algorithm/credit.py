@@ -145,6 +145,37 @@ def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> tuple[Tensor, 
     return starpo.whiten(to_go, mask), None
 
 
+def none(inputs: CreditInputs) -> tuple[Tensor, None]:
+    """No advantage from rewards: all of it comes from the teacher (`taught`)."""
+    return torch.zeros_like(inputs.rewards), None
+
+
+def taught(batch: TokenBatch, weight: float) -> Tensor:
+    """[T] advantages of on-policy distillation (GKD, arXiv:2306.13649, with the reverse KL on the
+    policy's samples): weight x (d - b), d = log teacher - log policy of the sampled token.
+
+    b is the mean of d over the tokens at the same place of the same turn of the other trajectories,
+    0 where there are none. The sampled token has no part in it, so that the expected gradient of
+    the loss is weight x the gradient of KL(policy || teacher) at each token, with the tokens before
+    it as they are: a discount of 0.
+    """
+    ratios, mask = batch.teacher_log_ratios, batch.loss_mask
+    assert ratios is not None  # of a run with a teacher
+    positions = mask.nonzero().squeeze(1)
+    found, turns = ratios[positions].double(), batch.turn_ids[positions].long()
+    owners = torch.searchsorted(batch.cu_seqlens[1:].long(), positions, right=True)
+    numbers = torch.arange(len(positions), device=positions.device)
+    begins = torch.ones_like(mask[positions])
+    begins[1:] = (turns[1:] != turns[:-1]) | (owners[1:] != owners[:-1])
+    places = numbers - torch.where(begins, numbers, 0).cummax(0).values
+    keys = turns * (len(positions) + 1) + places
+    _, members, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
+    totals = found.new_zeros(len(sizes)).index_add(0, members, found)
+    others = (sizes[members] - 1).clamp(min=1)
+    mean = torch.where(sizes[members] > 1, (totals[members] - found) / others, 0.0)
+    return torch.zeros_like(ratios).index_copy(0, positions, (weight * (found - mean)).float())
+
+
 def estimate_advantages(
     batch: TokenBatch,
     trajectories: Sequence[Trajectory],
@@ -159,8 +190,9 @@ def estimate_advantages(
     `trajectories` are the trajectories of the batch, in its order; `settings` has the fields of
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
     reweighting). The batch must hold values for an estimator with a critic and reference
-    log-probabilities for a KL in the reward. Raises PlugInError, in one line, if a user's estimator
-    fails or returns something else.
+    log-probabilities for a KL in the reward. A teacher's log-ratios, where the batch holds them,
+    are added to what the estimator gives, after whitening and reweighting. Raises PlugInError, in
+    one line, if a user's estimator fails or returns something else.
     """
     name = settings.advantage_estimator
     estimator = find_estimator(name)
@@ -186,6 +218,8 @@ def estimate_advantages(
         advantages = starpo.whiten(advantages, there.loss_mask)
     if group_weights is not None:
         advantages = advantages * inputs.per_token(move(group_weights, device))
+    if there.teacher_log_ratios is not None:
+        advantages = advantages + taught(there, settings.teacher_weight)
     credited = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
     return batch.with_fields(**{name: value.to(home) for name, value in credited.items()})
 

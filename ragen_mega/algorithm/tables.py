@@ -23,6 +23,9 @@ from ragen_mega.system.addresses import check_addresses
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
 """Flags that are passed to an advantage estimator with a parameter of that name."""
 
+TEACHER = "teacher"
+"""Term of --reward that is no reward of turns: the teacher's log-ratios, see `credit.taught`."""
+
 _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
     r"(?P<name>https?://[^\s+*]+|[A-Za-z_]\w*(?:\.\w+)*(?::\w+(?:\.\w+)*)?)\s*"
@@ -143,6 +146,7 @@ ESTIMATORS = Registry(
         "reinforce_plus_plus": _estimator(
             f"{_CREDIT}:reinforce_plus_plus", ("gamma",), min_group_size=2
         ),
+        "none": _estimator(f"{_CREDIT}:none"),
     },
     known_elsewhere={
         "ppo": "gae",
@@ -253,6 +257,12 @@ def parse_reward(text: str) -> dict[str, float]:
             )
         if is_judge(term["name"]):
             _check_address(term["name"])
+        elif term["name"] == TEACHER:
+            if weight < 0:
+                raise ValueError(
+                    f"the weight of {TEACHER} must not be negative ({weight:g} would drive the"
+                    ' policy away from it); write e.g. --reward "environment + 0.1*teacher"'
+                )
         else:
             REWARDS.check_call(term["name"], REWARDS.check(term["name"]), "trajectory")
         terms[term["name"]] = weight

@@ -208,14 +208,16 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     if config.model.critic_load:
         start = start._replace(critic=local_directory(config.model.critic_load))
     placement = Colocated(config.parallel.offload)
-    policy, critic = build_models(config, hf, groups, start, placement)
+    renderer = load_renderer(str(base), think=config.environment.think)
+    policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Run(
         config=config,
         policy=policy,
         critic=critic,
+        teacher=teacher,
         engine=EmbeddedEngine(hf, max_context=config.rollout.max_context_length, max_sessions=1),
-        renderer=load_renderer(str(base), think=config.environment.think),
+        renderer=renderer,
         tasks=TaskSampler(config),
         prompts={},
         references=References(dict.fromkeys(config.environment.shares, unknown)),

@@ -67,6 +67,7 @@ def check_rules(config: Sections) -> None:
         _check_placement,
         _check_critic,
         _check_lora,
+        _check_teacher,
         _check_agents,
     ):
         check(config)
@@ -256,10 +257,10 @@ def _check_placement(config: Sections) -> None:
 def _check_critic(config: Sections) -> None:
     """Check that settings of the critic have one."""
     name, has_none = config.advantage.advantage_estimator, not config.advantage.uses_critic
-    if has_none and config.parallel.offload == "turns":
+    if has_none and config.parallel.offload == "turns" and config.model.teacher_load is None:
         raise ValueError(
-            f"offload turns is for actor and critic, and advantage_estimator {name} has no"
-            " critic; set --offload rollout"
+            f"offload turns is for actor and critic or teacher, and advantage_estimator {name} has"
+            " no critic; set --offload rollout"
         )
     if has_none and config.train.critic_warmup > 0:
         raise ValueError(
@@ -315,6 +316,44 @@ def _check_lora(config: Sections) -> None:
         )
 
 
+def _check_teacher(config: Sections) -> None:
+    """Check that a teacher differs from the policy, and that its log-ratios reach the loss."""
+    model, advantage, loss = config.model, config.advantage, config.loss
+    is_given = model.teacher_load is not None or model.restates_prompts
+    if is_given and not advantage.has_teacher:
+        raise ValueError(
+            f"a teacher does nothing with reward {advantage.reward}; drop --teacher-..., or set"
+            ' --reward "environment + 0.1*teacher", or --reward teacher with --advantage-estimator'
+            " none"
+        )
+    if not advantage.has_teacher:
+        return
+    if not is_given:
+        raise ValueError(
+            "reward teacher needs a teacher that is not the policy itself; set --teacher-load"
+            " MODEL, --teacher-prompt-examples 4 or --teacher-system-prompt TEXT"
+        )
+    if loss.policy_loss == "gspo" or loss.loss_mask == "legacy":
+        raise ValueError(
+            "a teacher gives each sampled token an advantage of its own, which policy_loss gspo"
+            " and loss_mask legacy have no place for; drop --policy-loss or --loss-mask"
+        )
+    if (
+        advantage.advantage_estimator == "none"
+        and find_filter(config.filter.filter_strategy).drops_constant
+    ):
+        raise ValueError(
+            f"filter_strategy {config.filter.filter_strategy} ranks groups by their returns, and"
+            f" reward {advantage.reward} leaves none; set --filter-strategy none"
+        )
+    if model.restates_prompts and config.rollout.context_window:
+        raise ValueError(
+            f"context_window {config.rollout.context_window} writes prompts anew in the middle of"
+            " an episode, and a teacher has its own first prompt alone; drop --context-window, or"
+            " --teacher-prompt-examples and --teacher-system-prompt"
+        )
+
+
 def _check_agents(config: Sections) -> None:
     """Check that settings of agents have one, and that agents have no settings of environments."""
     agents = [name for name in config.environment.evaluated if is_agent(name)]
@@ -333,6 +372,8 @@ def _check_agents(config: Sections) -> None:
     for name, value in (
         ("context_window", config.rollout.context_window),
         ("prompt_examples", config.environment.prompt_examples),
+        ("teacher_prompt_examples", config.model.teacher_prompt_examples),
+        ("teacher_system_prompt", config.model.teacher_system_prompt),
     ):
         if value:
             raise ValueError(

@@ -42,7 +42,9 @@ class StarPOConfig(Sections):
         if self.loss.old_logprobs == "engine":
             return "engine"
         is_needed_before = (
-            self.advantage.kl_in_reward != "none" or self.advantage.estimator.reads_logprobs
+            self.advantage.kl_in_reward != "none"
+            or self.advantage.has_teacher
+            or self.advantage.estimator.reads_logprobs
         )
         if num_updates == 1 and not is_needed_before:
             return "update"
@@ -68,9 +70,21 @@ class StarPOConfig(Sections):
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
 
     @property
-    def needs_reference(self) -> bool:
-        """Return whether a frozen reference policy takes part."""
+    def has_kl(self) -> bool:
+        """Return whether a KL to the reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Return whether the teacher is another model than what the policy starts from."""
+        model = self.model
+        is_start = model.teacher_load == model.load and not self.has_warm_start
+        return model.teacher_load is not None and not is_start
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a frozen copy of what the policy starts from takes part."""
+        return self.has_kl or (self.advantage.has_teacher and not self.loads_teacher)
 
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
         """Map a number of finished steps to the episodes that one of `num_engines` engines then

@@ -65,6 +65,7 @@ TOKEN_FIELDS: dict[str, TokenField] = {
     "old_logprobs": TokenField(torch.float32, "policy"),
     "entropies": TokenField(torch.float32, "policy"),
     "ref_logprobs": TokenField(torch.float32, "reference policy"),
+    "teacher_log_ratios": TokenField(torch.float32, "teacher"),
     "values": TokenField(torch.float32, "critic"),
     "advantages": TokenField(torch.float32, "estimator"),
     "returns": TokenField(torch.float32, "estimator"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -234,6 +234,23 @@ class Trajectory:
         absent = Elsewhere(len(self) if length is None else length)
         self.token_fields = dict.fromkeys(recorded_fields(), absent)
 
+    def behind(self, prompt: Sequence[int]) -> Trajectory:
+        """Return the same turns behind another first prompt, without further fields. It is held
+        where the trajectory is.
+        """
+        first = self.turns[0].start
+        shift = len(prompt) - first
+        turns = [replace(t, start=t.start + shift, end=t.end + shift) for t in self.turns]
+        moved = replace(self, turns=turns, breaks=[each + shift for each in self.breaks])
+        if not self.is_held:
+            moved.release(len(self) + shift)
+            return moved
+        moved.token_fields = {
+            name: Packed(row.defaults(len(self) + shift)) for name, row in recorded_fields().items()
+        }
+        moved.tokens = [*prompt, *self.tokens[first:]]
+        return moved
+
     def append_observation(self, tokens: Sequence[int], *, afresh: bool = False) -> None:
         """Append tokens that the policy did not sample: prompt, observation, chat markers, a forced
         `<think>`. `afresh`: they are the whole prompt of what comes next, and start a segment.
@@ -364,6 +381,10 @@ class TokenBatch:
     old_logprobs: Tensor | None = None  # [T] float32, under the weights at the start of the update
     entropies: Tensor | None = None  # [T] float32, nats, of what labels[t] was drawn from
     ref_logprobs: Tensor | None = None  # [T] float32, under the frozen reference policy
+    teacher_log_ratios: Tensor | None = None
+    """[T] float32, log-probability of labels[t] under the teacher less that under the weights at
+    the start of the update.
+    """
     values: Tensor | None = None  # [T] float32, of the state before labels[t]
     advantages: Tensor | None = None  # [T] float32
     returns: Tensor | None = None  # [T] float32, regression target of the critic

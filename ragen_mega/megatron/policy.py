@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, logprob_entropy
+from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -17,6 +17,7 @@ from ragen_mega.megatron.lora import without_adapters
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
+from ragen_mega.megatron.scorer import Scorer
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import (
     export_weights,
@@ -42,7 +43,7 @@ _MEANS = (
 """Metrics of an update that are means over the sampled tokens."""
 
 
-class MegatronPolicy:
+class MegatronPolicy(Scorer):
     """An actor on tensor, pipeline and data-parallel ranks. All methods are collective."""
 
     def __init__(
@@ -85,8 +86,7 @@ class MegatronPolicy:
         self.chunks = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
         start_adapters(self.chunks, train.seed)
         self.head = self.chunks[-1]
-        """The chunk that has the LM head on ranks of the last stage."""
-        self.trainer = Trainer(
+        self.trainer: Trainer = Trainer(
             self.chunks,
             groups,
             parallel,
@@ -154,10 +154,6 @@ class MegatronPolicy:
             self._link_speed = measure_bound(reshard_plan(self.chunks, self.groups))
         return self._traffic.metrics(self._link_speed)
 
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probability of each sampled label at the rollout temperature, 0 elsewhere."""
-        return self.logprobs_and_entropies(batch)[0]
-
     def with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
         """Add the old log-probabilities with their entropies. Under `--routing-replay policy` the
         routes of this pass are added, which later passes replay.
@@ -171,31 +167,6 @@ class MegatronPolicy:
         logprobs, entropies = self.logprobs_and_entropies(batch, routes)
         routes = collectives.sum_over_ranks(routes)
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies, routes=routes)
-
-    def logprobs_and_entropies(
-        self, batch: TokenBatch, routes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, and [T] entropy in nats of the distribution that each label was drawn from;
-        the same pass gives both. `routes`: see `Trainer.per_token`.
-        """
-
-        def compute(micro: Microbatch, output: Tensor) -> Tensor:
-            hidden, labels, rows = self._head_rows(micro, output)
-            both = linear_logprobs(
-                hidden,
-                self.head.head_weight(),
-                labels,
-                temperature=self.temperature,
-                rows=rows,
-                **self.head.vocab_arguments(),
-            )
-            of_rows = torch.stack([micro.per_row(values[rows]) for values in both], dim=-1)
-            found = of_rows.new_zeros(micro.num_positions, 2)
-            return found.index_copy_(0, micro.rows, of_rows)
-
-        both = self.trainer.per_token(batch, compute, 2, routes=routes)
-        logprobs, entropies = both.t().contiguous()
-        return logprobs, entropies
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """[T] log-probabilities under the frozen weights that training started from: a copy in
@@ -277,13 +248,3 @@ class MegatronPolicy:
 
         sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 1)
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
-
-    def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hidden states and labels for the LM head, and the rows of them that it has to
-        compute: one for each edge of the microbatch.
-        """
-        hidden = self.head.head_input(output)
-        if micro.edges is None:
-            return hidden[: micro.num_positions], micro.labels, micro.rows
-        nodes, labels = micro.edges.nodes, micro.edges.labels
-        return hidden.index_select(0, nodes), labels, torch.arange(len(nodes), device=nodes.device)

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -40,6 +40,7 @@ from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel, trained
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.waits import here
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Shared prefixes are merged only if at most this share of the positions is distinct: building the
@@ -53,8 +54,8 @@ values
 """
 
 
-class Trainer:
-    """A model, its gradient buffers, its optimizer and its learning-rate schedule."""
+class Passes:
+    """A model on megatron-core's schedules, without gradients."""
 
     def __init__(
         self,
@@ -62,17 +63,12 @@ class Trainer:
         groups: ProcessGroupCollection,
         parallel: ParallelConfig,
         train: TrainConfig,
-        *,
-        lr: float,
-        first_step: int = 0,
-        decoupled_lr: float | None = None,
-        adam_eps: float = 1e-8,
     ) -> None:
-        """`first_step`: the step of the run in which its schedule begins."""
         mark_tensor_parallel(chunks)
         self.chunks = chunks
         """The models of this rank: one, or several under the interleaved schedule."""
-        config = chunks[0].config  # the same object for all
+        self.models: list[Any] = list(chunks)
+        """Models that the schedule drives."""
         self.groups = groups
         self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)
@@ -85,65 +81,14 @@ class Trainer:
         self.most_nodes = MAX_DISTINCT_SHARE[
             train.shared_prefixes if parallel.fp8 == "none" else "off"
         ]
-        self._lacks_scales = self._lacks_gradient_scales = scales_from_history(config)
-        reduction = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-            overlap_grad_reduce=groups.dp.size() > 1,
-        )
-        # passes of other chunks hide the reduction of a later one
-        self.models = [
-            DistributedDataParallel(config, reduction, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
-        # gradients are reduced during the backward pass of the last microbatch
-        config.no_sync_func = self._no_sync
-        config.finalize_model_grads_func = _sum_gradients
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=lr,
-            min_lr=0.0,
-            decoupled_lr=decoupled_lr,
-            weight_decay=train.weight_decay,
-            adam_beta1=train.adam_beta1,
-            adam_beta2=train.adam_beta2,
-            adam_eps=adam_eps,
-            clip_grad=train.clip_grad,
-            bf16=parallel.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-        )
-        with cpu.cuda_literals_as_cpu():
-            self.optimizer = get_megatron_optimizer(
-                options, self.models, use_gloo_process_groups=False, pg_collection=groups
-            )
-        self.schedule = _Schedule(self.optimizer, train, lr, first_step)
-        self._lrs = [group["max_lr"] for group in self.optimizer.param_groups]
-        self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        # On a processor torch's Adam then updates all parameters in one call, where it otherwise
-        # takes a dozen for each, which small models feel.
-        for group in self.optimizer.param_groups if cpu.is_active() else ():
-            group["fused"] = True
-        self.updated = find_updated(chunks, self.optimizers)
+        self._lacks_scales = scales_from_history(chunks[0].config)
         self.memory = Offloadable(self._tensors)
         self.memory.forget = partial(drop_quantised_weights, chunks)
-        if parallel.optimizer_cpu_offload:
-            self.memory.park("optimizer")
-            update_in_parts(self.updated.values(), self.memory)
-
-    def set_lr_factor(self, factor: float) -> None:
-        """Let the learning rate be this share of what the schedule says, now and later."""
-        for group, highest in zip(self.optimizer.param_groups, self._lrs, strict=True):
-            group["max_lr"] = highest * factor
-        self.schedule.step(0)
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
-        """Start from the Hugging Face tensors that `read` returns."""
-        self.memory.require("parameters", "optimizer")
+        """Take the Hugging Face tensors that `read` returns."""
+        self.memory.require("parameters")
         load_weights(self.chunks, read)
-        for item in self.updated.values():
-            with self.memory.borrowed("optimizer", item.tensors):
-                item.reload()
 
     def per_token(
         self, batch: TokenBatch, compute: PerToken, *columns: int, routes: Tensor | None = None
@@ -177,71 +122,6 @@ class Trainer:
                 result[positions] = values.cpu()
         return _on_all_ranks(result, batch.loss_mask)
 
-    def step(
-        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: AggregationMode = "token-mean"
-    ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
-        over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
-        and metrics of the update.
-
-        `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
-        weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
-        """
-        self.memory.require("parameters", "gradients", "optimizer")
-        if not self.chunks.training:  # it visits every module
-            self.chunks.train()
-        self._zero_gradients()
-        self.optimizer.zero_grad()
-        weights = aggregation_weights(batch.loss_mask, batch.cu_seqlens, mode)
-        batch = batch.with_fields(weights=weights).by_segment()
-        parts = self._parts(batch)
-        micros = self._microbatches(batch, parts, at_least=1)
-        # without scales the small gradients of the first pass would be zeros in FP8
-        if self._lacks_gradient_scales:
-            first = micros[: self._at_once]
-            self._run(first, loss, self._routings(first), forward_only=False)
-            self._zero_gradients()
-            self._lacks_scales = self._lacks_gradient_scales = False
-        routings = self._routings(micros, counts=True)
-        results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
-        counted = sums_of(routings[: len(parts)], self.shape, collectives.device())
-        nodes = [_num_nodes(batch, parts)]
-        if replays := ROUTES in batch.further_fields:
-            nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
-        totals, square, counted, numbers, values = self._exchange(
-            batch, parts, results, counted, nodes, num_metrics
-        )
-        norm = math.nan
-        # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
-        # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
-        # multiply all gradients by zero, and Adam would still move.
-        if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
-            with cpu.stepping(self.optimizers):
-                _, norm, _ = self.optimizer.step()
-        computed = (numbers / batch.num_positions).tolist()
-        metrics = {
-            "grad_norm": float(norm),
-            "skipped": float(not math.isfinite(norm)),
-            "computed_share": computed[0],
-        }
-        if replays:
-            metrics["routing_unshared"] = computed[0] - computed[1]
-        if counted.numel():
-            metrics |= routing_metrics(counted, self.shape, replays=replays)
-        return totals, values, metrics
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the reduced, clipped gradient of every local parameter after `step`, under the
-        name that its slot has (not with the distributed optimizer).
-        """
-        self.memory.require("gradients")
-        return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the layers."""
-        return self.optimizer.param_groups[0]["lr"]
-
     @property
     def _reports(self) -> bool:
         """Whether this rank holds results that others do not: one tensor-parallel rank of the last
@@ -255,46 +135,6 @@ class Trainer:
         passes as many as there are stages through one before it turns to the next.
         """
         return self.groups.pp.size() if len(self.chunks) > 1 else 1
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the block on this rank."""
-        with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(model.no_sync())
-            yield
-
-    def _zero_gradients(self) -> None:
-        for model in self.models:
-            model.zero_grad_buffer()
-
-    def _exchange(
-        self,
-        batch: TokenBatch,
-        parts: list[Share],
-        results: list[Any],
-        counted: Tensor,
-        nodes: list[int],
-        num_metrics: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the metric sums [M], the square of the gradient norm [1], what routers have
-        counted, the numbers of nodes and the values [T] of a pass, exchanged among all ranks. The
-        host waits for the device once.
-        """
-        found = torch.cat([self._squared_norm(), counted.flatten()])
-        sizes = [1, counted.numel(), num_metrics, len(nodes)]
-        positions = torch.empty(0, dtype=torch.int64)
-        totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
-        if self._reports and parts:
-            sums = torch.stack([sums for sums, _ in results]).double().sum(0)
-            positions, values = _joined(batch, parts, [values for _, values in results])
-            found = torch.cat([found, sums, values.double()])
-            totals[-len(nodes) :] = torch.tensor(nodes)
-        found, values = found.cpu().tensor_split([sum(sizes[:3])])
-        totals[: len(found)], whole[positions] = found, values.float()
-        values = _on_all_ranks(whole, batch.loss_mask)
-        square, counts, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
-        return totals, square, counts.view_as(counted), numbers, values
 
     def _parts(self, batch: TokenBatch) -> list[Share]:
         """Return this data-parallel rank's microbatches."""
@@ -384,10 +224,200 @@ class Trainer:
         )
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
-        """Yield everything large that this trainer keeps."""
+        """Yield everything large that this model keeps."""
         for name, parameter in self.chunks.named_parameters():
-            if parameter.requires_grad:  # a frozen base is of several models, and stays
+            # a base beside which adapters stand is of several models, and stays
+            if parameter.requires_grad or not self.chunks[0].lora.rank:
                 yield "parameters", name, parameter
+
+
+class Trainer(Passes):
+    """A model, its gradient buffers, its optimizer and its learning-rate schedule."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        groups: ProcessGroupCollection,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        *,
+        lr: float,
+        first_step: int = 0,
+        decoupled_lr: float | None = None,
+        adam_eps: float = 1e-8,
+    ) -> None:
+        """`first_step`: the step of the run in which its schedule begins."""
+        super().__init__(chunks, groups, parallel, train)
+        config = chunks[0].config  # the same object for all
+        self._lacks_gradient_scales = self._lacks_scales
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_grad_reduce=groups.dp.size() > 1,
+        )
+        # passes of other chunks hide the reduction of a later one
+        self.models = [
+            DistributedDataParallel(config, reduction, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+        # gradients are reduced during the backward pass of the last microbatch
+        config.no_sync_func = self._no_sync
+        config.finalize_model_grads_func = _sum_gradients
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            min_lr=0.0,
+            decoupled_lr=decoupled_lr,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.adam_beta1,
+            adam_beta2=train.adam_beta2,
+            adam_eps=adam_eps,
+            clip_grad=train.clip_grad,
+            bf16=parallel.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+        )
+        with cpu.cuda_literals_as_cpu():
+            self.optimizer = get_megatron_optimizer(
+                options, self.models, use_gloo_process_groups=False, pg_collection=groups
+            )
+        self.schedule = _Schedule(self.optimizer, train, lr, first_step)
+        self._lrs = [group["max_lr"] for group in self.optimizer.param_groups]
+        self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        # On a processor torch's Adam then updates all parameters in one call, where it otherwise
+        # takes a dozen for each, which small models feel.
+        for group in self.optimizer.param_groups if cpu.is_active() else ():
+            group["fused"] = True
+        self.updated = find_updated(chunks, self.optimizers)
+        if parallel.optimizer_cpu_offload:
+            self.memory.park("optimizer")
+            update_in_parts(self.updated.values(), self.memory)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Let the learning rate be this share of what the schedule says, now and later."""
+        for group, highest in zip(self.optimizer.param_groups, self._lrs, strict=True):
+            group["max_lr"] = highest * factor
+        self.schedule.step(0)
+
+    def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the Hugging Face tensors that `read` returns."""
+        self.memory.require("parameters", "optimizer")
+
+        def start(parameter: nn.Parameter, values: Tensor) -> None:
+            if (item := self.updated.get(parameter)) is not None:
+                with self.memory.borrowed("optimizer", item.tensors):
+                    item.start(values)
+
+        load_weights(self.chunks, read, start)
+
+    def step(
+        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: AggregationMode = "token-mean"
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
+        over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
+        and metrics of the update.
+
+        `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
+        weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
+        """
+        self.memory.require("parameters", "gradients", "optimizer")
+        if not self.chunks.training:  # it visits every module
+            self.chunks.train()
+        self._zero_gradients()
+        self.optimizer.zero_grad()
+        weights = aggregation_weights(batch.loss_mask, batch.cu_seqlens, mode)
+        batch = batch.with_fields(weights=weights).by_segment()
+        parts = self._parts(batch)
+        micros = self._microbatches(batch, parts, at_least=1)
+        # without scales the small gradients of the first pass would be zeros in FP8
+        if self._lacks_gradient_scales:
+            first = micros[: self._at_once]
+            self._run(first, loss, self._routings(first), forward_only=False)
+            self._zero_gradients()
+            self._lacks_scales = self._lacks_gradient_scales = False
+        routings = self._routings(micros, counts=True)
+        results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
+        counted = sums_of(routings[: len(parts)], self.shape, collectives.device())
+        nodes = [_num_nodes(batch, parts)]
+        if replays := ROUTES in batch.further_fields:
+            nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+        totals, square, counted, numbers, values = self._exchange(
+            batch, parts, results, counted, nodes, num_metrics
+        )
+        norm = math.nan
+        # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
+        # float32 and bfloat16 do not. With a norm whose square overflows in float32, clipping would
+        # multiply all gradients by zero, and Adam would still move.
+        if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
+            with cpu.stepping(self.optimizers):
+                _, norm, _ = self.optimizer.step()
+        computed = (numbers / batch.num_positions).tolist()
+        metrics = {
+            "grad_norm": float(norm),
+            "skipped": float(not math.isfinite(norm)),
+            "computed_share": computed[0],
+        }
+        if replays:
+            metrics["routing_unshared"] = computed[0] - computed[1]
+        if counted.numel():
+            metrics |= routing_metrics(counted, self.shape, replays=replays)
+        return totals, values, metrics
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the reduced, clipped gradient of every local parameter after `step`, under the
+        name that its slot has (not with the distributed optimizer).
+        """
+        self.memory.require("gradients")
+        return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the layers."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the block on this rank."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
+
+    def _zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+
+    def _exchange(
+        self,
+        batch: TokenBatch,
+        parts: list[Share],
+        results: list[Any],
+        counted: Tensor,
+        nodes: list[int],
+        num_metrics: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the metric sums [M], the square of the gradient norm [1], what routers have
+        counted, the numbers of nodes and the values [T] of a pass, exchanged among all ranks. The
+        host waits for the device once.
+        """
+        found = torch.cat([self._squared_norm(), counted.flatten()])
+        sizes = [1, counted.numel(), num_metrics, len(nodes)]
+        positions = torch.empty(0, dtype=torch.int64)
+        totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
+        if self._reports and parts:
+            sums = torch.stack([sums for sums, _ in results]).double().sum(0)
+            positions, values = _joined(batch, parts, [values for _, values in results])
+            found = torch.cat([found, sums, values.double()])
+            totals[-len(nodes) :] = torch.tensor(nodes)
+        found, values = found.cpu().tensor_split([sum(sizes[:3])])
+        totals[: len(found)], whole[positions] = found, values.float()
+        values = _on_all_ranks(whole, batch.loss_mask)
+        square, counts, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
+        return totals, square, counts.view_as(counted), numbers, values
+
+    def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
+        """Yield what the model keeps, and what its training does."""
+        yield from super()._tensors()
         for index, buffer in enumerate(self._buffers()):
             yield "gradients", f"buffer_{index}", buffer.grad_data
         for item in self.updated.values():
@@ -463,4 +493,5 @@ def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any)
     normaliser. One rank alone has nothing to reduce.
     """
     if collectives.world_size() > 1:
-        finalize_model_grads(model, None, **kwargs)
+        with here.waiting("ranks", "gradients of every rank"):  # on a GPU the host goes on
+            finalize_model_grads(model, None, **kwargs)

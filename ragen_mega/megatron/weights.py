@@ -7,6 +7,7 @@ How names correspond is in `ragen_mega.models.layout`, how ranks divide a parame
 
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -60,16 +61,21 @@ def mark_tensor_parallel(chunks: Chunks) -> None:
         vars(parameter)["allreduce"] = slot.group == "dense"
 
 
-def load_weights(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
+def load_weights(
+    chunks: Chunks,
+    read: Callable[[str], Tensor | None],
+    start: Callable[[nn.Parameter, Tensor], None] = lambda parameter, values: None,
+) -> None:
     """Fill this rank's chunks of a model. `read(name)` returns a full Hugging Face tensor or None
-    if there is none.
+    if there is none; `start` gets each parameter with its values before they are rounded to its
+    type.
 
     A critic without a stored value head keeps its own. Raises ValueError on a missing or mis-shaped
     tensor, and if a number is not finite.
     """
     for slot, parameter in held(chunks):
         if slot.names != (VALUE_HEAD,) or read(VALUE_HEAD) is not None:
-            _fill(slot, parameter, read, chunks[-1].tp_group)
+            start(parameter, _fill(slot, parameter, read, chunks[-1].tp_group))
 
 
 def load_adapters(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
@@ -90,7 +96,7 @@ def _fill(
     parameter: nn.Parameter,
     read: Callable[[str], Tensor | None],
     tp: dist.ProcessGroup,
-) -> None:
+) -> Tensor:
     tensors = [read(name) for name in slot.names]
     found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     if found != slot.shapes:
@@ -98,10 +104,34 @@ def _fill(
             f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
             f" for, not {found}; is the checkpoint complete, and of this model?"
         )
-    local = slot.shard([t for t in tensors if t is not None], tp.rank(), tp.size())
+    whole = [
+        spread_bits(tensor, name) if parameter.dtype == torch.bfloat16 else tensor
+        for name, tensor in zip(slot.names, tensors)
+        if tensor is not None
+    ]
+    local = slot.shard(whole, tp.rank(), tp.size())
     check_finite(", ".join(slot.names), local)
     with torch.no_grad():
         parameter.copy_(local)
+    return local
+
+
+def spread_bits(tensor: Tensor, name: str) -> Tensor:
+    """Return float32 numbers that round to the bfloat16 numbers of a tensor: one drawn uniformly
+    for each, by the tensor's name. Return a tensor of another type as it is.
+
+    The master copies of weights start from them. From the bfloat16 numbers themselves a step below
+    half of the distance to the next one changes nothing, in all weights at once, and the first
+    steps of a run are lost. From these numbers it changes as many weights as make up for it.
+    """
+    if tensor.dtype != torch.bfloat16:
+        return tensor
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    low = torch.empty(tensor.shape, dtype=torch.int32).random_(
+        -(2**15) + 1, 2**15, generator=generator
+    )
+    wide = tensor.float()
+    return (wide.view(torch.int32) + low * (wide != 0)).view(torch.float32)
 
 
 _plans: WeakKeyDictionary[Chunks, ReshardPlan] = WeakKeyDictionary()

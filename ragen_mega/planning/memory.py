@@ -23,6 +23,7 @@ from typing import NamedTuple, get_args
 from ragen_mega.config import LoraConfig, ParallelConfig, Recompute, StarPOConfig
 from ragen_mega.config.sections.parallel import ParallelSizes
 from ragen_mega.models.cuts import ROW
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.lora import adapted, kind_of, layer_weights
 from ragen_mega.models.shape import ModelShape, stage_layers
 
@@ -92,6 +93,8 @@ class Setting:
     on_host: bool = False
     """Whether ranks compute on the processor, and share the machine's memory."""
     lora: LoraConfig = LoraConfig()
+    teacher: ModelShape | None = None
+    """A teacher besides what the policy starts from; the latter is the reference."""
 
     @classmethod
     def from_config(
@@ -120,6 +123,11 @@ class Setting:
             sharing=sharing if config.shares_prefixes else 1.0,
             on_host=on_host,
             lora=config.lora,
+            teacher=check_model_directory(
+                "--teacher-load", str(config.model.teacher_load), needs_tokenizer=False
+            )
+            if config.loads_teacher
+            else None,
         )
 
     @property
@@ -469,8 +477,14 @@ def stage_phases(
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":
         base["engine weights"] = weights  # it keeps them
+    turns, teacher = offload == "turns", {}
+    if setting.teacher is not None:
+        teacher["teacher"] = teacher_bytes(setting, stage)
+        if turns:
+            passing = workspace(setting.teacher, setting, stage, is_critic=False)
+            yield "score", base | teacher | {"workspace": passing}
     for name in trains:
-        present = [name] if offload == "turns" else trains
+        present = [name] if turns else trains
         saved = activations(shape, setting, stage)
         passing = workspace(shape, setting, stage, is_critic=name == "critic")
         states = {
@@ -489,10 +503,10 @@ def stage_phases(
             largest = max(vocabulary, *shape.layer_sizes(cut.tp, cut.ep))
             largest *= not setting.lora.rank
             passes["part of optimizer"] = max(ADAM_PART, (MOMENTS + FP32) * largest)
-        yield f"train {name}", base | states | copies | passes
+        yield f"train {name}", base | states | copies | passes | ({} if turns else teacher)
     if offload == "none":
         stays = {f"{name} state": sum((*state, *in_fp8.values())) for name, state in trains.items()}
-        sending = {}
+        stays, sending = stays | teacher, {}
     else:
         stays, sending = {}, {"actor parameters": trains["actor"].parameters}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
@@ -571,6 +585,8 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
     and the reference policy.
     """
     layout, total = setting.parallel, 0
+    if layout.offload != "none":
+        total += teacher_bytes(setting, stage)
     for is_critic in setting.roles:
         state = state_of(shape, setting, stage, is_critic=is_critic)
         if setting.has_reference and not is_critic and not setting.lora.rank:
@@ -581,6 +597,15 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
         if layout.offload != "none" or layout.optimizer_cpu_offload:
             total += state.optimizer
     return total
+
+
+def teacher_bytes(setting: Setting, stage: int) -> int:
+    """Count the bytes of a pipeline stage of the teacher. Exact."""
+    if setting.teacher is None:
+        return 0
+    layout = replace(setting.parallel, use_distributed_optimizer=False)
+    whole = replace(setting, parallel=layout)
+    return state_of(setting.teacher, whole, stage, is_critic=False).parameters
 
 
 def fit(
@@ -655,6 +680,9 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
 def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel
+    smaller = ["give a smaller --teacher-load"] if setting.teacher else []
+    if phase == "score":
+        return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
         if setting.engine == "embedded":
             fewer = "lower --group-size, --num-groups or --max-context-length"
@@ -669,7 +697,7 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         "add --sequence-parallel": not shards_sequence,
         "lower --max-tokens-per-microbatch": True,
         "add --optimizer-cpu-offload": not layout.optimizer_cpu_offload and not setting.on_host,
-        "set --offload turns": setting.has_critic
+        "set --offload turns": (setting.has_critic or setting.teacher is not None)
         and layout.offload != "turns"
         and not setting.on_host,
         "start fewer ranks on this machine": setting.on_host and setting.num_ranks > 1,
@@ -677,4 +705,4 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
         "take more GPUs": not setting.on_host,
     }
-    return [remedy for remedy, helps in advice.items() if helps]
+    return smaller + [remedy for remedy, helps in advice.items() if helps]

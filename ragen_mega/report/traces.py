@@ -33,6 +33,7 @@ _NAME = re.compile(r"(step|eval)_(\d{8})(?:_(.+))?\.json\.gz")
 _CHANNELS = {
     "old_logprobs": "trainer log-probability",
     "entropies": "entropy",
+    "teacher_log_ratios": "teacher log-ratio",
     "advantages": "advantage",
     "values": "value",
     "returns": "return",

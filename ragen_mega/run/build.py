@@ -28,8 +28,9 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection, initialize
 from ragen_mega.megatron.model import check_model
 from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.scorer import FrozenPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
-from ragen_mega.models.huggingface import load_config
+from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.lora import adapted
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
@@ -58,9 +59,10 @@ from ragen_mega.run.check import (
 )
 from ragen_mega.run.evaluation import References
 from ragen_mega.run.nodes import join_job
-from ragen_mega.run.placement import ACTOR, CRITIC, Colocated, device_capacity
+from ragen_mega.run.placement import ACTOR, CRITIC, TEACHER, Colocated, device_capacity
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
+from ragen_mega.run.teacher import Teacher, check_tokens
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.adapter_files import AdapterReader
 from ragen_mega.storage.checkpoints import (
@@ -160,6 +162,7 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
+    on_main(lambda: check_teacher(config, hf, renderer))
     for name in config.environment.evaluated:
         if shown := prompt_examples(config.environment, name):
             console.say(
@@ -180,7 +183,7 @@ def build_run(
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
     with waiting("loading the model"):
-        policy, critic = build_models(config, hf, groups, start, placement)
+        policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
@@ -188,6 +191,7 @@ def build_run(
         config=config,
         policy=policy,
         critic=critic,
+        teacher=teacher,
         engine=build_engine(config, hf),
         renderer=renderer,
         tasks=TaskSampler(config),
@@ -242,8 +246,12 @@ def with_models(config: StarPOConfig) -> StarPOConfig:
         collectives.barrier()
         return str(local_directory(name, commit, fetch=False))
 
-    load, critic_load = map(model, (config.model.load, config.model.critic_load))
-    return replace(config, model=replace(config.model, load=load, critic_load=critic_load))
+    given = config.model
+    load, critic_load, teacher_load = map(
+        model, (given.load, given.critic_load, given.teacher_load)
+    )
+    found = replace(given, load=load, critic_load=critic_load, teacher_load=teacher_load)
+    return replace(config, model=found)
 
 
 def open_log(config: StarPOConfig, directory: str, *, first_step: int) -> RunLogger:
@@ -281,8 +289,9 @@ def build_models(
     groups: ProcessGroupCollection,
     start: Start,
     placement: Colocated,
-) -> tuple[MegatronPolicy, MegatronCritic | None]:
-    """Return the policy and critic with the weights that training starts from."""
+    renderer: ChatRenderer,
+) -> tuple[MegatronPolicy, MegatronCritic | None, Teacher | None]:
+    """Return the policy and critic with the weights that training starts from, and the teacher."""
     policy = MegatronPolicy(
         hf,
         groups,
@@ -297,8 +306,9 @@ def build_models(
     if config.lora.lora_load is not None:
         policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
+    teacher = build_teacher(config, hf, policy, placement, renderer)
     if not config.advantage.uses_critic:
-        return policy, None
+        return policy, None, teacher
     base = policy.chunks if config.lora.rank else None
     critic = MegatronCritic(
         hf, groups, config.parallel, config.train, config.loss, lora=config.lora, base=base
@@ -306,7 +316,45 @@ def build_models(
     if base is None:
         critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
     placement.add(CRITIC, critic.trainer.memory)
-    return policy, critic
+    return policy, critic, teacher
+
+
+def check_teacher(config: StarPOConfig, hf: PretrainedConfig, renderer: ChatRenderer) -> None:
+    """Raise ValueError unless the model of --teacher-load, if there is one, has the policy's tokens
+    and fits the layout.
+    """
+    if not config.loads_teacher:
+        return
+    directory = str(local_directory(str(config.model.teacher_load)))
+    model = load_config(directory)
+    check_model(model, config.parallel)
+    check_tokens(directory, (load_tokenizer(directory), model), (renderer.tokenizer, hf))
+
+
+def build_teacher(
+    config: StarPOConfig,
+    hf: PretrainedConfig,
+    policy: MegatronPolicy,
+    placement: Colocated,
+    renderer: ChatRenderer,
+) -> Teacher | None:
+    """Return the teacher: the policy's frozen start, or the model of --teacher-load."""
+    if not config.advantage.has_teacher:
+        return None
+    if not config.loads_teacher:
+        return Teacher(config, policy.reference_logprobs, renderer, hf.max_position_embeddings)
+    directory = local_directory(str(config.model.teacher_load))
+    hf = load_config(str(directory))
+    frozen = FrozenPolicy(
+        hf,
+        policy.groups,
+        config.parallel,
+        config.train,
+        open_model(directory, verify=False),
+        temperature=config.rollout.temperature,
+    )
+    placement.add(TEACHER, frozen.trainer.memory)
+    return Teacher(config, frozen.logprobs, renderer, hf.max_position_embeddings)
 
 
 def base_directory(config: StarPOConfig) -> Path:
@@ -511,6 +559,8 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
         open_model(local_directory(config.model.load))
     if config.model.critic_load is not None:
         open_model(local_directory(config.model.critic_load), hf, is_critic=True)
+    if config.model.teacher_load is not None:
+        open_model(local_directory(config.model.teacher_load))
 
 
 def num_engines(config: StarPOConfig) -> int:
@@ -528,7 +578,8 @@ def ranks_per_node(world_size: int) -> int:
 
 def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
-    loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
+    names = ("load", "critic_load", "teacher_load")
+    loaded = {name: getattr(config.model, name) for name in names}
     if config.lora.rank and (base := lora_base(config)).exists():
         loaded[BASE_MODEL] = str(base)
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}

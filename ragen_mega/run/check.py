@@ -40,7 +40,9 @@ from ragen_mega.storage.run_directory import (
 from ragen_mega.system.outputs import waiting
 
 _SIZES = tuple(
-    item.name for item in fields(ModelConfig) if item.name not in ("load", "critic_load")
+    item.name
+    for item in fields(ModelConfig)
+    if not item.name.startswith(("load", "critic_", "teacher_"))
 )
 
 
@@ -58,6 +60,9 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     if config.environment.prompt_examples_file is not None:
         for name in config.environment.evaluated:
             read_conversations(config.environment.prompt_examples_file, name)
+    if config.model.teacher_prompt_examples_file is not None:
+        for name in config.environment.shares:
+            read_conversations(config.model.teacher_prompt_examples_file, name)
     if config.warm_start.sft_file is not None:
         read_conversations(config.warm_start.sft_file)
     if config.evaluation.boards is not None:
@@ -143,6 +148,8 @@ def _check_models(config: StarPOConfig) -> None:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
+    if model.teacher_load is not None:
+        check_model_directory("--teacher-load", model.teacher_load, needs_tokenizer=True)
     if shape is not None:
         check_routing(config, shape)
         adapted(shape, config.lora)

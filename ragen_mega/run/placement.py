@@ -28,7 +28,7 @@ from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.sync import Phase
 
 GIB = 2**30
-ACTOR, CRITIC = "actor", "critic"
+ACTOR, CRITIC, TEACHER = "actor", "critic", "teacher"
 _MAX_REASON = 600
 _SIGNS = (
     "out of memory",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -19,7 +20,7 @@ from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.ranks.collectives import device, on_each, on_main
+from ragen_mega.ranks.collectives import device, gather_objects, on_each, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import RunLogger
@@ -53,14 +54,16 @@ from ragen_mega.run.guards import (
     inversion_note,
     nothing_to_learn,
 )
+from ragen_mega.run.idleness import Usage, sentence, shares, summed
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts, count_sampled
 from ragen_mega.run.sampling import Sampling
-from ragen_mega.run.selection import choose_groups, shape_on_main
+from ragen_mega.run.selection import choose_groups, members_of, shape_on_main
 from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
+from ragen_mega.run.teacher import Teacher
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.adapter_files import save_adapter
 from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
@@ -80,6 +83,7 @@ class Run:
     config: StarPOConfig
     policy: MegatronPolicy
     critic: MegatronCritic | None
+    teacher: Teacher | None
     engine: RolloutEngine
     renderer: ChatRenderer
     tasks: TaskSampler
@@ -97,6 +101,8 @@ class Run:
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     stop: StopSignal = field(default_factory=StopSignal)
+    spent: list[Usage] = field(default_factory=list)
+    """Usage of all steps of this process by each rank, those that train first."""
     step_version: int = 0
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
@@ -116,6 +122,8 @@ class Run:
         models: Mapping[str, str] | None,
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
+        for line in self.teacher.notes if self.teacher else ():
+            say(line)
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
         adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
         export = partial(self.policy.export_weights, is_merged=adapter is None)
@@ -261,22 +269,24 @@ class Run:
                 found["score_average"] = moving_average(self.score_average, found["score"])
             log.add("collapse", found)
 
-    def score(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
+    def score(self, batch: TokenBatch, kept: Sequence[TrajectoryGroup], log: StepLog) -> TokenBatch:
         """Add what the loss needs of the models: old log-probabilities, values of the critic, the
-        reference policy's log-probabilities.
+        reference policy's log-probabilities, the teacher's log-ratios.
         """
         batch = self.batches.with_old_logprobs(batch, log)
         if self.critic:
             batch = batch.with_fields(values=self.critic.values(batch))
-        if self.config.needs_reference:
+        if self.config.has_kl:
             batch = batch.with_fields(ref_logprobs=self.policy.reference_logprobs(batch))
+        if self.teacher:
+            batch = self.teacher.score(batch, members_of(kept), log)
         return batch
 
     def estimate_advantages(self, batch: TokenBatch, kept: Sequence[TrajectoryGroup]) -> TokenBatch:
         """Add advantages and returns. One rank alone may fail, for example for want of memory; all
         leave then.
         """
-        trajectories = [trajectory for group in kept for trajectory in group.trajectories]
+        trajectories = members_of(kept)
         weights = group_weights(kept, self.config.filter)
         estimate = partial(estimate_advantages, group_weights=weights, device=device())
         return on_each(partial(estimate, batch, trajectories, self.config.advantage))
@@ -339,6 +349,11 @@ class Run:
 
     def report(self, log: StepLog) -> None:
         """Close the timers of a step and print its row; what follows is no part of its time."""
+        ranks = gather_objects(self.timers.usage()) + self.rollouts.samplers_usage
+        text = sentence(ranks, self.config)
+        self.spent = [summed(filter(None, pair)) for pair in zip_longest(self.spent, ranks)]
+        log.add("share", shares(ranks))
+        on_main(lambda: self.logger.idle(log.step, [rank.seconds for rank in ranks], text))
         self.timers.close_step(log)
         log.add("memory", self.placement.take_ledger())
         self.console.step(log.step, log.result())
@@ -421,11 +436,13 @@ class Run:
             "steps": self.step,
             "seconds": self.checkpoints.seconds,
             **self.timers.summary(),
+            "idleness": sentence(self.spent, self.config),
             "hardware": describe(),
             "warm_start": evaluation.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
+        self.console.say(f"time: {self.summary['idleness']}")
         directory = shown(self.logger.directory)
         self.console.say(f"run directory: {directory}")
         self.console.say(f"to read it: {command_line('view', directory)}")

@@ -31,15 +31,18 @@ from tools.chaos import write_mixture
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.forks
-FLAGS = """
+FLAGS = (
+    """
     --environments bandit:1,frozen_lake:1
     --environment-options {"frozen_lake":{"observation":"cells"}}
     --prompt-style compact --max-response-length 48 --max-context-length 400
     --eval-prompts 8 --eval-interval 2 --hidden-size 32 --ffn-hidden-size 64 --num-layers 2
     --num-groups 4 --group-size 4 --minibatch-size 4 --filter-strategy none
     --lr 1e-3 --critic-lr 1e-3 --lr-decay linear --num-steps 6 --save-interval 3 --keep-last 0
-    --kl-kind k3 --kl-coef 0.01 --decoupled-lr 3e-3
+    --kl-kind k3 --kl-coef 0.01 --decoupled-lr 3e-3 --teacher-prompt-examples 2
 """.split()
+    + ["--reward", "environment + 0.1*teacher"]
+)
 WARM_START = """
     --warm-start-first-turn-steps 60 --warm-start-steps 30 --warm-start-trajectories 100
     --num-steps 1 --save-interval 0

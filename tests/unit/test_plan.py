@@ -31,6 +31,7 @@ from ragen_mega.planning.memory import (
     engine_bytes,
     fit,
     host_bytes,
+    host_copies,
     plan,
     state_of,
 )
@@ -358,6 +359,43 @@ def test_offloading_empties_the_other_phases() -> None:
     assert totals["rollout"]["train critic"] - totals["turns"]["train critic"] == actor
     parameters = state_of(shape, setting, 0, is_critic=False).parameters
     assert totals["none"]["sync"] - totals["rollout"]["sync"] == actor + critic - parameters
+
+
+def test_a_teacher_takes_its_parameters_and_one_that_is_too_large_is_refused() -> None:
+    """Where it lies, for each mode of offloading."""
+    shape, large = shape_of("Qwen2.5-1.5B"), shape_of("Qwen2.5-32B")
+    flags = ["--bf16", "--rollout-engine", "sglang", "--advantage-estimator", "grpo"]
+    taught = [*flags, "--reward", "environment + teacher", "--teacher-load", "owner/model"]
+    own = [*flags, "--reward", "environment + teacher", "--teacher-prompt-examples", "2"]
+    size = 0
+    for mode in ("none", "rollout", "turns"):
+        without = Setting.from_config(
+            parse([*own, "--offload", mode.replace("turns", "rollout")]), 1
+        )
+        assert without.has_reference and without.teacher is None
+        setting = Setting.from_config(parse([*taught, "--offload", mode]), 1)
+        assert not setting.has_reference and setting.teacher is None  # the hub's has no size yet
+        setting = replace(setting, teacher=large)
+        size = state_of(large, setting, 0, is_critic=False).parameters
+        assert size > 64e9
+        before, after = (
+            {phase: sum(terms.values()) for phase, terms in plan(shape, each).items()}
+            for each in (replace(setting, teacher=None), setting)
+        )
+        more = {phase: after[phase] - before.get(phase, 0) for phase in after}
+        on_device = {
+            "none": {"train actor", "sync", "rollout"},
+            "rollout": {"train actor"},
+            "turns": {"score"},
+        }[mode]
+        assert {phase for phase, change in more.items() if change} == on_device
+        assert all(more[phase] == size for phase in on_device - {"score"})
+        assert more.get("score", size + 1) > size
+        copies = [host_copies(shape, replace(setting, teacher=each), 0) for each in (None, large)]
+        assert copies[1] - copies[0] == (0 if mode == "none" else size)
+        with pytest.raises(ValueError, match="give a smaller --teacher-load") as error:
+            check_fits(shape, setting, 40 * GIB)
+        assert "\n" not in str(error.value)
 
 
 def test_fp8_keeps_copies_of_the_linear_weights() -> None:

@@ -83,8 +83,8 @@ TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
     arguments = argparse.Namespace(
-        source=source, target=target, format="huggingface", dtype=dtype, max_shard_size=None,
-        tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
+        source=source, target=target, format="huggingface", base=None, dtype=dtype,
+        max_shard_size=None, tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
     )  # fmt: skip
     tool.convert(arguments, Console(is_writer=True, num_steps=0))
     return target

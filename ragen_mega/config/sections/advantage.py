@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, find_estimator, parse_reward
+from ragen_mega.algorithm.tables import (
+    ESTIMATORS,
+    TEACHER,
+    Estimator,
+    find_estimator,
+    parse_reward,
+)
 from ragen_mega.config.sections.section import OnlyWith, Section, Share
 
 
@@ -15,12 +21,15 @@ class AdvantageConfig(Section):
     """Earnings of a trajectory: a weighted sum of environment, success, format, response_length,
     overlong, repetition, action_effectiveness, grounded_thought, turn_discounted, group_relative,
     judges by their URLs and rewards of your own, e.g. "environment + 0.1*format +
-    my_module:my_reward".
+    my_module:my_reward". The term teacher adds the log-ratios of a teacher (--teacher-load,
+    --teacher-prompt-examples, --teacher-system-prompt) to the advantage of each token, e.g.
+    "environment + 0.1*teacher", or teacher alone with --advantage-estimator none.
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
-    trajectories of a group or batch; or an estimator of your own, my_module:my_estimator. grpo
-    divides by the deviation of a group, and so prefers safe actions where wins are rare.
+    trajectories of a group or batch; none is for --reward teacher; or an estimator of your own,
+    my_module:my_estimator. grpo divides by the deviation of a group, and so prefers safe actions
+    where wins are rare.
     """
     gamma: Share = 1.0
     """Discount per token."""
@@ -51,7 +60,7 @@ class AdvantageConfig(Section):
     """Coefficient of the KL in the rewards."""
 
     def check(self) -> None:
-        parse_reward(self.reward)
+        self._check_teacher()
         name, declared = self.advantage_estimator, self.estimator
         options = dict.fromkeys(declared.options, 1.0)
         ESTIMATORS.check_call(name, declared.function, "inputs", **options)
@@ -83,6 +92,20 @@ class AdvantageConfig(Section):
                 " instead"
             )
 
+    def _check_teacher(self) -> None:
+        """Check that an estimator has rewards, and that a teacher alone has none to estimate."""
+        name, is_alone = self.advantage_estimator, not any(self.reward_terms.values())
+        if is_alone and name != "none":
+            raise ValueError(
+                f"reward {self.reward} leaves advantage_estimator {name} no rewards; set"
+                ' --advantage-estimator none, or --reward "environment + 0.1*teacher"'
+            )
+        if name == "none" and not is_alone:
+            raise ValueError(
+                f"advantage_estimator none makes nothing of the rewards {self.reward}; set --reward"
+                " teacher, or another --advantage-estimator"
+            )
+
     @property
     def estimator(self) -> Estimator:
         """Return the declaration of the estimator."""
@@ -90,8 +113,19 @@ class AdvantageConfig(Section):
 
     @property
     def reward_terms(self) -> dict[str, float]:
-        """Return name of a reward -> its weight."""
-        return parse_reward(self.reward)
+        """Return name of a reward -> its weight, without the teacher."""
+        terms = parse_reward(self.reward)
+        return {name: weight for name, weight in terms.items() if name != TEACHER}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher scores the sampled tokens."""
+        return TEACHER in parse_reward(self.reward)
+
+    @property
+    def teacher_weight(self) -> float:
+        """Return the weight of the teacher's log-ratios; 0 without a teacher."""
+        return parse_reward(self.reward).get(TEACHER, 0.0)
 
     @property
     def uses_critic(self) -> bool:

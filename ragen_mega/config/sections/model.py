@@ -4,14 +4,22 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ragen_mega.config.sections.section import Bounds, Count, OnlyWith, PathOf, Section
+from ragen_mega.config.sections.section import (
+    Bounds,
+    Count,
+    Natural,
+    OnlyWith,
+    PathName,
+    PathOf,
+    Section,
+)
 
 _PATH_OR_NAME = PathOf(when=os.path.exists)
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """Model that is trained, loaded or built."""
+    """Models: the one that is trained, loaded or built, and its teacher."""
 
     load: Annotated[str | None, _PATH_OR_NAME] = None
     """Model to start from: a directory in Hugging Face's format, a .gguf file, or a name on the
@@ -21,6 +29,20 @@ class ModelConfig(Section):
     """Model that the critic starts from, named as by --load (default: what the policy starts
     from).
     """
+    teacher_load: Annotated[str | None, _PATH_OR_NAME] = None
+    """Teacher (--reward teacher), named as by --load: any model with the same tokens (default: what
+    the policy starts from).
+    """
+    teacher_prompt_examples: Natural | None = None
+    """Worked examples in the prompts behind which the teacher scores the policy's tokens, in place
+    of --prompt-examples, so that the policy learns without examples what they teach.
+    """
+    teacher_prompt_examples_file: Annotated[
+        PathName | None, OnlyWith("teacher_prompt_examples", "--teacher-prompt-examples 2")
+    ] = None
+    """File of the teacher's examples, as --prompt-examples-file takes it."""
+    teacher_system_prompt: str | None = None
+    """The teacher's text in place of --system-prompt."""
     hidden_size: Count = 96
     """Width of the small model (only without --load)."""
     num_layers: Count = 2
@@ -68,6 +90,12 @@ class ModelConfig(Section):
                 f"experts_per_token ({chosen}) must divide ffn_hidden_size ({width}); set"
                 f" --ffn-hidden-size {chosen * max(1, width // chosen)}"
             )
+
+    @property
+    def restates_prompts(self) -> bool:
+        """Return whether the teacher has its own prompts."""
+        own = (self.teacher_prompt_examples, self.teacher_system_prompt)
+        return any(value is not None for value in own)
 
     def small_model(self, vocab_size: int) -> dict[str, Any]:
         """Return the config.json of the small Qwen2 or Qwen3-MoE of runs without --load."""

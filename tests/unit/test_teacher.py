@@ -1,0 +1,311 @@
+"""On-policy distillation: its gradient against exact sums in float64, the teacher's log-ratios
+against transformers, its own prompts, and what is refused.
+"""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ragen_mega.algorithm.credit import estimate_advantages, taught
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig, parse
+from ragen_mega.data.packing import pack
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.scorer import FrozenPolicy
+from ragen_mega.models.tokenizer import train_tokenizer
+from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.tasks import episode_maker, prompt_examples
+from ragen_mega.run.check import check
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.teacher import Teacher, check_tokens
+from ragen_mega.run.timers import Timers
+from tests.support.small_policy import tiny_qwen2
+from tools.parity import transformers_logprobs
+
+TEMPERATURE = 0.7
+ALONE = "--reward teacher --advantage-estimator none --filter-strategy none".split()
+
+
+def played(tokens: list[list[int]], prompt: list[int], group: int = 0) -> Trajectory:
+    """Turns of these tokens, each behind an observation."""
+    trajectory = Trajectory(group, environment="reverse", seed=1_000_003, outcome_seed=5)
+    for number, said in enumerate(tokens):
+        trajectory.append_observation([1, 2] if number else prompt)
+        trajectory.append_action(Completion(said, [-1.0] * len(said), "stop"))
+    return trajectory
+
+
+# The formula
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """Over all pairs of samples of two tokens, weighted by their probability, in float64; states
+    stay as they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = 3
+    own, other = torch.randn(2, size + 1, size, generator=generator, dtype=torch.float64)
+    own.requires_grad_()  # logits of the first token, and of the second one behind each first
+
+    def table(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+    samples = [*itertools.product(range(size), repeat=2)]
+
+    def of(rows: Tensor, sample: tuple[int, int]) -> Tensor:
+        return torch.stack([rows[0, sample[0]], rows[1 + sample[0], sample[1]]])
+
+    policy, teacher = table(own), table(other)
+    loss = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(samples, repeat=2):
+        batch = pack([played([list(sample)], [0]) for sample in pair])
+        ratios = torch.stack([of(teacher, s) - of(policy, s) for s in pair]).detach()
+        found = torch.zeros(batch.num_positions)
+        found[batch.loss_mask] = ratios.flatten().float()
+        advantages = taught(batch.with_fields(teacher_log_ratios=found), 0.5)
+        logprobs = torch.stack([of(policy, sample) for sample in pair])
+        chance = logprobs.detach().sum().exp()
+        loss = loss - chance * (advantages[batch.loss_mask] * logprobs.flatten()).sum() / 2
+    (gradient,) = torch.autograd.grad(loss, own, retain_graph=True)
+
+    kl = (policy.exp() * (policy - teacher)).sum(-1)
+    exact = 0.5 * (kl[0] + (policy[0].exp().detach() * kl[1:]).sum())
+    (expected,) = torch.autograd.grad(exact, own)
+    assert expected.abs().max() > 0.05
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
+
+
+def test_the_baseline_is_the_mean_of_the_others_at_the_same_place_of_the_same_turn() -> None:
+    batch = pack([played([[5, 6], [7]], [0]), played([[5], [7, 8]], [0, 0]), played([[4]], [0])])
+    ratios = torch.zeros(batch.num_positions)
+    #                                       a0 a1  a2 | b0  b1  b2 | c0
+    ratios[batch.loss_mask] = torch.tensor([1.0, 4.0, 3.0, 2.0, 9.0, 6.0, 6.0])
+    found = taught(batch.with_fields(teacher_log_ratios=ratios), 2.0)
+    expected = [1 - 4, 4, 3 - 9, 2 - 3.5, 9 - 3, 6, 6 - 1.5]
+    assert found[batch.loss_mask].tolist() == [2 * each for each in expected]
+    assert not found[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("estimator", ["none", "dr_grpo", "reinforce_plus_plus", "gae"])
+def test_a_teacher_adds_to_what_the_estimator_gives(estimator: str) -> None:
+    members = [played([[5, 6], [7]], [0]), played([[5], [7, 8]], [0, 0])]
+    members[0].turns[-1].reward = 1.0
+    batch = pack(members)
+    values, ratios = torch.randn(2, batch.num_positions, generator=torch.Generator().manual_seed(1))
+    batch = batch.with_fields(values=values)
+    reward = "teacher" if estimator == "none" else "environment + 0.5*teacher"
+    flags = ["--advantage-estimator", estimator, "--filter-strategy", "none", "--reward", reward]
+    settings = parse([*flags, "--teacher-prompt-examples", "2"]).advantage
+    without = estimate_advantages(batch, members, settings).advantages
+    taught_batch = batch.with_fields(teacher_log_ratios=ratios)
+    both = estimate_advantages(taught_batch, members, settings).advantages
+    assert without is not None and both is not None
+    assert torch.equal(both, without + taught(taught_batch, settings.teacher_weight))
+    assert torch.equal(both, without) == False  # noqa: E712
+    same = batch.with_fields(teacher_log_ratios=torch.zeros_like(ratios))
+    equal = estimate_advantages(same, members, settings).advantages
+    assert equal is not None and torch.equal(equal, without)
+
+
+# The teacher's log-ratios
+
+
+class World:
+    """A config, a tiny model and the renderer of its prompts."""
+
+    def __init__(self, *flags: str) -> None:
+        self.config = parse(
+            ["--environments", "reverse", "--no-think", "--prompt-style", "compact", *ALONE]
+            + ["--temperature", str(TEMPERATURE), *flags]
+        )
+        world = self.config.environment
+        shown = prompt_examples(replace(world, prompt_examples=3), "reverse")
+        texts = [message.content for message in shown] + [
+            "user assistant system first second third"
+        ]
+        self.renderer = ChatRenderer(train_tokenizer(texts), think=False)
+        self.model = tiny_qwen2(len(self.renderer.tokenizer))
+        self.hf: PretrainedConfig = self.model.config
+
+    def first_prompt(self, seed: int) -> list[int]:
+        episode = episode_maker(self.config.environment, "reverse", 0)()
+        return self.renderer.start(episode.start(seed, outcome_seed=5))
+
+    def trajectories(self) -> list[Trajectory]:
+        prompt = self.first_prompt(1_000_003)
+        return [played([[9, 8, 7], [6]], prompt), played([[9, 5], [4, 3]], prompt)]
+
+    def teacher(self, scorer: MegatronPolicy | FrozenPolicy) -> Teacher:
+        score = scorer.logprobs if isinstance(scorer, FrozenPolicy) else scorer.reference_logprobs
+        return Teacher(self.config, score, self.renderer, 4096)
+
+    def frozen(self, temperature: float = TEMPERATURE) -> FrozenPolicy:
+        return FrozenPolicy(
+            self.hf, initialize(ParallelConfig()), ParallelConfig(), TrainConfig(),
+            self.read, temperature=temperature,
+        )  # fmt: skip
+
+    def read(self, name: str) -> Tensor | None:
+        return self.model.state_dict().get(name)
+
+    def policy(self) -> MegatronPolicy:
+        policy = MegatronPolicy(
+            self.hf, initialize(ParallelConfig()), ParallelConfig(), TrainConfig(), LossConfig(),
+            temperature=TEMPERATURE, keep_reference=True,
+        )  # fmt: skip
+        policy.load_weights(self.read)
+        return policy
+
+    def expected(self, prompt: list[int], members: list[Trajectory]) -> Tensor:
+        """Log-probabilities of sampled tokens behind another prompt, by transformers."""
+        restated = []
+        for member in members:
+            start = member.turns[0].start
+            other = Trajectory(0)
+            other.append_observation(prompt)
+            for turn, following in zip(member.turns, [*member.turns[1:], None]):
+                tokens = member.tokens[turn.start : turn.end]
+                other.append_action(Completion(tokens, [0.0] * len(tokens), "stop"))
+                if following:
+                    other.append_observation(member.tokens[turn.end : following.start])
+            assert len(other) == len(member) - start + len(prompt)
+            restated.append(other)
+        batch = pack(restated)
+        return transformers_logprobs(self.model, batch, TEMPERATURE)[batch.loss_mask]
+
+
+def scored(world: World, teacher: Teacher) -> tuple[TokenBatch, StepLog]:
+    members, log = world.trajectories(), StepLog(0, Timers())
+    batch = pack(members)
+    batch = batch.with_fields(old_logprobs=-torch.ones(batch.num_positions))
+    return teacher.score(batch, members, log), log
+
+
+def restated_prompt(world: World) -> list[int]:
+    """The teacher's prompt of the trajectories, by hand."""
+    settings = replace(world.config.environment, prompt_examples=2, system_prompt="Be right.")
+    episode = episode_maker(settings, "reverse", 0)()
+    return world.renderer.start(episode.start(1_000_003, outcome_seed=5))
+
+
+@pytest.mark.parametrize("is_restated", [False, True])
+def test_log_ratios_are_those_of_transformers(is_restated: bool, monkeypatch) -> None:
+    """A teacher that is shifted by a token, or scored at another temperature, fails this."""
+    given = ["--teacher-prompt-examples", "2", "--teacher-system-prompt", "Be right."]
+    world = World(*(given if is_restated else ["--teacher-load", "/some/model"]))
+    members = world.trajectories()
+    prompt = restated_prompt(world) if is_restated else [*members[0].first_prompt]
+    assert (len(prompt) > len(members[0].first_prompt) + 20) == is_restated
+    expected = world.expected(prompt, members) + 1  # of a policy that is always at -1
+    teacher = world.teacher(world.policy() if is_restated else world.frozen())
+    batch, log = scored(world, teacher)
+    found = batch.teacher_log_ratios
+    assert found is not None and not found[~batch.loss_mask].any()
+    torch.testing.assert_close(found[batch.loss_mask], expected, atol=2e-5, rtol=0)
+    assert log.result()["teacher/kl"] == pytest.approx(-float(expected.mean()), abs=1e-5)
+    for wrong in (expected.roll(1), world.expected(prompt[1:], members) + 1):
+        assert (found[batch.loss_mask] - wrong).abs().max() > 1e-3
+    hot, _ = scored(world, world.teacher(world.frozen(2 * TEMPERATURE)))
+    assert hot.teacher_log_ratios is not None
+    assert (hot.teacher_log_ratios - found).abs().max() > 1e-2
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing() -> None:
+    world = World("--teacher-load", "/some/model")
+    policy, members, log = world.policy(), world.trajectories(), StepLog(0, Timers())
+    batch = pack(members)
+    batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+    for scorer in (policy, world.frozen()):
+        found = world.teacher(scorer).score(batch, members, log)
+        assert found.teacher_log_ratios is not None and not found.teacher_log_ratios.any()
+        credited = estimate_advantages(found, members, world.config.advantage)
+        assert credited.advantages is not None and not credited.advantages.any()
+
+
+def test_a_frozen_teacher_has_no_gradients_and_no_optimizer() -> None:
+    memory = World("--teacher-load", "/some/model").frozen().trainer.memory
+    held = memory.on_device()
+    assert held["parameters"] > 0 and held["gradients"] == held["optimizer"] == 0
+    assert memory.offload() == held["parameters"] and memory.on_device()["parameters"] == 0
+
+
+def test_a_world_that_begins_otherwise_is_refused() -> None:
+    world = World("--teacher-prompt-examples", "2")
+    teacher = world.teacher(world.policy())
+    member = world.trajectories()[0].behind([*world.first_prompt(1_000_004), 1])
+    batch = pack([member])
+    batch = batch.with_fields(old_logprobs=-torch.ones(batch.num_positions))
+    with pytest.raises(ValueError, match="does not begin again as it began from seed 1000003"):
+        teacher.score(batch, [member], StepLog(0, Timers()))
+
+
+def test_a_longer_prompt_needs_positions() -> None:
+    world = World("--teacher-prompt-examples", "2", "--max-context-length", "4090")
+    with pytest.raises(ValueError, match="reads up to .* positions; lower --max-context-length"):
+        world.teacher(world.policy())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--teacher-load x", "a teacher does nothing with reward environment"),
+        ("--teacher-prompt-examples 2", "a teacher does nothing"),
+        ("--reward teacher --advantage-estimator none --filter-strategy none", "not the policy"),
+        ("--reward teacher --teacher-load x", "leaves advantage_estimator gae no rewards"),
+        ("--advantage-estimator none", "makes nothing of the rewards environment"),
+        ("--reward environment-0.1*teacher --teacher-load x", "must not be negative"),
+        ("--reward teacher --advantage-estimator none --teacher-load x", "ranks groups by"),
+        (
+            "--reward environment+teacher --teacher-load x --policy-loss gspo --advantage-estimator"
+            " grpo --loss-aggregation seq-mean-token-mean",
+            "no place for",
+        ),
+        ("--reward environment+teacher --teacher-load x --loss-mask legacy", "no place for"),
+        (
+            "--reward environment+teacher --teacher-system-prompt x --context-window 2",
+            "its own first prompt alone",
+        ),
+    ],
+)
+def test_settings_that_cannot_work(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        parse(flags.split())
+    assert "\n" not in str(raised.value)
+
+
+def test_a_teacher_without_a_template(tmp_path: Path) -> None:
+    world = World("--teacher-prompt-examples", "2")
+    for name in ("policy", "teacher"):
+        world.model.save_pretrained(tmp_path / name)
+        world.renderer.tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "teacher" / "chat_template.jinja").unlink()
+    flags = ["--environments", "reverse", *ALONE, "--output", str(tmp_path / "runs")]
+    flags += ["--load", str(tmp_path / "policy"), "--teacher-load"]
+    with pytest.raises(ValueError, match="--teacher-load .* without chat template"):
+        check(parse([*flags, str(tmp_path / "teacher")]), 1, 1)
+    with pytest.raises(ValueError, match="--teacher-load .*nothing"):
+        check(parse([*flags, str(tmp_path / "nothing")]), 1, 1)
+    same = parse([*flags, str(tmp_path / "policy")])
+    assert not same.loads_teacher and same.needs_reference and not same.has_kl
+
+
+def test_other_tokens_are_refused_with_the_first_difference() -> None:
+    ours = train_tokenizer(["the sun is a cup"] * 4)
+    theirs = train_tokenizer(["a lamp and a door"] * 4)
+    config = PretrainedConfig(vocab_size=len(ours))
+    both = {token: text for text, token in theirs.get_vocab().items()}
+    first = min(token for text, token in ours.get_vocab().items() if both.get(token) != text)
+    with pytest.raises(ValueError, match=f"token {first} is .* there and .* here"):
+        check_tokens("other", (theirs, config), (ours, config))
+    check_tokens("same", (ours, config), (ours, config))
+    with pytest.raises(ValueError, match="rows for tokens"):
+        check_tokens("less", (ours, config), (ours, PretrainedConfig(vocab_size=len(ours) + 1)))
