@@ -90,6 +90,7 @@ setup(
             "ruff==0.17.6",  # tools/style.sh; another version may find more
             "mypy==2.4.1",
             "markdown-it-py>=3",  # to follow the links of the documentation
+            "peft>=0.18",  # loads the adapters that a run exports
             "playwright>=1.50",  # drives a Chromium that is there already; tests skip without one
             # To interpret and compile the kernels without a GPU. A CUDA build of torch brings its
             # own, so it is not pinned.

@@ -19,6 +19,7 @@ _HOMES = {
     "StarPOConfig": "ragen_mega.config",
     "parse": "ragen_mega.config",
     "evaluate": "ragen_mega.run.evaluation",
+    "read_run": "ragen_mega.report.reader",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -3,12 +3,13 @@
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
 #         [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang
+#     versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang
 #     kernels, te and train run together, all others alone. sglang: a real server against
 #     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
 #     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
 #     copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its products, the sync of a
-#     quarter of its layers, steps of a small mixture; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
+#     quarter of its layers, steps of a small mixture; lora: steps of a 7B with adapters of actor and
+#     critic, beside full ones of a 1.5B, and the plan of its memory; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
 #     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
@@ -31,7 +32,7 @@
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity engines sglang)
+all=(versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang)
 output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -285,16 +286,16 @@ sglang() {
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-starpo_steps() { # NAME SHARE: seconds per StarPO-S step of a 0.5B model, and where they go
+starpo_steps() { # NAME SHARE MODEL FLAGS: seconds per StarPO-S step, and where they go
     local servers cautious=
     require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
     ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
     "$python" tools/benchmarks/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
-        $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
-        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious
+        --model "$3" $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
+        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious "${@:4}"
 }
-step() { starpo_steps step 0.25; }
-step_all() { starpo_steps step_all 1; } # all trajectories are kept
+step() { starpo_steps step 0.25 Qwen2.5-0.5B; }
+step_all() { starpo_steps step_all 1 Qwen2.5-0.5B; } # all trajectories are kept
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
     require_gpu &&
@@ -318,6 +319,11 @@ JSON
     "$python" tools/benchmarks/bench_step.py --model "$mixture" --rollout-engine embedded --keep 1 \
         --num-groups 2 --group-size 2 --response-length 4 --steps 3 --json "$output/moe_step.json" \
         --output "$output/moe_step" && return "$failed"
+}
+
+lora() { # a 7B with adapters: peak memory beside the recipe's plan, seconds beside all weights of a 1.5B
+    starpo_steps lora 0.25 Qwen2.5-7B --lora-rank 32 --max-tokens-per-microbatch 4096 &&
+        starpo_steps lora_full 0.25 Qwen2.5-1.5B
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints

@@ -56,6 +56,7 @@ PARTS = (
     TimedPart("bench", 80),
     TimedPart("reshard", 40),
     TimedPart("moe", 120),
+    TimedPart("lora", 400),
     TimedPart("step_all", 110),
     TimedPart("bench_all", 80),
     TimedPart("fp8", 100),

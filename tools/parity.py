@@ -3,14 +3,16 @@ compare it with one process that computes each trajectory, and with transformers
 
     python tools/parity.py --json parity.json
 
-For a tied Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that
-can cut the model, the largest difference of log-probabilities, values, losses, gradients and of the
-parameters after two optimizer steps, and the difference of the actor's gradient by the fused loss
-from the gradient through full logits in float64. Exit code 1 beyond tolerance. On GPUs every
-process has its own GPU, so that layouts of more processes than GPUs are left out.
+Layouts named `lora_...` have low-rank adapters of actor and critic beside one model. For a tied
+Qwen2, an untied Qwen3 and a Qwen3-MoE with random weights it reports, per layout that can cut the
+model, the largest difference of log-probabilities, values, losses, gradients and of the parameters
+after two optimizer steps, and the difference of the actor's gradient by the fused loss from the
+gradient through full logits in float64. Exit code 1 beyond tolerance. On GPUs every process has its
+own GPU, so that layouts of more processes than GPUs are left out.
 """
 
 import argparse
+import copy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,10 +25,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import JSON, command, flag
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.models.layout import split_experts
+from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.launcher import run_ranks
@@ -76,6 +79,7 @@ class Layout:
     parallel: ParallelConfig
     max_tokens: int = 128
     shared_prefixes: Literal["auto", "on", "off"] = "on"
+    lora: LoraConfig = LoraConfig()
 
     @property
     def architectures(self) -> list[str]:
@@ -197,6 +201,74 @@ LAYOUTS = {
         ),
     )
 }
+
+
+def _lora_layout(name: str, num_processes: int, **layout: Any) -> Layout:
+    """Return a layout with adapters."""
+    parallel, name = ParallelConfig(**layout), f"lora_{name}"
+    if name == "lora_single":
+        return Layout(name, num_processes, parallel, shared_prefixes="off", lora=LORA)
+    return Layout(name, num_processes, parallel, lora=LORA)
+
+
+LORA = LoraConfig(lora_rank=3, lora_alpha=6.0, lora_lr_factor=1.0)
+"""Low-rank adapters of an odd rank, which no number of ranks divides."""
+LAYOUTS |= {
+    layout.name: layout
+    for layout in (
+        _lora_layout("single", 1),
+        _lora_layout("recompute_full", 1, recompute="full"),
+        _lora_layout("tp2", 2, tensor_model_parallel_size=2),
+        _lora_layout(
+            "tp2_sp", 2, tensor_model_parallel_size=2, sequence_parallel=True
+        ),
+        _lora_layout(
+            "tp2_pp2_vp2_sp_recompute", 4, tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
+            sequence_parallel=True, recompute="full",
+        ),
+        _lora_layout("dp2_distributed_optimizer", 2, use_distributed_optimizer=True),
+        _lora_layout(
+            "ep2_recompute", 2, expert_model_parallel_size=2, recompute="selective"
+        ),
+        _lora_layout(
+            "dp2_tp2_sp_ep2_distributed_optimizer", 4, tensor_model_parallel_size=2,
+            sequence_parallel=True, expert_model_parallel_size=2, use_distributed_optimizer=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def random_adapter(shape: ModelShape, lora: LoraConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Return adapters whose every matrix is random, B too."""
+    generator = torch.Generator().manual_seed(seed)
+    names = expected_adapters(shape, lora).items()
+    return {name: 0.2 * torch.randn(size, generator=generator) for name, size in names}
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, adapter: Mapping[str, Tensor], scale: float) -> PreTrainedModel:
+    """Return a copy of a model with an adapter added to its weights."""
+    merged = copy.deepcopy(model)
+    weights = split_experts(dict(merged.named_parameters()), ModelShape.of(model.config))
+    for name, down in adapter.items():
+        if ".lora_A." in name:
+            up = adapter[name.replace(".lora_A.", ".lora_B.")]
+            weights[name.replace(".lora_A.", ".")].add_(scale * up @ down)
+    return merged
+
+
+def adapter_gradients(
+    gradients: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Return the gradients of A and B from the gradients of the merged weights W + scale B A."""
+    found: dict[str, Tensor] = {}
+    for name, down in adapter.items():
+        if ".lora_A." in name:
+            other = name.replace(".lora_A.", ".lora_B.")
+            whole = scale * gradients[name.replace(".lora_A.", ".")]
+            found |= {name: adapter[other].double().t() @ whole, other: whole @ down.double().t()}
+    return found
 
 
 def random_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -331,7 +403,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     from ragen_mega.megatron.initialize import initialize
     from ragen_mega.megatron.policy import MegatronPolicy
     from ragen_mega.megatron.scorer import FrozenPolicy
-    from ragen_mega.megatron.weights import export_weights
+    from ragen_mega.megatron.weights import export_weights, load_adapters
     from ragen_mega.storage.model_readers import open_model
 
     torch.set_num_threads(1)
@@ -348,12 +420,19 @@ def run_layout(layout: Layout, directory: Path) -> None:
         hf = AutoConfig.from_pretrained(directory / architecture, trust_remote_code=False)
         reader = open_model(directory / architecture)
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
-        policy = MegatronPolicy(hf, groups, layout.parallel, train, LOSS, temperature=TEMPERATURE)
-        critic = MegatronCritic(hf, groups, layout.parallel, train, LOSS)
-        for model in (policy, critic):
+        parallel, lora = layout.parallel, layout.lora
+        policy = MegatronPolicy(
+            hf, groups, parallel, train, LOSS, temperature=TEMPERATURE, lora=lora
+        )
+        base = policy.chunks if lora.rank else None
+        critic = MegatronCritic(hf, groups, parallel, train, LOSS, lora=lora, base=base)
+        for model in (policy,) if lora.rank else (policy, critic):
             model.load_weights(reader)
+        if lora.rank:
+            for seed, chunks in enumerate((policy.chunks, critic.chunks)):
+                load_adapters(chunks, random_adapter(ModelShape.of(hf), lora, seed).get)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
-        teacher = FrozenPolicy(hf, groups, layout.parallel, train, reader, temperature=TEMPERATURE)
+        teacher = FrozenPolicy(hf, groups, parallel, train, reader, temperature=TEMPERATURE)
         results[Key("logprobs", architecture, "teacher")] = teacher.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
@@ -372,6 +451,9 @@ def run_layout(layout: Layout, directory: Path) -> None:
                         key = Key(kind, architecture, name, parameter)
                         results[key] = tensor.cpu().clone()
         results[Key("values", architecture)] = critic.values(batch)
+        if lora.rank:
+            reference = policy.reference_logprobs(batch)
+            results[Key("logprobs", architecture, "reference")] = reference
     if collectives.is_main():
         torch.save({tuple(key): value for key, value in results.items()}, directory / layout.name)
     collectives.barrier()
@@ -444,12 +526,14 @@ def choose_layouts(asked: list[str] | None, num_gpus: int) -> list[str]:
             f" {', '.join(too_large)}",
             flush=True,
         )
-    return asked or [name for name in list(LAYOUTS)[1:] if name not in too_large]
+    baselines = ("single", "lora_single")
+    return asked or [name for name in LAYOUTS if name not in (*too_large, *baselines)]
 
 
 def measure(names: list[str]) -> dict:
     """Run the named layouts beside the single process and return the report."""
-    expected, unfused, rows = {}, {}, []
+    expected, rows = {}, []
+    unfused: dict[str, dict[Key, Tensor]] = {"single": {}, "lora_single": {}}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         for architecture in ARCHITECTURES:
@@ -457,20 +541,35 @@ def measure(names: list[str]) -> dict:
             model.save_pretrained(directory / architecture)
             batch = make_batch(model)
             torch.save(dict(batch.tensors()), directory / f"{architecture}.batch.pt")
-            expected[architecture] = transformers_logprobs(model, batch)
-            gradients, norm = clipped(unfused_gradients(model, batch, LOSS, TEMPERATURE), CLIP_GRAD)
-            unfused[Key("grad_norm", architecture, "policy", "step 0")] = torch.tensor(norm)
-            for name, gradient in gradients.items():
-                unfused[Key("gradient", architecture, "policy", name)] = gradient
-        baseline = launch(LAYOUTS["single"], directory)
+            adapter = random_adapter(ModelShape.of(model.config), LORA)
+            merged = merge(model, adapter, LORA.scale)
+            for name, truth in (("single", model), ("lora_single", merged)):
+                expected[Key("logprobs", architecture, name)] = transformers_logprobs(truth, batch)
+                gradients = unfused_gradients(truth, batch, LOSS, TEMPERATURE)
+                if truth is merged:
+                    gradients = adapter_gradients(gradients, adapter, LORA.scale)
+                gradients, norm = clipped(gradients, CLIP_GRAD)
+                found = unfused[name]
+                found[Key("grad_norm", architecture, "policy", "step 0")] = torch.tensor(norm)
+                for weight, gradient in gradients.items():
+                    found[Key("gradient", architecture, "policy", weight)] = gradient
+        baselines: dict[str, dict[Key, Tensor]] = {
+            "lora_single" if LAYOUTS[name].lora.rank else "single": {}
+            for name in ("single", *names)
+        }
+        for name in baselines:
+            baselines[name] = launch(LAYOUTS[name], directory)
         for name in names:
-            rows.append(compare(LAYOUTS[name], launch(LAYOUTS[name], directory), baseline, unfused))
+            start = "lora_single" if LAYOUTS[name].lora.rank else "single"
+            result = launch(LAYOUTS[name], directory)
+            rows.append(compare(LAYOUTS[name], result, baselines[start], unfused[start]))
             numbers = (f"{key} {rows[-1][key]:.1e}" for key in TOLERANCES)
             print(f"{name:34s}", *numbers, sep="  ", flush=True)
     difference = largest(
         *(
-            float((baseline[Key("logprobs", name)] - logprobs).abs().max())
-            for name, logprobs in expected.items()
+            float((baselines[key.model][key._replace(model="")] - logprobs).abs().max())
+            for key, logprobs in expected.items()
+            if key.model in baselines
         )
     )
     print(f"{'transformers':34s}  max_diff_logprobs {difference:.1e}")

@@ -68,7 +68,10 @@ _install() {
     local venv="$1" extra="$2" python="$1/bin/python" base="" torch missing name
     mkdir -p "$venv"
     exec 9>"$venv/.lock"
-    if command -v flock >/dev/null; then flock 9; fi
+    if command -v flock >/dev/null && ! flock --nonblock 9; then
+        echo "setup: another command installs into $venv; waiting for it" >&2
+        flock 9
+    fi
     if _is_complete "$venv" "$extra"; then return; fi
 
     if ! "$python" -m pip --version >/dev/null 2>&1; then base="$(_base_python)"; fi

@@ -226,8 +226,10 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats):
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=compute_dtype(weight))
-        outputs = hidden.new_empty((NUM_OUTPUTS, len(terms.weights)), dtype=d_weight.dtype)
+        wide = compute_dtype(weight)
+        is_trained = ctx.needs_input_grad[1]
+        d_weight = torch.zeros_like(weight, dtype=wide) if is_trained else None
+        outputs = hidden.new_empty((NUM_OUTPUTS, len(terms.weights)), dtype=wide)
         buffer = empty_rows(hidden, chunks[0].stop, len(weight))
         for part in chunks:
             rows = buffer[: part.stop - part.start]  # [C, V/tp] logits, then their gradient
@@ -246,11 +248,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
             # worth a wait for their number on the CPU alone.
             if objective.min_entropy and rows.device.type == "cpu":
                 taught = rows.any(dim=1).nonzero().squeeze(1)
-                d_seen.zero_()[taught] = (d_logits := rows[taught]) @ weight
-                accumulate_matmul(d_weight, d_logits.T, seen[taught])
+                seen, rows = seen[taught], rows[taught]
+                d_seen.zero_()[taught] = rows @ weight
             else:
                 torch.mm(rows, weight, out=d_seen)
+            if d_weight is not None:
                 accumulate_matmul(d_weight, rows.T, seen)
+        ctx.wide = wide
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.mark_non_differentiable(outputs)
         return outputs[0].sum(), outputs
@@ -258,11 +262,13 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss, _):
         d_hidden, d_weight = ctx.saved_tensors
-        # One pass, without a float32 product of the size of the weight.
-        scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
-        torch.mul(d_weight, d_loss, out=scaled)
+        scaled = None
+        if d_weight is not None:
+            # One pass, without a float32 product of the size of the weight.
+            scaled = d_weight.new_empty(d_weight.shape, dtype=d_hidden.dtype)
+            torch.mul(d_weight, d_loss, out=scaled)
         # torch would round a bfloat16 factor before multiplying.
-        d_hidden = (d_hidden.to(d_weight.dtype) * d_loss).to(d_hidden.dtype)
+        d_hidden = (d_hidden.to(ctx.wide) * d_loss).to(d_hidden.dtype)
         return d_hidden, scaled, *[None] * 7
 
 
@@ -329,8 +335,8 @@ def linear_policy_loss(
     """sum(weights * token_loss) straight from hidden states, differentiable in both operands.
 
     Under tensor parallelism d_hidden is this rank's partial sum: the caller reduces it over
-    `group`, as the backward of Megatron's copy-to / gather-from region mappings does. The gradients
-    are made with the loss. An objective over sequences may take one more GEMM and read of logits.
+    `group`, as the backward of Megatron's copy-to / gather-from region mappings does. Gradients are
+    made with the loss, but for a frozen weight's. Objectives over sequences may take another GEMM.
 
     Args:
         hidden: [T, H].

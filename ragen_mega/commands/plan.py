@@ -23,6 +23,7 @@ from ragen_mega.planning import validation
 from ragen_mega.planning.answer import answer
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.report.metrics import write_json
+from ragen_mega.system.outputs import waiting
 
 FLAGS = (
     flag(
@@ -95,7 +96,8 @@ def main(arguments: argparse.Namespace) -> int:
         result = validation.report()
         print(validation.markdown(result))
     else:
-        result, text = answer(arguments)
+        with waiting("predicting the layouts"):
+            result, text = answer(arguments)
         print(text)
     if arguments.json:
         write_json(arguments.json, result)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ragen_mega.ranks.launcher import check_process
-from ragen_mega.system.outputs import guard_outputs
+from ragen_mega.system.outputs import guard_outputs, waiting
 
 COMMANDS = {
     "Train": {
@@ -73,7 +73,8 @@ def _run(name: str, flags: Sequence[str]) -> None:
     elif name in ("-V", "--version"):
         print(importlib.import_module("ragen_mega").__version__)
     elif name in known:
-        command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
+        with waiting(f"importing what {name} needs"):
+            command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
         sys.argv = [f"ragen-mega {name}", *flags]  # the name in --help
         if status := command.main(flags):
             raise SystemExit(status)

@@ -20,7 +20,7 @@ from ragen_mega.environments.processes import end_hosts
 from ragen_mega.ranks.launcher import PROGRAM, check_process, is_rank, num_processors, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
-from ragen_mega.system.outputs import guard_outputs
+from ragen_mega.system.outputs import guard_outputs, waiting
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,8 +51,9 @@ def run_rank(argv: Sequence[str]) -> None:
     check_flags(argv, *ranks)
     sys.argv = ["ragen-mega", "train", *argv]  # the run records this command
 
-    from ragen_mega.run.stop import end_process
-    from ragen_mega.train import main as train
+    with waiting("importing torch and megatron-core"):
+        from ragen_mega.run.stop import end_process
+        from ragen_mega.train import main as train
 
     try:
         train(argv, recipe=DEFAULT_RECIPE)

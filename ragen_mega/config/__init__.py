@@ -8,6 +8,7 @@ from ragen_mega.config.sections.evaluation import EvaluationConfig
 from ragen_mega.config.sections.filter import FilterConfig
 from ragen_mega.config.sections.guard import GuardConfig
 from ragen_mega.config.sections.logging import LoggingConfig
+from ragen_mega.config.sections.lora import LoraConfig
 from ragen_mega.config.sections.loss import LossConfig
 from ragen_mega.config.sections.model import ModelConfig
 from ragen_mega.config.sections.parallel import OffloadMode, ParallelConfig, Recompute
@@ -24,6 +25,7 @@ __all__ = [
     "FilterConfig",
     "GuardConfig",
     "LoggingConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OffloadMode",

@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ragen_mega.config.flags import (
     STANDING_FOR_ENVIRONMENTS,
@@ -262,6 +263,13 @@ def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
     return flags
 
 
+def read_words(argv: Sequence[str], *, recipe: str = "none") -> dict[str, dict[str, Any]]:
+    """Read the settings that flags and their recipe give, section -> name -> value. Raises
+    ValueError as `read_settings` and `with_recipe` do.
+    """
+    return read_settings(with_recipe(_as_environment(argv), default=recipe))
+
+
 def read_flags(path: Path) -> list[str]:
     """Read the flags in a recipe, in order, quotes as in a shell. Raises ValueError, in one line,
     for a file that is no text or has a quote that does not end.
@@ -300,6 +308,6 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
         settings = read_settings(with_recorded(resumed, argv))
         name = read_recorded(resumed).get("logging", {}).get("recipe", "none")
     else:
-        settings = read_settings(with_recipe(rest, default=name))
+        settings = read_words(rest, recipe=name)
     settings.setdefault("logging", {})["recipe"] = name
     return StarPOConfig.from_dict(settings)

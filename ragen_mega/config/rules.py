@@ -12,6 +12,7 @@ from ragen_mega.config.sections.evaluation import EvaluationConfig
 from ragen_mega.config.sections.filter import FilterConfig
 from ragen_mega.config.sections.guard import GuardConfig
 from ragen_mega.config.sections.logging import LoggingConfig
+from ragen_mega.config.sections.lora import LoraConfig
 from ragen_mega.config.sections.loss import LossConfig
 from ragen_mega.config.sections.model import ModelConfig
 from ragen_mega.config.sections.parallel import ParallelConfig
@@ -26,6 +27,7 @@ class Sections:
     """The sections of the configuration, in the order of `--help`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -64,6 +66,7 @@ def check_rules(config: Sections) -> None:
         _check_routing,
         _check_placement,
         _check_critic,
+        _check_lora,
         _check_teacher,
         _check_agents,
     ):
@@ -135,6 +138,10 @@ def _check_directories(config: Sections) -> None:
     if config.warm_start.warm_start_from is not None and config.model.load is not None:
         raise ValueError(
             f"warm_start_from and load ({config.model.load}) both say what to begin with; drop one"
+        )
+    if config.evaluation.stop_at_success is not None and config.evaluation.eval_interval == 0:
+        raise ValueError(
+            "stop_at_success looks at evaluations on the way; drop it or set --eval-interval"
         )
     if config.checkpoint.keep_best and config.evaluation.eval_interval == 0:
         raise ValueError(
@@ -315,6 +322,35 @@ def _check_teacher(config: Sections) -> None:
             f"context_window {config.rollout.context_window} writes prompts anew in the middle of"
             " an episode, and a teacher has its own first prompt alone; drop --context-window, or"
             " --teacher-prompt-examples and --teacher-system-prompt"
+        )
+
+
+def _check_lora(config: Sections) -> None:
+    """Check that adapters have one base, which stays as it is."""
+    model, warm = config.model, config.warm_start
+    if not config.lora.rank:
+        return
+    if model.critic_load not in (None, model.load):
+        raise ValueError(
+            f"lora_rank {config.lora.rank} has one model for actor and critic, and critic_load"
+            f" ({model.critic_load}) is another than load ({model.load}); drop --critic-load"
+        )
+    if warm.warm_start_critic_steps > 0:
+        raise ValueError(
+            f"lora_rank {config.lora.rank} has one model for actor and critic, and"
+            " warm_start_critic_steps makes another one for the critic; drop it"
+        )
+    if config.lora.lora_sync == "merged":
+        return
+    if config.parallel.placement == "separate":
+        raise ValueError(
+            "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
+            " drop --lora-sync"
+        )
+    if config.rollout.rollout_engine == "sglang" and "attention" not in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter with rollout_engine sglang needs adapters of the attention, which"
+            " SGLang asks for in each; set --lora-targets attention,mlp, or drop --lora-sync"
         )
 
 

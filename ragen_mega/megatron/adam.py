@@ -51,10 +51,13 @@ class Updated:
         # the number of steps is left out
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
 
-    def reload(self) -> None:
-        """Start from the parameter."""
+    def start(self, values: Tensor) -> None:
+        """Start from the values that the parameter was rounded from. From the rounded ones most
+        steps would change no bfloat16 number at first, since each would have to cross half of the
+        distance to the next one.
+        """
         if (own := self.own) is not None:
-            own.copy_(self.parameter.data.view(-1)[self.part].view_as(own))
+            own.copy_(values.reshape(-1)[self.part].view_as(own))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what the optimizer keeps besides the parameter."""
@@ -73,6 +76,8 @@ def find_updated(
     ]
     found = {}
     for name, parameter in chunks.named_parameters():
+        if not parameter.requires_grad:
+            continue
         main = getattr(parameter, "main_param", parameter)
         for optimizer, own, updates in zip(optimizers, shards, inner, strict=True):
             if not isinstance(optimizer, DistributedOptimizer):

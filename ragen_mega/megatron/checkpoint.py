@@ -6,6 +6,7 @@ together are the whole; the boxes go to safetensors files (`shard_files`). The f
 hold its parameters, Adam's moments in the shape of the parameters, the float32 master copies of
 bfloat16 parameters, and the step counts of optimizer and schedule. Everything else in an optimizer
 follows from the configuration, so the same files work with and without the distributed optimizer.
+Of a model with adapters they hold the adapters, and a critic's head: the base is the run's model.
 
 megatron-core's own state dict of the distributed optimizer is not used: with torch's AdamW (0.16.1)
 it fails an assertion before the first step, its loader fails on the entry `step`, and afterwards
@@ -15,6 +16,7 @@ read and written in place instead.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
@@ -43,6 +50,8 @@ from torch import Tensor, nn
 
 from ragen_mega.megatron.adam import MAIN
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.megatron.weights import trained
+from ragen_mega.models.layout import Slot
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 
@@ -133,9 +142,12 @@ def load(directory: Path, trainers: Mapping[str, Trainer]) -> None:
 
 
 def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
-    """Name, after the number of the chunk -> this rank's part of a parameter; `.data` is the
-    parameter itself. The layers' extra state is left out.
+    """Name, after the number of the chunk -> this rank's part of a parameter that is trained;
+    `.data` is the parameter itself. The layers' extra state is left out.
     """
+    if trainer.chunks[0].lora.rank:
+        shards = ((slot, parameter) for slot, parameter in trained(trainer.chunks))
+        return {slot.parameter: _shard(slot, item, trainer) for slot, item in shards}
     state = {str(number): c.sharded_state_dict() for number, c in enumerate(trainer.chunks)}
     nested, _ = extract_sharded_tensors_and_factories(state)
     sharded = {f"{chunk}.{name}": part for chunk in nested for name, part in nested[chunk].items()}
@@ -143,6 +155,35 @@ def _sharded_parameters(trainer: Trainer) -> dict[str, ShardedBase]:
         id(parameter) for parameter in trainer.chunks.parameters()
     }
     return sharded
+
+
+def _shard(slot: Slot, parameter: nn.Parameter, trainer: Trainer) -> ShardedBase:
+    """Return a rank's part of a parameter that megatron-core does not know, as its slot is cut."""
+    groups, cut, ahead = trainer.groups, slot.weight.cut, len(slot.index)
+    stacks = [*enumerate(zip(slot.index, slot.stack, strict=True))]
+    above = [(axis, number, length) for axis, (number, length) in stacks]
+    rank, size = (0, 1) if slot.group == "expert" else (groups.tp.rank(), groups.tp.size())
+    is_whole, axis = slot.group == "dense" and cut.axis is None, cut.axis or 0
+    copies = groups.expt_dp if slot.group == "expert" else groups.dp
+    replica = (0, rank if is_whole else 0, copies.rank())
+
+    def block(data: Tensor, number: int, num_blocks: int) -> ShardedTensor:
+        place = [] if is_whole else [(axis + ahead, number * size + rank, num_blocks * size)]
+        return ShardedTensor.from_rank_offsets(
+            slot.key, data, *above, *place, prepend_axis_num=ahead, replica_id=replica
+        )
+
+    if is_whole or size == 1 or cut.num_blocks == 1:
+        return block(parameter, 0, 1)
+
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        parts = data.chunk(cut.num_blocks, axis)
+        found = [block(part, number, cut.num_blocks) for number, part in enumerate(parts)]
+        return [replace(part, key=key) for part in found]
+
+    return ShardedTensorFactory(
+        slot.key, parameter, build, lambda parts: torch.cat(parts, axis), replica
+    )
 
 
 def _sharded_state(role: str, trainer: Trainer, *, placeholders: bool) -> dict[str, dict]:

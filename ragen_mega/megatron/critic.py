@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.algorithm.value_loss import value_loss
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
-from ragen_mega.megatron.model import build_model, transformer_config
+from ragen_mega.megatron.model import Chunks, build_model, transformer_config
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights
+from ragen_mega.megatron.weights import export_weights, start_adapters
 
 
 class MegatronCritic:
@@ -28,11 +28,19 @@ class MegatronCritic:
         parallel: ParallelConfig,
         train: TrainConfig,
         loss: LossConfig,
+        *,
+        lora: LoraConfig | None = None,
+        base: Chunks | None = None,
     ) -> None:
+        """`base`: the model, frozen, beside whose layers the adapters of `lora` stand."""
+        lora = lora or LoraConfig()
         self.groups = groups
         self.value_clip = loss.value_clip
-        self.chunks = build_model(hf, transformer_config(hf, parallel), groups, is_critic=True)
-        self.trainer = Trainer(self.chunks, groups, parallel, train, lr=train.critic_lr)
+        config = transformer_config(hf, parallel)
+        self.chunks = build_model(hf, config, groups, is_critic=True, lora=lora, base=base)
+        start_adapters(self.chunks, train.seed + 1)
+        lr = train.critic_lr * lora.lr_factor
+        self.trainer = Trainer(self.chunks, groups, parallel, train, lr=lr)
         self.trainer.cost = self.trainer.cost._replace(per_label=0)  # its head has one row
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:

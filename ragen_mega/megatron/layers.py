@@ -168,7 +168,12 @@ class RMSNorm(nn.Module):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.eps)
+        return normalized(x, self.weight, self.eps)
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the root mean square norm of x."""
+    return _Normalize.apply(x, weight, eps)
 
 
 class _Normalize(Function):
@@ -185,15 +190,16 @@ class _Normalize(Function):
         return (wide * scale).mul_(weight).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normal, wide, factor = _widened(x) * scale, _widened(gradient), _widened(weight)
         # its sums over rows and over columns are products with a vector
-        both = (normal * wide).flatten(0, -2)
-        d_weight = torch.mv(both.t(), both.new_ones(len(both)))
+        both, d_weight = (normal * wide).flatten(0, -2), None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.mv(both.t(), both.new_ones(len(both))).to(weight.dtype)
         mean = torch.mv(both, factor).div_(x.shape[-1]).view(scale.shape)
         d_x = (wide * factor).addcmul_(normal, mean, value=-1).mul_(scale)
-        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
+        return d_x.to(x.dtype), d_weight, None
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -207,6 +213,7 @@ class ColumnLinear(ColumnParallelLinear):
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = x if self.weight.requires_grad else _plain(x)
         return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
 
 
@@ -214,7 +221,15 @@ class RowLinear(RowParallelLinear):
     """See `ColumnLinear`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = x if self.weight.requires_grad else _plain(x)
         return _product(self, x) if self.tp_group.size() == 1 else super().forward(x)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return x [N, 1, H] with the strides of its shape, whatever its middle stride was. With other
+    ones torch multiplies by a copy of a frozen weight for each token.
+    """
+    return x.flatten(0, -2).view(x.shape)
 
 
 def _product(

@@ -6,6 +6,7 @@ arXiv:2407.10671, arXiv:2505.09388.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ragen_mega.config import ParallelConfig
+from ragen_mega.config import LoraConfig, ParallelConfig
 from ragen_mega.data.types import Microbatch
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.megatron.layers import PackedForest, layer_spec
+from ragen_mega.megatron.lora import NoMemory, attach, share_base
 from ragen_mega.megatron.routing import Routing
 from ragen_mega.models.cuts import trainer_vocab_size
+from ragen_mega.models.family import Weight
+from ragen_mega.models.lora import layer_weights
 from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, stage_layers
 from ragen_mega.ranks import collectives
@@ -186,6 +190,8 @@ class QwenModel(GPTModel):
             vp_stage=chunk,
         )
         self.hf, self.shape, self.is_critic = hf, shape, is_critic
+        self.lora = LoraConfig()
+        """The adapters that `attach` has put beside the layers."""
         # megatron-core's own scaling has the context of Llama 3.1's pretraining built in
         rotary = self.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(shape).to(rotary.inv_freq.device)
@@ -206,6 +212,8 @@ class QwenModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **arguments
         )
         rotary = rotary.index_select(0, position_ids.squeeze(0))  # of the nodes, [N, 1, 1, dim]
+        if self.lora.rank and self.pre_process and torch.is_grad_enabled():
+            embedded.requires_grad_()  # or recomputed layers would take it for a constant
         if self.config.transformer_impl == "local":
             angles = rotary.squeeze(1)[..., : rotary.shape[-1] // 2]  # [N, 1, dim / 2]
             packed_seq_params.rotation = angles.cos(), angles.sin()
@@ -216,6 +224,11 @@ class QwenModel(GPTModel):
         if self.is_critic and self.post_process:
             return self.output_layer(hidden_states)  # [N]
         return hidden_states  # [N/sp, 1, H]
+
+    @property
+    def adapter_weights(self) -> tuple[Weight, ...]:
+        """Return the weights of the adapters of a layer."""
+        return layer_weights(self.shape, self.lora)
 
     @property
     def layer_offset(self) -> int:
@@ -308,9 +321,18 @@ def build_model(
     groups: ProcessGroupCollection,
     *,
     is_critic: bool = False,
+    lora: LoraConfig | None = None,
+    base: Chunks | None = None,
 ) -> Chunks:
     """Build the chunks of a policy on this rank, with tied embeddings if the checkpoint ties them,
-    or the chunks of a critic, with a scalar head in place of the vocabulary.
+    or the chunks of a critic, with a scalar head in place of the vocabulary. With `lora` all but
+    adapters and a critic's head is frozen, and may be shared with another model, `base`.
     """
     build = partial(QwenModel, hf, config, groups, is_critic)
-    return Chunks(map(build, range(_num_chunks(config))))
+    with NoMemory() if base is not None else nullcontext():
+        chunks = Chunks(map(build, range(_num_chunks(config))))
+    if base is not None:
+        share_base(chunks, base)
+    if lora is not None and lora.rank:
+        attach(chunks, lora)
+    return chunks

@@ -10,15 +10,22 @@ from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
+from ragen_mega.megatron.lora import without_adapters
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
 from ragen_mega.megatron.resharding import Traffic, measure_bound
 from ragen_mega.megatron.scorer import Scorer
 from ragen_mega.megatron.trainer import Trainer
-from ragen_mega.megatron.weights import export_weights, reshard_plan
+from ragen_mega.megatron.weights import (
+    export_weights,
+    load_adapters,
+    reshard_plan,
+    start_adapters,
+    trained,
+)
 from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
@@ -49,7 +56,9 @@ class MegatronPolicy(Scorer):
         *,
         temperature: float,
         keep_reference: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
+        lora = lora or LoraConfig()
         self.hf = hf
         self.groups = groups
         self.temperature = temperature
@@ -74,14 +83,15 @@ class MegatronPolicy(Scorer):
             "forking_share": not self.objective.min_entropy,
         }
         self._means = [name for name in _MEANS if not skipped.get(name)]
-        self.chunks = build_model(hf, transformer_config(hf, parallel), groups)
+        self.chunks = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
+        start_adapters(self.chunks, train.seed)
         self.head = self.chunks[-1]
         self.trainer: Trainer = Trainer(
             self.chunks,
             groups,
             parallel,
             train,
-            lr=train.lr,
+            lr=train.lr * lora.lr_factor,
             first_step=train.critic_warmup,
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
@@ -99,23 +109,42 @@ class MegatronPolicy(Scorer):
         policy.
         """
         self.trainer.load_weights(read)
-        if self._keep_reference:
+        if self._keep_reference and not self.chunks[0].lora.rank:
             self._reference = self.trainer.memory.snapshot("parameters")
+
+    def load_adapter(self, read: Callable[[str], Tensor | None]) -> None:
+        """Start from the adapter that `read` returns, by PEFT's names without their prefix."""
+        self.trainer.memory.require("parameters", "optimizer")
+        load_adapters(self.chunks, read)
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (PEFT's name without its prefix, full tensor) of the adapters; every rank must
+        consume it.
+        """
+        self.trainer.memory.require("parameters")
+        own = {slot.parameter: parameter for slot, parameter in trained(self.chunks)}
+        self._traffic = Traffic()
+        return export_weights(self.chunks, self.groups, tensors=own, traffic=self._traffic)
 
     def local_weights(self) -> list[nn.Parameter]:
         """Return this rank's part of the weights."""
         self.trainer.memory.require("parameters")
         return list(self.chunks.parameters())
 
-    def export_weights(self, part: EngineShard | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, part: EngineShard | None = None, *, is_merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor), or of (SGLang's name, this part of the
-        tensor); every rank must consume it.
+        tensor); every rank must consume it. Adapters are merged unless the base is asked for.
 
         The weights must be on the device when the first is asked for.
         """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
-        yield from export_weights(self.chunks, self.groups, part, traffic=self._traffic)
+        traffic = self._traffic
+        yield from export_weights(
+            self.chunks, self.groups, part, traffic=traffic, is_merged=is_merged
+        )
 
     def sync_metrics(self) -> dict[str, float]:
         """Report the size and the speed of the last export, and its share of the speed of plain
@@ -140,9 +169,12 @@ class MegatronPolicy(Scorer):
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies, routes=routes)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """[T] log-probabilities under the frozen weights that training started from; they are kept
-        in host memory.
+        """[T] log-probabilities under the frozen weights that training started from: a copy in
+        host memory, or the base without its adapters.
         """
+        if self.chunks[0].lora.rank:
+            with without_adapters(self.chunks):
+                return self.logprobs(batch)
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
             return self.logprobs(batch)

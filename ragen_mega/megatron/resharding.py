@@ -31,10 +31,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.models.cuts import Group
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, expected_tensors, group_by_size
+from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.server_cut import stack_experts
+from ragen_mega.models.shape import ModelShape
 from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import EngineShard
 
@@ -129,8 +132,10 @@ class ReshardPlan:
         local: Iterable[tuple[Slot, Tensor]],
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        lora: LoraConfig | None = None,
     ) -> ReshardPlan:
-        """Return the plan for a model of which this rank holds `local`. Collective over all ranks.
+        """Return the plan for a model of which this rank holds `local`, or for what of it is
+        trained with `lora`. Collective over all ranks.
 
         A gathered bucket, all ranks together, has at most `bucket_bytes`, or holds a single entry.
         Raises ValueError, the same on all ranks, if their plans differ or if a name of the model is
@@ -165,8 +170,8 @@ class ReshardPlan:
             for entry in bucket.entries
         )
         check_same_on_all_ranks(hashlib.sha256(text.encode()).hexdigest())
-        shape, names = entries[0].slots[0].shape, plan.names
-        expected = expected_tensors(shape, is_critic=VALUE_HEAD in names).keys()
+        names = plan.names
+        expected = _expected(entries[0].slots[0].shape, lora, names)
         if differing := sorted(expected ^ set(names)):
             raise ValueError(
                 f"a weight sync must send each of {len(expected)} weights, and all stages together"
@@ -336,6 +341,13 @@ def measure_bound(plan: ReshardPlan) -> float:
         _wait()
         best = min(best, time.perf_counter() - start)
     return num_bytes / best / 1e9
+
+
+def _expected(shape: ModelShape, lora: LoraConfig | None, names: Sequence[str]) -> set[str]:
+    """Return the names that a plan of `names` must have."""
+    if lora is None or not lora.rank:
+        return {*expected_tensors(shape, is_critic=VALUE_HEAD in names)}
+    return {*expected_adapters(shape, lora), *({VALUE_HEAD} & {*names})}
 
 
 def _unique(entries: Iterable[Entry]) -> list[Entry]:

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
@@ -38,7 +38,7 @@ from ragen_mega.megatron.model import Chunks, model_inputs
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
-from ragen_mega.megatron.weights import held, load_weights, mark_tensor_parallel
+from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel, trained
 from ragen_mega.ranks import collectives
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
@@ -225,7 +225,8 @@ class Passes:
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
         """Yield everything large that this model keeps."""
         for name, parameter in self.chunks.named_parameters():
-            yield "parameters", name, parameter
+            if parameter.requires_grad:  # a frozen base is of several models, and stays
+                yield "parameters", name, parameter
 
 
 class Trainer(Passes):
@@ -298,11 +299,14 @@ class Trainer(Passes):
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns."""
-        self.memory.require("optimizer")
-        super().load_weights(read)
-        for item in self.updated.values():
-            with self.memory.borrowed("optimizer", item.tensors):
-                item.reload()
+        self.memory.require("parameters", "optimizer")
+
+        def start(parameter: nn.Parameter, values: Tensor) -> None:
+            if (item := self.updated.get(parameter)) is not None:
+                with self.memory.borrowed("optimizer", item.tensors):
+                    item.start(values)
+
+        load_weights(self.chunks, read, start)
 
     def step(
         self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: AggregationMode = "token-mean"
@@ -362,7 +366,7 @@ class Trainer(Passes):
         name that its slot has (not with the distributed optimizer).
         """
         self.memory.require("gradients")
-        return {slot.parameter: vars(item)["main_grad"] for slot, item in held(self.chunks)}
+        return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
 
     @property
     def lr(self) -> float:

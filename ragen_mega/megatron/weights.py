@@ -7,26 +7,42 @@ How names correspond is in `ragen_mega.models.layout`, how ranks divide a parame
 
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from ragen_mega.megatron.lora import Merged, draw
 from ragen_mega.megatron.model import Chunks
 from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
+from ragen_mega.models.lora import expected_adapters
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
 
 
 def held(chunks: Chunks) -> Iterator[tuple[Slot, nn.Parameter]]:
-    """Yield every parameter of this rank's chunks of a model, with its slot."""
+    """Yield every parameter of this rank's chunks of a model but for adapters, with its slot."""
+    return ((slot, parameter) for slot, parameter in _slots(chunks) if ".lora_" not in slot.key)
+
+
+def trained(chunks: Chunks) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """Yield every parameter of them that is trained, with its slot."""
+    return ((slot, parameter) for slot, parameter in _slots(chunks) if parameter.requires_grad)
+
+
+def _slots(chunks: Chunks) -> Iterator[tuple[Slot, nn.Parameter]]:
     for chunk in chunks:
-        offsets = chunk.layer_offset, chunk.expert_offset
+        offsets, further = (chunk.layer_offset, chunk.expert_offset), chunk.adapter_weights
         for name, parameter in chunk.named_parameters():
-            yield find_slot(name, chunk.shape, *offsets, is_critic=chunk.is_critic), parameter
+            yield (
+                find_slot(name, chunk.shape, *offsets, is_critic=chunk.is_critic, further=further),
+                parameter,
+            )
 
 
 def mark_tensor_parallel(chunks: Chunks) -> None:
@@ -38,35 +54,84 @@ def mark_tensor_parallel(chunks: Chunks) -> None:
     over data-parallel ranks where experts are not divided, although each tensor-parallel rank has
     sent it other tokens (both faults: NVIDIA/Megatron-LM pull request 5916).
     """
-    for slot, parameter in held(chunks):
+    for slot, parameter in _slots(chunks):
         axis = slot.weight.cut.axis
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, True, axis, 1)
         vars(parameter)["allreduce"] = slot.group == "dense"
 
 
-def load_weights(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
+def load_weights(
+    chunks: Chunks,
+    read: Callable[[str], Tensor | None],
+    start: Callable[[nn.Parameter, Tensor], None] = lambda parameter, values: None,
+) -> None:
     """Fill this rank's chunks of a model. `read(name)` returns a full Hugging Face tensor or None
-    if there is none.
+    if there is none; `start` gets each parameter with its values before they are rounded to its
+    type.
 
     A critic without a stored value head keeps its own. Raises ValueError on a missing or mis-shaped
     tensor, and if a number is not finite.
     """
-    tp = chunks[-1].tp_group
     for slot, parameter in held(chunks):
-        tensors = [read(name) for name in slot.names]
-        if slot.names == (VALUE_HEAD,) and tensors[0] is None:
-            continue
-        found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
-        if found != slot.shapes:
-            raise ValueError(
-                f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
-                f" for, not {found}; is the checkpoint complete, and of this model?"
-            )
-        local = slot.shard([t for t in tensors if t is not None], tp.rank(), tp.size())
-        check_finite(", ".join(slot.names), local)
-        with torch.no_grad():
-            parameter.copy_(local)
+        if slot.names != (VALUE_HEAD,) or read(VALUE_HEAD) is not None:
+            start(parameter, _fill(slot, parameter, read, chunks[-1].tp_group))
+
+
+def load_adapters(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
+    """Fill the adapters of this rank's chunks. Raises ValueError as `load_weights` does."""
+    for slot, parameter in trained(chunks):
+        if slot.names != (VALUE_HEAD,):
+            _fill(slot, parameter, read, chunks[-1].tp_group)
+
+
+def start_adapters(chunks: Chunks, seed: int) -> None:
+    """Fill the adapters with which training starts, if there are any."""
+    if (lora := chunks[0].lora).rank:
+        load_adapters(chunks, draw(expected_adapters(chunks[0].shape, lora), seed))
+
+
+def _fill(
+    slot: Slot,
+    parameter: nn.Parameter,
+    read: Callable[[str], Tensor | None],
+    tp: dist.ProcessGroup,
+) -> Tensor:
+    tensors = [read(name) for name in slot.names]
+    found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+    if found != slot.shapes:
+        raise ValueError(
+            f"{', '.join(slot.names)} must have the shapes {slot.shapes} that config.json asks"
+            f" for, not {found}; is the checkpoint complete, and of this model?"
+        )
+    whole = [
+        spread_bits(tensor, name) if parameter.dtype == torch.bfloat16 else tensor
+        for name, tensor in zip(slot.names, tensors)
+        if tensor is not None
+    ]
+    local = slot.shard(whole, tp.rank(), tp.size())
+    check_finite(", ".join(slot.names), local)
+    with torch.no_grad():
+        parameter.copy_(local)
+    return local
+
+
+def spread_bits(tensor: Tensor, name: str) -> Tensor:
+    """Return float32 numbers that round to the bfloat16 numbers of a tensor: one drawn uniformly
+    for each, by the tensor's name. Return a tensor of another type as it is.
+
+    The master copies of weights start from them. From the bfloat16 numbers themselves a step below
+    half of the distance to the next one changes nothing, in all weights at once, and the first
+    steps of a run are lost. From these numbers it changes as many weights as make up for it.
+    """
+    if tensor.dtype != torch.bfloat16:
+        return tensor
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    low = torch.empty(tensor.shape, dtype=torch.int32).random_(
+        -(2**15) + 1, 2**15, generator=generator
+    )
+    wide = tensor.float()
+    return (wide.view(torch.int32) + low * (wide != 0)).view(torch.float32)
 
 
 _plans: WeakKeyDictionary[Chunks, ReshardPlan] = WeakKeyDictionary()
@@ -88,22 +153,26 @@ def export_weights(
     *,
     tensors: Mapping[str, Tensor] | None = None,
     traffic: Traffic | None = None,
+    is_merged: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, full tensor) in one order on all ranks, gathered over tensor and
     pipeline ranks; with `part` (SGLang's name, shard) of this rank's part of a server, by the path
     that moves the least.
 
     A collective: every rank must consume the whole stream. A tied LM head is not sent a second
-    time. `tensors` replaces the parameters by something of their shapes, such as gradients, under
-    the names that their slots have. `traffic` counts what is moved. Raises ValueError where the
-    model cannot be cut into such parts.
+    time. Adapters are merged if `is_merged`. `tensors` replaces the parameters that are trained by
+    something of their shapes, such as gradients, under the names that their slots have. `traffic`
+    counts what is moved. Raises ValueError where the model cannot be cut into such parts.
     """
     if tensors is not None:  # gradients have their own dtype
-        local = [(slot, tensors[slot.parameter]) for slot, _ in held(chunks)]
-        yield from gather(ReshardPlan.build(groups, local), tensors, traffic)
+        local = [(slot, tensors[slot.parameter]) for slot, _ in trained(chunks)]
+        plan = ReshardPlan.build(groups, local, lora=chunks[0].lora)
+        yield from gather(plan, tensors, traffic)
         return
     plan = reshard_plan(chunks, groups)
-    weights = {slot.parameter: parameter for slot, parameter in held(chunks)}
+    weights: Mapping[str, Tensor] = {slot.parameter: weight for slot, weight in held(chunks)}
+    if chunks[0].lora.rank and is_merged:
+        weights = Merged(chunks, weights)
     if part is None:
         yield from gather(plan, weights, traffic)
     else:

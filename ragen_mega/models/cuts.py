@@ -78,7 +78,7 @@ class Cut:
     """
 
     axis: int | None
-    """Dimension of Megatron's tensor, None where every rank holds the parameter's only tensor."""
+    """Dimension of Megatron's tensor, None where every rank holds the parameter whole."""
     num_blocks: int = 1
     """Tensors of the parameter that are divided one by one."""
     group: ClassVar[Group] = "dense"
@@ -112,14 +112,14 @@ class Cut:
         view of them where possible.
         """
         if self.axis is None:
-            return tensors[0]
+            return _joined(tensors, 0) if len(tensors) > 1 else tensors[0]
         parts = [tensor.chunk(size, self.axis)[rank] for tensor in tensors]
         return _joined(parts, self.axis) if len(parts) > 1 else parts[0]
 
     def unshard(self, shards: Sequence[Tensor], sizes: HeadSizes) -> list[Tensor]:
         """Invert `shard`: return the full Hugging Face tensors from the parts of all ranks."""
         if self.axis is None:
-            return [shards[0]]
+            return list(shards[0].chunk(self.num_blocks))
         blocks = zip(*(shard.chunk(self.num_blocks, self.axis) for shard in shards), strict=True)
         return [_joined(parts, self.axis) for parts in blocks]
 

@@ -46,11 +46,14 @@ def find_gguf(path: Path) -> Path | None:
 def check_hub_name(flag: str, name: str) -> None:
     """Raise ValueError for the path of no model, unless it may be a name on the hub."""
     path = Path(name)
-    if _HUB_NAME.fullmatch(name) and not path.exists() and path.suffix != ".gguf":
+    is_fetched = path.parts[:1] == ("models",)  # where `ragen-mega fetch` writes, no owner's name
+    if _HUB_NAME.fullmatch(name) and not (is_fetched or path.exists() or path.suffix == ".gguf"):
         return
     state = "is no GGUF file" if path.exists() else "does not exist"
     fetched = Path("models", name)
     hint = f" (did you mean {fetched}?)" if fetched.is_dir() else beside(path)
+    if is_fetched:
+        hint += "; ragen-mega fetch smollm2 writes models/smollm2"
     raise ValueError(
         f"{flag} {name} {state}{hint}; give the directory of a model, a file that ends in .gguf, or"
         " a name on the hub as owner/model"
@@ -160,8 +163,7 @@ def _read_config(flag: str, path: Path) -> dict:
             )
         elif (path / "adapter_config.json").exists():
             what = (
-                "is an adapter of PEFT and no model; merge it into its model by merge_and_unload(),"
-                " and save that"
+                "is an adapter of PEFT and no model; give its model, and the adapter by --lora-load"
             )
         elif any(path.glob("step_*/state.json")):
             what = f"holds the checkpoints of a run; give {path.parent / 'huggingface'}"

@@ -230,9 +230,11 @@ def find_slot(
     expert_offset: int = 0,
     *,
     is_critic: bool = False,
+    further: Sequence[Weight] = (),
 ) -> Slot:
     """Return the slot of a parameter by its name in a module whose first layer is number
-    `layer_offset` of all, and whose first expert in a layer number `expert_offset`.
+    `layer_offset` of all, and whose first expert in a layer number `expert_offset`. `further`:
+    weights of a layer that the family does not name.
     """
     embedding, _, head = shape.family.outer
     if parameter == head.key:  # the last stage's copy of the embedding if they are tied
@@ -240,7 +242,7 @@ def find_slot(
         return Slot(CRITIC_HEAD if is_critic else head, shape, None, parameter)
     match = _LAYER.fullmatch(parameter)
     layer, name = (int(match[1]) + layer_offset, match[2]) if match else (None, parameter)
-    for weight in shape.family.outer if layer is None else shape.family.layer:
+    for weight in shape.family.outer if layer is None else (*shape.family.layer, *further):
         for key in (weight.key, weight.alias):
             if match := re.fullmatch(re.escape(key).replace(r"\{e\}", r"(\d+)"), name):
                 expert = int(match[1]) + expert_offset if match.groups() else None

@@ -17,7 +17,7 @@ from ragen_mega.config.flags import read_settings
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, server_error
 from ragen_mega.planning import cost
-from ragen_mega.planning.hardware import Machine, find_machine
+from ragen_mega.planning.hardware import HARDWARE, Machine, find_machine
 from ragen_mega.planning.layouts import LAYOUT, best, fits, ranked, smallest
 from ragen_mega.planning.memory import (
     FILL,
@@ -259,6 +259,13 @@ def searched(
     return {"layouts": found, "fits": bool(found)}, listed(found)
 
 
+def smallest_gpu(peak_gib: float) -> str:
+    """Name the kind of GPU with the least memory that holds a peak."""
+    kinds = sorted((kind.gpu_gib, name) for name, kind in HARDWARE.items() if kind.gpu_gib)
+    fitting = (f"{name} ({size:g} GiB)" for size, name in kinds if size >= peak_gib)
+    return next(fitting, "none that is known")
+
+
 def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Plan the run that the flags of `ragen-mega plan` describe: values for --json, and text."""
     machine = find_machine(arguments.hardware)
@@ -303,7 +310,8 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
         result |= examine(shape, setting, room)
-        lines.append(described(result))
+        result["smallest_gpu"] = smallest_gpu(result["peak_gib"])
+        lines += [described(result), f"smallest GPU for this layout: {result['smallest_gpu']}"]
     if chosen:
         price, default = arguments.dollars_per_gpu_hour, machine.hardware.dollars
         dollars, used = default if price is None else price, (num_gpus, play)

@@ -5,8 +5,9 @@ Parameters, gradients and optimizer state are exact, as megatron-core's buffers 
 Activations are what the local layers save for the backward pass, on a processor within 3% of what
 autograd holds. Transformer Engine saves less: 3 instead of 5 widths in SwiGLU, no rotary tables,
 and with FP8 one byte for inputs of linear layers. What CUDA, NCCL and SGLang need besides is
-assumed. Ranks that compute on the processor share the machine's memory, in which checkpoints and
-the embedded engine are too. Experts are whole, on the ranks of an expert-parallel group. Tensor and
+assumed. With adapters the model itself is there once for actor, critic and reference policy.
+Ranks that compute on the processor share the machine's memory, in which checkpoints and the
+embedded engine are too. Experts are whole, on the ranks of an expert-parallel group. Tensor and
 sequence parallelism: arXiv:2205.05198; in flight under 1F1B: arXiv:2104.04473.
 """
 
@@ -19,9 +20,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
-from ragen_mega.config import ParallelConfig, Recompute, StarPOConfig
+from ragen_mega.config import LoraConfig, ParallelConfig, Recompute, StarPOConfig
 from ragen_mega.config.sections.parallel import ParallelSizes
+from ragen_mega.models.cuts import ROW
 from ragen_mega.models.directory import check_model_directory
+from ragen_mega.models.lora import adapted, kind_of, layer_weights
 from ragen_mega.models.shape import ModelShape, stage_layers
 
 GIB = 2**30
@@ -50,6 +53,8 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+CACHE_BLOCK = 32
+"""Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""
 ADAM_PART = 512 * 2**20
 """Optimizer state that an update passes through the device at a time, or the state of one parameter
 (`ragen_mega.megatron.adam`).
@@ -73,6 +78,8 @@ class Setting:
     engine: str
     kv_cache_tokens: int
     """Tokens in the cache of one engine."""
+    num_sessions: int = 0
+    """Trajectories that one engine plays at a time."""
     engine_tp: int = 1
     """Ranks that share an engine."""
     engine_ep: int = 1
@@ -85,6 +92,7 @@ class Setting:
     """Tokens of trajectories per position that is computed."""
     on_host: bool = False
     """Whether ranks compute on the processor, and share the machine's memory."""
+    lora: LoraConfig = LoraConfig()
     teacher: ModelShape | None = None
     """A teacher besides what the policy starts from; the latter is the reference."""
 
@@ -106,6 +114,7 @@ class Setting:
             has_reference=config.needs_reference,
             engine=rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
+            num_sessions=rollout.sessions_per_engine(num_engines),
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
@@ -113,6 +122,7 @@ class Setting:
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,
             on_host=on_host,
+            lora=config.lora,
             teacher=check_model_directory(
                 "--teacher-load", str(config.model.teacher_load), needs_tokenizer=False
             )
@@ -163,13 +173,24 @@ def state_of(
     dp_rank: int = 0,
     expert_rank: int = 0,
 ) -> ModelState:
-    """Compute the bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state.
-    Exact. `expert_rank` is the rank's number among those that hold the same experts.
+    """Compute the bytes of a pipeline stage's parameters, float32 gradient buffers and Adam state,
+    with adapters of these alone. Exact. `expert_rank` is the rank's number among those that hold
+    the same experts.
     """
-    shards, item = setting.parallel.use_distributed_optimizer, setting.itemsize
+    shards, lora = setting.parallel.use_distributed_optimizer, setting.lora
+    item = FP32 if lora.rank else setting.itemsize
     sharers = ((setting.dp, dp_rank), (setting.expert_dp, expert_rank))
     cut = setting.parallel.cut
-    return _state(shape, cut, sharers, stage, item, shards=shards, is_critic=is_critic)
+    return _state(shape, cut, sharers, stage, item, lora, shards=shards, is_critic=is_critic)
+
+
+def base_bytes(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Count the bytes of a stage of the frozen model beside which adapters stand. Exact."""
+    if not setting.lora.rank:
+        return 0
+    layout = replace(setting.parallel, use_distributed_optimizer=False)
+    whole = replace(setting, lora=LoraConfig(), parallel=layout)
+    return state_of(shape, whole, stage, is_critic=False).parameters
 
 
 def device_state(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> ModelState:
@@ -185,6 +206,7 @@ def _state(
     sharers: tuple[tuple[int, int], tuple[int, int]],
     stage: int,
     item: int,
+    lora: LoraConfig,
     *,
     shards: bool,
     is_critic: bool,
@@ -195,7 +217,8 @@ def _state(
     is_tied = shape.is_tied and not is_critic
     # an expert's weights stand together, in buffers apart from the other weights' buffers
     sizes: dict[str, list[int]] = {"dense": [], "expert": []}
-    for weight in shape.family.layer:
+    is_whole = not lora.rank
+    for weight in shape.family.layer if is_whole else layer_weights(shape, lora):
         sizes[weight.cut.group].append(shape.num_elements(weight, cut.tp))
     layer, experts = sizes["dense"], sizes["expert"] * (shape.num_experts // cut.ep)
     vocab = shape.num_elements(shape.family.outer[0], cut.tp)
@@ -203,9 +226,9 @@ def _state(
     parameters = gradients = optimizer = 0
     for chunk, layers in enumerate(stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]):
         is_first, is_last = stage == chunk == 0, stage == cut.pp - 1 and chunk == cut.vp - 1
-        embedding = [vocab] if is_first else []
-        body = layer * len(layers) + [shape.hidden_size] * is_last
-        head = [vocab] if is_last and (not is_tied or cut.pp > 1) else []
+        embedding = [vocab] if is_first and is_whole else []
+        body = layer * len(layers) + [shape.hidden_size] * (is_last and is_whole)
+        head = [vocab] if is_last and is_whole and (not is_tied or cut.pp > 1) else []
         if is_critic and is_last:
             head = [shape.hidden_size]
         buffers = [([embedding + body + head], item, sharers[0])]
@@ -273,7 +296,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         mlp += shape.num_experts * 2 * FP32
     parts = {
         # twice: the input, the output, the inverse root mean square
-        "norms": 2 * (hidden * (_stream_itemsize(setting) + item) + FP32) // setting.sp,
+        "norms": 2 * _of_norm(shape, setting),
         "qkv": (queries + 2 * keys) * item,
         # rotated queries and keys; where megatron-core rotates, cosines and sines of both
         "rotary": (queries + keys + 4 * shape.head_dim * (not setting.on_host)) * item,
@@ -283,6 +306,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
     }
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
+    if setting.lora.rank:
+        parts |= _of_adapters(shape, setting, parts)
     if "qk_layernorm" in shape.family.overrides:
         # the queries of several key heads are copied to stand side by side
         parts["query and key norms"] = (
@@ -290,6 +315,52 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
             + (shape.num_heads + shape.num_kv_heads) // cut.tp * FP32
         )
     return parts
+
+
+def _of_norm(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes per position that a norm saves, with its output."""
+    width = _stream_itemsize(setting) + setting.itemsize
+    return (shape.hidden_size * width + FP32) // setting.sp
+
+
+def _of_adapters(shape: ModelShape, setting: Setting, parts: dict[str, int]) -> dict[str, int]:
+    """Return the parts that differ beside frozen weights, which need no inputs of linear layers
+    where no adapters do: norms, feed-forward layer, and the numbers between A and B.
+    """
+    lora, item, sp = setting.lora, setting.itemsize, setting.sp
+    weights = adapted(shape, lora)
+    kinds = {kind_of(weight) for weight in weights}
+    chosen = shape.experts_per_token or 1
+    between = sum(
+        lora.rank * len(weight.tensors) * (chosen if weight.cut.group == "expert" else 1)
+        for weight in weights
+    )
+    of_inputs = shape.hidden_size * item // sp
+    found = {"between A and B": between * item, "norms": parts["norms"]}
+    found["norms"] -= of_inputs * ("attention" not in kinds)
+    if not kinds & {"mlp", "experts"}:
+        width = shape.ffn_size
+        if shape.num_experts:  # the router keeps the output of the norm
+            width += shape.hidden_size
+        else:
+            found["norms"] -= of_inputs
+        found["mlp"] = parts["mlp"] - chosen * width * item // setting.parallel.cut.tp
+    return found
+
+
+def matrices_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes of a layer's matrices A and B as a pass multiplies by them: A scaled, B with
+    zeros between the rows of its tensors.
+    """
+    cut, lora, total = setting.parallel.cut, setting.lora, 0
+    for weight in adapted(shape, lora):
+        rows, columns = shape.whole(weight)
+        tp = 1 if weight.cut.group == "expert" else cut.tp
+        rows, columns = (rows, columns // tp) if weight.cut == ROW else (rows // tp, columns)
+        is_copied = len(weight.tensors) > 1 or setting.itemsize != FP32
+        wide = lora.rank * len(weight.tensors)
+        total += shape.num_local(weight, cut.ep) * wide * (columns + rows * is_copied)
+    return total * setting.itemsize
 
 
 def _stream_itemsize(setting: Setting) -> int:
@@ -317,16 +388,21 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         "selective": one_layer - parts["mlp"],
         "full": shape.hidden_size * _stream_itemsize(setting) // setting.sp,
     }[recompute]
-    per_position = kept * max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
+    num_layers = max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
+    per_position = kept * num_layers
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     per_position *= in_flight(stage, cut.pp, cut.vp)
+    matrices = matrices_bytes(shape, setting) * in_flight(stage, cut.pp, cut.vp)
+    matrices *= 0 if recompute == "full" else num_layers
     if stage == 0:
         per_position += 8 * cut.pp  # token ids of the embedding
     if stage == cut.pp - 1:  # the final norm; the loss keeps its output
-        per_position += parts["norms"] // 2 - shape.hidden_size * setting.itemsize // setting.sp
-    return per_position * setting.max_tokens
+        per_position += (
+            _of_norm(shape, setting) - shape.hidden_size * setting.itemsize // setting.sp
+        )
+    return per_position * setting.max_tokens + matrices
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -341,7 +417,8 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     recomputed = {"none": 0, "selective": parts["mlp"], "full": sum(parts.values())}[
         setting.parallel.recomputation
     ]
-    largest = max(shape.layer_sizes(cut.tp, cut.ep))
+    # a frozen weight has no gradient
+    largest = 0 if setting.lora.rank else max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item
     if is_critic or stage != cut.pp - 1:
         return layer
@@ -354,7 +431,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     loss = logits + 3 * tokens * hidden * item
     # A tied gradient of the head waits for the embedding's; the allocator of a processor returns
     # memory late.
-    of_head = head * (FP32 + item)
+    of_head = 0 if setting.lora.rank else head * (FP32 + item)
     return max(layer, loss) + of_head if setting.on_host else max(layer, loss + of_head)
 
 
@@ -396,11 +473,16 @@ def stage_phases(
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+    if setting.lora.rank:
+        base["frozen model"] = base_bytes(shape, setting, stage)
+    if setting.lora.lora_sync == "adapter":
+        base["engine weights"] = weights  # it keeps them
     turns, teacher = offload == "turns", {}
     if setting.teacher is not None:
         teacher["teacher"] = teacher_bytes(setting, stage)
         if turns:
-            passing = workspace(setting.teacher, setting, stage, is_critic=False)
+            whole = replace(setting, lora=LoraConfig())
+            passing = workspace(setting.teacher, whole, stage, is_critic=False)
             yield "score", base | teacher | {"workspace": passing}
     for name in trains:
         present = [name] if turns else trains
@@ -420,6 +502,7 @@ def stage_phases(
         if setting.parallel.optimizer_cpu_offload:
             vocabulary = shape.num_elements(shape.family.outer[0], cut.tp)
             largest = max(vocabulary, *shape.layer_sizes(cut.tp, cut.ep))
+            largest *= not setting.lora.rank
             passes["part of optimizer"] = max(ADAM_PART, (MOMENTS + FP32) * largest)
         yield f"train {name}", base | states | copies | passes | ({} if turns else teacher)
     if offload == "none":
@@ -507,7 +590,7 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
         total += teacher_bytes(setting, stage)
     for is_critic in setting.roles:
         state = state_of(shape, setting, stage, is_critic=is_critic)
-        if setting.has_reference and not is_critic:
+        if setting.has_reference and not is_critic and not setting.lora.rank:
             # the actor's own wait here too while the reference computes
             total += state.parameters * (2 if layout.offload == "none" else 1)
         if layout.offload != "none":
@@ -522,7 +605,7 @@ def teacher_bytes(setting: Setting, stage: int) -> int:
     if setting.teacher is None:
         return 0
     layout = replace(setting.parallel, use_distributed_optimizer=False)
-    whole = replace(setting, parallel=layout)
+    whole = replace(setting, lora=LoraConfig(), parallel=layout)
     return state_of(setting.teacher, whole, stage, is_critic=False).parameters
 
 
@@ -569,9 +652,10 @@ def training(shape: ModelShape, setting: Setting) -> dict[str, dict[str, int]]:
 def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[str]:
     """Raise ValueError, with remedies, unless every phase fits into `device_bytes`. A cache of the
     embedded engine that would not fit if all contexts filled up is only told, in the lines that
-    are returned, since its pages are taken as they are written.
+    are returned, since its pages are taken as they are written; each trajectory takes one at least.
     """
     lines = []
+    page = CACHE_BLOCK * shape.kv_cache_bytes(setting.itemsize, setting.engine_tp)
     for phase, terms in plan(shape, setting).items():
         if (total := sum(terms.values())) <= device_bytes:
             continue
@@ -583,7 +667,11 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
             f"the plan needs {total / GIB:.1f} GiB of {device_bytes / GIB:.1f} GiB in phase"
             f" {phase} ({', '.join(largest)}); {'; '.join(remedies(shape, setting, phase))}"
         )
-        if setting.engine == "embedded" and phase == "rollout":
+        if (
+            phase == "rollout"
+            and setting.engine == "embedded"
+            and (total - terms["key-value cache"] + setting.num_sessions * page <= device_bytes)
+        ):
             lines.append(f"memory: with all contexts full {line}")
         else:
             raise ValueError(line)
@@ -598,7 +686,8 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
         if setting.engine == "embedded":
-            return ["lower --max-context-length or --num-groups", "start fewer ranks"]
+            fewer = "lower --group-size, --num-groups or --max-context-length"
+            return [fewer, "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
         return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,6 +110,8 @@ class Advance:
     num_turns: int = 0
     num_tokens: int = 0
     num_over: int = 0
+    _began: tuple[float, float] | None = None
+    """Seconds, and what was done, when something was done first."""
     _report: Callable[[Advance], None] = field(default=lambda progress: None, repr=False)
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -137,17 +140,22 @@ class Advance:
         return " ".join(part for part in (done, self.note) if part)
 
     def left(self, seconds: float) -> str:
-        """Return `, about 5 min left` after so many seconds; nothing before 1/200 is done, because
-        the first turn of all waits for every prompt.
+        """Return `, about 5 min left` after so many seconds, by the pace since the first time that
+        something was done: before it programs are compiled and prompts are read. Nothing before a
+        tenth more is done.
         """
         done, total = (self.spent, self.work) if self.work else (self.done, self.total)
-        if not total or done < total / 200:
+        if not total or not done:
             return ""
-        return f", about {duration(seconds * max(0.0, total / done - 1))} left"
+        began, first = self._began = self._began or (seconds, done)
+        if done - first < total / 10:
+            return ""
+        rest = (seconds - began) / (done - first) * max(0.0, total - done)
+        return f", about {duration(rest)} left"
 
 
 class _Clock(ProgressColumn):
-    """Column with the pace of the run, or with a part's elapsed seconds and estimated rest."""
+    """Column with the pace of the run, or with a part's elapsed seconds."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -156,9 +164,8 @@ class _Clock(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.fields["is_run"]:
             return Text(str(self._pace))
-        left = task.time_remaining
-        ahead = "" if left is None else f", about {duration(left)} left"
-        return Text(f"{task.fields['text']}  {duration(task.elapsed or 0.0)}{ahead}")
+        seconds, left = duration(task.elapsed or 0.0), task.fields["left"]
+        return Text(f"{task.fields['text']}  {seconds}{left}")
 
 
 class Console:
@@ -209,7 +216,7 @@ class Console:
         if not self._is_writer:
             yield progress
         elif self._rich.is_interactive:
-            with self._bar(progress):
+            with self._bar(progress, started):
                 yield progress
         else:
             progress._report = partial(self._line, started)
@@ -232,8 +239,9 @@ class Console:
             self.say(" ".join(("step".rjust(self._step_width), *titles, LEFT.rjust(11))), "bold")
         self._rows += 1
         cells = (column.cell(metrics) for column in COLUMNS)
-        left = duration(self._pace.left() or 0.0).rjust(11)
-        self.say(" ".join((str(step).rjust(self._step_width), *cells, left)))
+        left = self._pace.left()
+        ahead = ("-" if left is None else duration(left)).rjust(11)
+        self.say(" ".join((str(step).rjust(self._step_width), *cells, ahead)))
 
     def _legend(self) -> None:
         width = max(len(column.title) for column in COLUMNS)
@@ -249,9 +257,10 @@ class Console:
         table.add_column("set", overflow="fold")  # the one that gives way on a narrow terminal
         for heading in ("success", "95% CI", "random", "optimum", "prompts"):
             table.add_column(heading, justify="right", no_wrap=True)
+        titles = set_titles(results)
         for name, result in results.items():
             table.add_row(
-                name,
+                titles[name],
                 f"{result['success']:.1%}",
                 f"{result['ci_low']:.1%} - {result['ci_high']:.1%}",
                 *(
@@ -263,14 +272,18 @@ class Console:
         self.say(table)
 
     @contextmanager
-    def _bar(self, progress: Advance) -> Iterator[None]:
+    def _bar(self, progress: Advance, started: float) -> Iterator[None]:
         with self.open() as bars:
             assert bars is not None  # on a terminal
             task = bars.add_task(
-                progress.name, total=progress.total, text=progress.text, is_run=False
+                progress.name, total=progress.total, text=progress.text, left="", is_run=False
             )
             progress._report = lambda now: bars.update(
-                task, completed=now.done, total=now.total, text=now.text
+                task,
+                completed=now.done,
+                total=now.total,
+                text=now.text,
+                left=now.left(self._clock() - started),
             )
             try:
                 yield
@@ -300,9 +313,23 @@ class Console:
 
     def _line(self, started: float, progress: Advance) -> None:
         now = self._clock()
+        left = progress.left(now - started)
         if now - self._printed >= SECONDS_BETWEEN_LINES:
             run = f" ({self._pace})" if self._pace.num_steps else ""
-            self.say(f"{progress.name} {progress.text}{progress.left(now - started)}{run}")
+            self.say(f"{progress.name} {progress.text}{left}{run}")
+
+
+def set_titles(names: Iterable[str]) -> dict[str, str]:
+    """Return the name under which people read of each evaluated set: a file of tasks without its
+    folders, unless another set would have the same.
+    """
+    tasks = "tasks:"
+    short = {
+        name: tasks + Path(name).name if name.startswith(tasks) and "/" in name else name
+        for name in names
+    }
+    count = Counter(short.values())
+    return {name: title if count[title] == 1 else name for name, title in short.items()}
 
 
 def fail(message: str) -> NoReturn:

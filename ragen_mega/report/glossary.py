@@ -4,7 +4,8 @@ GLOSSARY = {
     "rollout/success": "Share of the step's trajectories that solved their task, without lost"
     " trajectories.",
     "rollout/random": "Success of a uniformly random player on the evaluation prompts.",
-    "rollout/optimum": "Success of the best possible player under the same budget.",
+    "rollout/optimum": "Success of the best possible player under the same budget; of an agent,"
+    " of its example, whose own crashes count as lost.",
     "rollout/reward": "Mean total reward of a trajectory, as the environment gave it.",
     "rollout/in_group_std": "Standard deviation of total rewards within a group, mean over groups"
     " (StarPO Eq. 7; RAGEN-2's reward variance). The paper takes a cliff for the first sign of the"
@@ -158,7 +159,8 @@ GLOSSARY = {
     " trained environments the mean.",
     "eval/reward": "Mean total reward at this evaluation.",
     "eval/random": "Success of a uniformly random player on the same prompts.",
-    "eval/optimum": "Success of the best possible player on the same prompts.",
+    "eval/optimum": "Success of the best possible player on the same prompts; of an agent, of its"
+    " example, whose own crashes count as lost.",
     "eval/starts_met": "Held-out first prompts that training had met by this evaluation, where it"
     " is any: boards are held out, but without boards the seeds of both may draw equal states.",
     "eval/initial": "The same before the first step (eval/initial_success and so on).",

@@ -12,7 +12,8 @@ _RECENT = 10
 class Pace:
     """Estimate of the remaining time of a run, from its plan and its finished steps.
 
-    Nothing is said before the first step: how long a step takes shows only then.
+    Nothing is said before the second step of a process: the first one compiles programs, and may
+    take many times as long as those behind it.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Pace:
 
     def step_done(self, num_done: int, seconds: float) -> None:
         """Record that a step took `seconds`, evaluation aside; `num_done` steps are done."""
+        if self.num_done is not None:
+            self._recent.append(seconds)
         self.num_done, self._num_evaluated, self._anchor = num_done, 0, self._clock()
-        self._recent.append(seconds)
 
     def played(self, num_episodes: int, seconds: float, *, in_evaluation: bool) -> None:
         """Record played episodes. Episodes of a rollout count until the first evaluation."""
@@ -46,8 +48,8 @@ class Pace:
             self._seconds_per_episode = seconds / num_episodes
 
     def left(self) -> float | None:
-        """Return the seconds until the last evaluation is over, None before the first step."""
-        if self.num_done is None:
+        """Return the seconds until the last evaluation is over, None before the second step."""
+        if self.num_done is None or not self._recent:
             return None
         step = statistics.mean(self._recent)
         episode, num_left = self._seconds_per_episode or 0.0, self.num_steps - self.num_done

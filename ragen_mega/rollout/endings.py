@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
@@ -108,6 +109,61 @@ def check_ends(groups: Sequence[TrajectoryGroup]) -> None:
         f"{trajectory.environment} must finish an episode, and an error ended each of"
         f" {num_episodes}; mend it. The first, with seed {trajectory.seed}:"
         f" {' '.join(reason.split())[:_MAX_REASON]}"
+    )
+
+
+def unusable_answers(trajectories: Sequence[Trajectory], remedy: str) -> str | None:
+    """Return why half of the answers or more could not be read, and what mends it: their limit
+    where it cut half of them, else `remedy`, for answers without the form. None if more were read.
+    """
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    unread = [turn for turn in turns if not turn.info.get("is_format_valid")]
+    cut = [turn.end - turn.start for turn in unread if turn.info.get("finish_reason") == "length"]
+    if not turns or 2 * len(unread) < len(turns):
+        return None
+    if 2 * len(cut) >= len(unread):
+        return (
+            f"{len(cut)} of {len(turns)} answers were cut, at {max(cut)} tokens at most, and lack"
+            " the form that the prompt asks for; raise --max-response-length, and"
+            " --max-context-length where that is full"
+        )
+    also = f" ({len(cut)} of them were cut)" if cut else ""
+    return (
+        f"{len(unread)} of {len(turns)} answers do not have the form that the prompt asks"
+        f" for{also}; {remedy}"
+    )
+
+
+def why_unsolved(trajectories: Sequence[Trajectory], remedy: str) -> str:
+    """Return why no episode was solved; `remedy` is for answers without the form."""
+    if why := unusable_answers(trajectories, remedy):
+        return why
+    causes = Counter(map(cause, trajectories))
+    if 2 * causes["context"] > len(trajectories):
+        return f"{causes['context']} of {len(trajectories)} episodes filled --max-context-length"
+    if 2 * causes["budget"] > len(trajectories):
+        return (
+            f"{causes['budget']} of {len(trajectories)} episodes came to the end of --max-turns or"
+            " --max-actions"
+        )
+    scores = [trajectory.total_reward for trajectory in trajectories]
+    return (
+        f"answers have the form and are wrong: scores from {min(scores):.3g} to {max(scores):.3g}"
+    )
+
+
+def teach_the_form(config: Sections) -> str:
+    """Return the remedy for answers without the form, which a loaded model and a small one learn
+    in different ways.
+    """
+    if config.model.load is None:
+        return "raise --warm-start-steps, or lower --temperature"
+    shown, imitated = config.environment.prompt_examples, config.warm_start.sft_steps
+    if not config.environment.worlds:
+        return "state it in the messages of the agent, or let the model imitate it by --sft-steps"
+    return (
+        f"show it by --prompt-examples {2 * shown or 4}, or let the model imitate it by --sft-steps"
+        f" {2 * imitated or 200}"
     )
 
 

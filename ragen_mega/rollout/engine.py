@@ -95,6 +95,18 @@ class RolloutEngine:
         `lm_head.weight` of a tied model is optional).
         """
 
+    @property
+    def has_base(self) -> bool:
+        """Return whether the weights of an earlier `load_weights` are there, for `load_adapter`."""
+        return False
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Put an adapter beside the weights, in place of the one before: a stream of (PEFT's name
+        without its prefix, full tensor). `again`: these are no new weights. An engine that has none
+        refuses.
+        """
+        raise RuntimeError("this engine was built without adapters; build it with their settings")
+
     def seal_caches(self) -> None:
         """Stop sharing the present caches, before other weights come while sessions go on. By
         default, `load_weights` drops them.

@@ -12,6 +12,7 @@ from typing import Any
 
 from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig
+from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.processes import builder
 from ragen_mega.environments.reference_players import (
@@ -22,10 +23,16 @@ from ragen_mega.environments.reference_players import (
     wilson_interval,
 )
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.report.console import Console
+from ragen_mega.report.console import Console, set_titles
 from ragen_mega.rollout.all_ranks import JointCollection, count_engines
 from ragen_mega.rollout.collector import check_starts
-from ragen_mega.rollout.endings import check_ends, describe_errors, environment_errors
+from ragen_mega.rollout.endings import (
+    check_ends,
+    describe_errors,
+    environment_errors,
+    teach_the_form,
+    why_unsolved,
+)
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -51,6 +58,7 @@ class EvaluationResult:
     reward: float | None
     """Mean total reward of the episodes that no error ended; None if there are none."""
     valid_format_rate: float
+    """Share of the answers that could be read."""
     environment_errors: int
     """Episodes that the environment ended by an error or was too slow for. They count as not
     solved, since leaving them out would flatter a policy that breaks its environment.
@@ -60,6 +68,8 @@ class EvaluationResult:
     """Success rate of each prompt, in order, so that runs can be compared prompt by prompt."""
     errors_say: str | None = None
     """One line about these episodes, with the reason of the first; None if there are none."""
+    why_unsolved: str | None = None
+    """The reason why no episode was solved; None if one was."""
     starts: int | None = None
     """Distinct first prompts of a set that is trained on; None where they tell nothing."""
     starts_met: int | None = None
@@ -69,11 +79,18 @@ class EvaluationResult:
         """Return field name -> value, as JSON takes it."""
         return asdict(self)
 
+    @property
+    def quality(self) -> str:
+        """Readable answers and the mean score: they tell about a policy that solves nothing yet."""
+        score = "-" if self.reward is None else f"{self.reward:.3g}"
+        why = f"; nothing is solved: {self.why_unsolved}" if self.why_unsolved else ""
+        return f"readable {self.valid_format_rate:.1%}  score {score}{why}"
+
     def __str__(self) -> str:
         known = ["-" if rate is None else f"{rate:.1%}" for rate in (self.random, self.optimum)]
         return (
             f"success {self.success:.1%} [{self.ci_low:.1%}, {self.ci_high:.1%}]"
-            f"  random {known[0]}  optimum {known[1]}"
+            f"  random {known[0]}  optimum {known[1]}  {self.quality}"
             + (f"; {self.errors_say}" if self.errors_say else "")
             + (
                 f"; training has met {self.starts_met} of its {self.starts} starts"
@@ -85,14 +102,16 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set that a policy is evaluated on: an environment's rules, the settings of play, the
-    initial states, and the reference players on them.
+    """A set that a policy is evaluated on: the configuration with the environment's rules, the
+    settings of play, the initial states, and the reference players on them.
     """
 
-    config: EnvironmentConfig
+    config: Sections
     settings: PlaySettings
     prompts: Sequence[Prompt]
     reference: Baselines
+    foreign: str | None = None
+    """What hinders a policy here that comes from other environments; None if it does not."""
 
 
 def evaluate_each(
@@ -109,15 +128,16 @@ def evaluate_each(
     states, with its progress on the console; the engine has the weights. `watch` gets the groups
     that were played. Raises what `JointCollection.play`, `check_starts` and `check_ends` do.
     """
-    results = {}
+    results, titles = {}, set_titles(sets)
     for name, held_out in sets.items():
         num_here = -(-len(held_out.prompts) * samples_per_prompt // count_engines(engine))
-        max_turns, settings = held_out.config.expected_turns, held_out.settings
+        world, settings = held_out.config.environment, held_out.settings
+        max_turns = world.expected_turns
         groups = evaluation_tasks(
-            held_out.config, name, held_out.prompts, samples_per_prompt=samples_per_prompt
+            world, name, held_out.prompts, samples_per_prompt=samples_per_prompt
         )
         with (
-            console.progress(f"evaluate {name}", num_here, max_turns=max_turns) as progress,
+            console.progress(f"evaluate {titles[name]}", num_here, max_turns=max_turns) as progress,
             JointCollection(
                 engine, renderer, settings, advance=progress.turn, send_again=send_again
             ) as joint,
@@ -125,9 +145,8 @@ def evaluate_each(
             tasks = joint.add(groups)
             joint.play()
             played = joint.take(tasks)
-        temperature, reference = settings.temperature, held_out.reference
-        score = partial(_score, name, played, temperature, samples_per_prompt, reference)
-        results[name] = on_main(score)  # which has the infos of all turns
+        # The main rank has the infos of all turns.
+        results[name] = on_main(partial(_score, name, played, samples_per_prompt, held_out))
         if watch is not None:
             watch(name, played)
     return results
@@ -136,10 +155,10 @@ def evaluate_each(
 def _score(
     name: str,
     played: Sequence[TrajectoryGroup],
-    temperature: float,
     samples_per_prompt: int,
-    reference: Baselines,
+    held_out: HeldOut,
 ) -> EvaluationResult:
+    reference, unsolved = held_out.reference, None
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     check_starts(trajectories)
     check_ends(played)
@@ -147,11 +166,14 @@ def _score(
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
     rewards = [trajectory.total_reward for trajectory in trajectories if has_return(trajectory)]
+    if not success and rewards:
+        unsolved = why_unsolved(trajectories, teach_the_form(held_out.config))
+        unsolved += f"; {held_out.foreign}" if held_out.foreign else ""
     return EvaluationResult(
         environment=name,
         num_prompts=len(played),
         samples_per_prompt=samples_per_prompt,
-        temperature=temperature,
+        temperature=held_out.settings.temperature,
         success=success,
         ci_low=ci_low,
         ci_high=ci_high,
@@ -164,6 +186,7 @@ def _score(
         pass_at_k=pass_at_k(successes),
         prompt_success=[sum(row) / len(row) for row in successes],
         errors_say=describe_errors(played, are_trained=False),
+        why_unsolved=unsolved,
     )
 
 

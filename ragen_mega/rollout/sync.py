@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from ragen_mega.ranks.collectives import gather_objects
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 
 
@@ -24,17 +25,23 @@ class WeightSync:
         engine: RolloutEngine,
         export: Callable[[EngineShard | None], Iterable[tuple[str, Tensor]]],
         enter: Callable[[Phase], None] = lambda phase: None,
+        adapter: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """`export(shard)` streams the weights as the engine takes them; `enter` moves the memory of
-        the trainer, where there is one.
+        the trainer, where there is one. With `adapter`, which streams a policy's adapter, these are
+        the weights of its base, which are sent where an engine of the job has them not yet.
         """
-        self._engine, self._export, self._enter = engine, export, enter
+        self._engine, self._export, self._enter, self._adapter = engine, export, enter, adapter
 
     def send(self, *, again: bool = False) -> None:
         """Send the weights to the awake engine, hand the device over and let it sample. `again`:
         the engine had the same weights and has lost them; sessions continue.
         """
-        self._engine.load_weights(self._export(self._engine.shard), again=again)
+        has_base = self._adapter is not None and all(gather_objects(self._engine.has_base))
+        if not has_base:
+            self._engine.load_weights(self._export(self._engine.shard), again=again)
+        if self._adapter is not None:
+            self._engine.load_adapter(self._adapter(), again=again or not has_base)
         self._enter(Phase.ROLLOUT)
         self._engine.start()
 

@@ -413,6 +413,18 @@ def evaluation_prompts(
     ]
 
 
+def held_out_note(name: str, num_found: int, num_asked: int) -> str | None:
+    """Say that environment `name` has fewer initial states to evaluate on than were asked for."""
+    if num_found >= num_asked:
+        return None
+    has_rows = name.partition(":")[0] in ("tasks", "agent")
+    more = "; the option validation_share keeps more rows for it" if has_rows else ""
+    return (
+        f"held-out initial states of {name}: {num_found}, and --eval-prompts asks for"
+        f" {num_asked}{more}"
+    )
+
+
 def reference_notes(config: EnvironmentConfig) -> list[str]:
     """Return a line for each environment that is trained on whose score does not take its own
     references for right answers.

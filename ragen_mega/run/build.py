@@ -31,6 +31,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.scorer import FrozenPolicy
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.huggingface import load_config, load_tokenizer
+from ragen_mega.models.lora import adapted
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.memory import fit
@@ -45,6 +46,7 @@ from ragen_mega.rollout.tasks import (
     TaskSampler,
     check_first_prompts,
     evaluation_prompts,
+    held_out_note,
     prompt_examples,
 )
 from ragen_mega.run.check import (
@@ -62,7 +64,9 @@ from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.teacher import Teacher, check_tokens
 from ragen_mega.run.timers import Timers
+from ragen_mega.storage.adapter_files import AdapterReader
 from ragen_mega.storage.checkpoints import (
+    BASE_MODEL,
     CHECKPOINTS,
     Checkpoint,
     check_config,
@@ -71,7 +75,8 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, recover
+from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, WARM_START, recover
+from ragen_mega.system.outputs import waiting
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
     Start,
@@ -110,11 +115,13 @@ def build(config: StarPOConfig) -> Run | Sampler:
         )
         for name in names
     }
-    config = check_model_and_engine(config)
+    with waiting("checking the model, its files and its memory"):
+        config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
-    references = known_references(config, checkpoint) or References(
-        {name: find_references(config, name, prompts[name]) for name in names}
-    )
+    with waiting(f"the random and the optimal player play {', '.join(names)}"):
+        references = known_references(config, checkpoint) or References(
+            {name: find_references(config, name, prompts[name]) for name in names}
+        )
     logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
         return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
@@ -163,6 +170,9 @@ def build_run(
             )
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
+    for name, states in prompts.items():
+        if note := held_out_note(name, len(states), config.evaluation.eval_prompts):
+            console.say(note)
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)
@@ -174,7 +184,8 @@ def build_run(
 
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
-    policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
+    with waiting("loading the model"):
+        policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
@@ -291,14 +302,21 @@ def build_models(
         config.loss,
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
+        lora=config.lora,
     )
     policy.load_weights(open_model(start.policy, verify=False))
+    if config.lora.lora_load is not None:
+        policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
     teacher = build_teacher(config, hf, policy, placement, renderer)
     if not config.advantage.uses_critic:
         return policy, None, teacher
-    critic = MegatronCritic(hf, groups, config.parallel, config.train, config.loss)
-    critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
+    base = policy.chunks if config.lora.rank else None
+    critic = MegatronCritic(
+        hf, groups, config.parallel, config.train, config.loss, lora=config.lora, base=base
+    )
+    if base is None:
+        critic.load_weights(open_model(start.critic or start.policy, is_critic=True, verify=False))
     placement.add(CRITIC, critic.trainer.memory)
     return policy, critic, teacher
 
@@ -403,6 +421,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             max_sessions=rollout.sessions_per_engine(num_engines(config)),
             dtype=torch.bfloat16 if config.parallel.bf16 else torch.float32,
             records_routes=config.train.routing_replay == "engine",
+            lora=config.lora if config.lora.lora_sync == "adapter" else None,
         )
     settings = server_settings(config)
     tp = rollout.rollout_tensor_parallel_size
@@ -423,6 +442,7 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             group=group,
             transfer=transfer,
             fp8=rollout.rollout_fp8,
+            keeps_base=settings.lora is not None,
         )
     return SGLangEngine(hf, settings, group=group, transfer=transfer)
 
@@ -448,6 +468,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         random_seed=(config.train.seed + rank) % 2**31,
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
+        lora=config.lora if config.lora.lora_sync == "adapter" else None,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
 
@@ -461,6 +482,9 @@ def check_model_and_engine(config: StarPOConfig) -> StarPOConfig:
     else:
         hf = load_config(str(local_directory(config.model.load)))
     check_model(hf, config.parallel)
+    adapted(ModelShape.of(hf), config.lora)  # which has the targets
+    if config.lora.lora_load is not None:
+        open_given_adapter(config, hf)
     set_fields(config, hf)
     on_main(lambda: check_weights(config, hf))
     check_engine(config, hf)
@@ -508,6 +532,17 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
         check_cpu_cut(shape, tp, ep)
+    is_adapted = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
+    if is_adapted and capability is None:
+        raise ValueError(
+            "lora_sync adapter needs GPUs with rollout_engine sglang, which pins memory for"
+            " adapters; drop --lora-sync, or set --rollout-engine embedded"
+        )
+    if is_adapted and shape.num_experts and "experts" in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter leaves experts to SGLang, whose adapters of experts were never"
+            " compared; drop --lora-sync, or set --lora-targets attention"
+        )
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
@@ -547,7 +582,27 @@ def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
     names = ("load", "critic_load", "teacher_load")
     loaded = {name: getattr(config.model, name) for name in names}
+    if config.lora.rank and (base := lora_base(config)).exists():
+        loaded[BASE_MODEL] = str(base)
     return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+
+
+def lora_base(config: StarPOConfig) -> Path:
+    """Return the directory of the model beside whose layers adapters stand."""
+    loaded = config.model.load
+    if loaded is None or config.has_warm_start:
+        return config.run_directory / WARM_START
+    return Path(loaded)
+
+
+def open_given_adapter(config: StarPOConfig, hf: PretrainedConfig) -> AdapterReader:
+    """Return the adapter to go on from. Raises ValueError if it is of another model or other
+    settings.
+    """
+    adapter, base = Path(str(config.lora.lora_load)), lora_base(config)
+    reader = AdapterReader(adapter, ModelShape.of(hf))
+    reader.check(config.lora, content_digest(base) if base.exists() else None)
+    return reader
 
 
 def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from ragen_mega.environments.pool import briefly
 from ragen_mega.environments.processes import builder
 from ragen_mega.extensions.extras import is_found, lack
 from ragen_mega.models.directory import check_model_directory
+from ragen_mega.models.lora import adapted
 from ragen_mega.models.shape import ModelShape, cut_error
 from ragen_mega.ranks.launcher import forget_foreign_ranks
 from ragen_mega.report.console import fail
@@ -36,6 +37,7 @@ from ragen_mega.storage.run_directory import (
     check_finished,
     with_name,
 )
+from ragen_mega.system.outputs import waiting
 
 _SIZES = tuple(
     item.name
@@ -99,7 +101,8 @@ def import_agents(config: EnvironmentConfig) -> None:
     for name in filter(is_agent, config.evaluated):
         from ragen_mega.agents.runner import import_agent  # it needs the extra `agents`
 
-        import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
+        with waiting(f"importing {name} and its libraries"):
+            import_agent(name.partition(":")[2], in_processes=config.environment_processes > 0)
 
 
 def check_environments(config: EnvironmentConfig) -> None:
@@ -149,6 +152,7 @@ def _check_models(config: StarPOConfig) -> None:
         check_model_directory("--teacher-load", model.teacher_load, needs_tokenizer=True)
     if shape is not None:
         check_routing(config, shape)
+        adapted(shape, config.lora)
         if error := cut_error(shape, parallel.cut):
             raise ValueError(error)
 
@@ -165,9 +169,11 @@ def recipe_note(config: StarPOConfig) -> str | None:
 
 
 def sizes_without_effect(config: StarPOConfig) -> str | None:
-    """Return a note on flags that give the small model's size beside the model of --load, if there
-    are any.
+    """Return a note on flags that give the small model's size beside the model of --load, or a
+    learning rate to what is frozen, if there are any.
     """
+    if config.lora.rank and config.train.decoupled_lr is not None:
+        return "note: --decoupled-lr does nothing: adapters leave embedding and LM head as they are"
     small = ModelConfig()
     given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
     if config.model.load is None or not given:

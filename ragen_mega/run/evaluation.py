@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from ragen_mega.agents.examples import find_references
-from ragen_mega.config import EnvironmentConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
-from ragen_mega.config.rules import Sections
-from ragen_mega.config.sections.agent import AgentConfig
-from ragen_mega.config.sections.environment import json_object
+from ragen_mega.config.rules import Sections, section_types
+from ragen_mega.config.sections.environment import json_object, parse_shares
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.environments.reference_players import Baselines, Prompt
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.report.console import Console
+from ragen_mega.report.console import Console, set_titles
 from ragen_mega.report.step_metrics import evaluation_metrics
 from ragen_mega.rollout.engine import RolloutEngine
 from ragen_mega.rollout.held_out import EvaluationResult, HeldOut, evaluate_each
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.sync import WeightSync
-from ragen_mega.rollout.tasks import evaluation_prompts, play_settings
+from ragen_mega.rollout.tasks import evaluation_prompts, held_out_note, play_settings
 from ragen_mega.run.guards import HeldOutStarts
 from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.timers import Timers
@@ -44,6 +44,9 @@ from ragen_mega.system.paths import expanded
 
 MAX_SESSIONS = 256
 """Trajectories decoded at a time."""
+PLAYED = ("environment", "agent", "rollout", "parallel")
+"""Sections of the configuration that say how a policy plays."""
+_LIMITS = ("max_turns", "max_actions_per_turn", "max_actions", "max_response_length")
 
 
 class References(dict[str, Baselines]):
@@ -113,7 +116,7 @@ class RunEvaluation:
         config = self._config
         settings = play_settings(config, temperature=config.evaluation.eval_temperature, seed=0)
         sets = {
-            name: HeldOut(config.environment, settings, self._prompts[name], self.references[name])
+            name: HeldOut(config, settings, self._prompts[name], self.references[name])
             for name in config.environment.evaluated
         }
         with self._timers.timeline_only("evaluation"), self._lend_device():
@@ -132,8 +135,9 @@ class RunEvaluation:
             if (count := counts[name]) is not None:
                 met, num = count
                 results[name] = replace(results[name], starts_met=met, starts=num)
+        titles = set_titles(results)
         for name, result in results.items():
-            self._console.say(f"after {step} steps, {name}: {result}", "bold")
+            self._console.say(f"after {step} steps, {titles[name]}: {result}", "bold")
         return results
 
     def mean_success(self, results: Mapping[str, EvaluationResult]) -> float:
@@ -164,8 +168,8 @@ def evaluate(
         (True, 0.5, 1.0)
 
     A run is evaluated under its own rules of play, anything else under the defaults; `rules` are
-    fields of `EnvironmentConfig` that replace them, `environment_options` only of environments that
-    it names. `boards` is a file of initial states. Raises ValueError on bad input.
+    settings of the sections PLAYED that replace them, `environment_options` only of environments
+    that it names. `boards` is a file of initial states. Raises ValueError on bad input.
     """
     (result,) = evaluate_sets(
         load,
@@ -212,13 +216,13 @@ def evaluate_sets(
     console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
     is_run = directory.exists() and (Path(load) / CONFIG_FILE).exists()
-    recorded = read_recorded(Path(load)) if is_run else None
+    recorded = read_recorded(Path(load)) if is_run else {"model": {"load": load}}
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
     if not is_run:
         directory = local_directory(load)
     reader, hf = open_model(directory), load_config(str(directory))
-    rollout, think = next((c.rollout, c.environment.think) for c in settings.values())
-    renderer = load_renderer(str(directory), think=think)
+    first = next(iter(settings.values()))
+    rollout, renderer = first.rollout, load_renderer(str(directory), think=first.environment.think)
     if rollout.max_context_length > hf.max_position_embeddings:
         console.say(
             f"episodes end at {hf.max_position_embeddings} tokens, the positions of {load}"
@@ -229,22 +233,27 @@ def evaluate_sets(
     for name, config in settings.items():
         config = replace(config, rollout=rollout)
         prompts = evaluation_prompts(config.environment, name, num_prompts, boards)
+        if note := held_out_note(name, len(prompts), num_prompts):
+            console.say(note)
         console.say(f"{name}: random and optimal play of {len(prompts)} initial states", "dim")
         reference = find_references(config, name, prompts)
         if reference.errors_say:
             console.say(reference.errors_say)
         play = play_settings(config, temperature=temperature, seed=seed)
-        sets[name] = HeldOut(config.environment, play, prompts, reference)
+        foreign = _foreign(recorded["environment"], name, config, rules or {}) if is_run else None
+        sets[name] = HeldOut(config, play, prompts, reference, foreign)
     num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // collectives.world_size())
     # Only here, for it brings a compiler (numba).
     from ragen_mega.engines.embedded.engine import EmbeddedEngine
 
+    if rollout.rollout_engine != "embedded":
+        console.say(f"the embedded engine plays, not {rollout.rollout_engine}", "dim")
     engine = EmbeddedEngine(
         hf,
         max_context=rollout.max_context_length,
         max_sessions=min(per_rank, MAX_SESSIONS),
-        dtype=torch.bfloat16 if hf.dtype == torch.bfloat16 else torch.float32,
+        dtype=torch.bfloat16 if first.parallel.bf16 else torch.float32,
     )
     sync = WeightSync(engine, lambda shard: ((name, reader.read(name)) for name in reader.names()))
     with engine.awake():
@@ -253,28 +262,54 @@ def evaluate_sets(
 
 
 def _settings(
-    recorded: Mapping[str, Any] | None, environment: str, rules: Mapping[str, Any]
+    recorded: Mapping[str, Mapping[str, Any]], environment: str, rules: Mapping[str, Any]
 ) -> Sections:
     """Return the settings that an environment is played under: those that a run has recorded, or
-    the defaults, with the `rules` in their place.
+    the defaults, with the `rules` in their place. Raises ValueError for a rule that is no setting.
     """
-    rules = dict(rules)
-    given = json_object("environment_options", rules.pop("environment_options", "{}"))
-    if environment in given:  # options of other sets do not apply
-        rules["environment_options"] = json.dumps({environment: given[environment]})
-    if recorded is None:
-        own = EnvironmentConfig(environments=environment, **rules)
-        return Sections(environment=own.located())
-    own = json.loads(recorded["environment"]["environment_options"]).get(environment)
+    sections = {name: section_types()[name] for name in ("model", *PLAYED)}
+    known = {name: {item.name for item in fields(kind)} for name, kind in sections.items()}
+    if unknown := set(rules).difference(*known.values()):
+        raise ValueError(
+            f"rules must be settings of {', '.join(PLAYED)}, and {', '.join(sorted(unknown))} is"
+            " none; correct the name"
+        )
+    given = json_object("environment_options", rules.get("environment_options", "{}"))
+    own = recorded.get("environment", {}).get("environment_options", "{}")
+    options = given.get(environment, json.loads(own).get(environment))
     # Only the rules: worlds, rewards and estimators that the run names are not imported.
-    played = recorded["environment"] | {
+    rules = dict(rules) | {
         "environments": environment,
         "eval_environments": "",
-        "environment_options": json.dumps({environment: own} if own else {}),
+        "environment_options": json.dumps({environment: options} if options else {}),
         "curriculum": "{}",
+        "curriculum_success": None,
     }
-    return Sections(
-        environment=EnvironmentConfig(**played | rules).located(),
-        agent=AgentConfig(**recorded.get("agent", {})),
-        rollout=RolloutConfig(**recorded["rollout"]),
-    )
+    parts: dict[str, Any] = {}
+    for name, kind in sections.items():
+        values = {**recorded.get(name, {}), **rules}
+        parts[name] = kind(**{key: values[key] for key in known[name] & values.keys()})
+    return Sections(**parts).located()
+
+
+def _foreign(
+    trained: Mapping[str, Any], name: str, config: Sections, rules: Mapping[str, Any]
+) -> str | None:
+    """Return what a run brings from the environments that it was trained on to one that it does not
+    know: limits, and the vocabulary of a small model. None if it knows the environment.
+    """
+    names = parse_shares(trained["environments"])
+    if name in names:
+        return None
+    known = ", ".join(names)
+    limits = [
+        f"{flag_of(limit)} {value}"
+        for limit in _LIMITS
+        if limit not in rules and (value := getattr(config.environment, limit)) is not None
+    ]
+    said = [f"the run was trained on {known}"]
+    if limits:
+        said.append(f"whose limits hold here too, unless flags change them: {' '.join(limits)}")
+    if config.model.load is None:
+        said.append(f"its small model has words of {known} alone, and reads others byte by byte")
+    return "; ".join(said)

@@ -19,7 +19,13 @@ from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
 from ragen_mega.environments.registry import declares
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.rollout.endings import PolicyErrors, describe_errors, environment_errors
+from ragen_mega.rollout.endings import (
+    PolicyErrors,
+    describe_errors,
+    environment_errors,
+    teach_the_form,
+    unusable_answers,
+)
 from ragen_mega.rollout.tasks import draws_by_outcome, episode_maker
 from ragen_mega.storage.sealed_files import write_sealed
 
@@ -399,23 +405,11 @@ def nothing_to_learn(
 def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str:
     """Return why groups with their samples alone teach nothing, and the remedy."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if why := unusable_answers(trajectories, teach_the_form(config)):
+        return why
     returns = sorted({round(trajectory.total_reward, 6) for trajectory in trajectories})
-    cut = sum(turn.info.get("finish_reason") == "length" for turn in turns)
-    malformed = sum(not turn.info.get("is_format_valid") for turn in turns)
     earned = f"{returns[0]:g}" if len(returns) == 1 else f"{returns[0]:g} to {returns[-1]:g}"
-    limit = config.environment.expected_response_length
     for is_so, why in (
-        (
-            cut == len(turns),
-            f"all {cut} answers were cut at --max-response-length {limit}; raise it, or"
-            " --max-context-length",
-        ),
-        (
-            malformed == len(turns),
-            f"none of {malformed} answers has the form that the prompt asks for ({cut} were cut at"
-            f" --max-response-length {limit}); {_teach_the_form(config)}",
-        ),
         (
             all(trajectory.success for trajectory in trajectories),
             "every trajectory succeeds with the same return: the task is solved; make it harder by"
@@ -432,19 +426,6 @@ def _no_variance(groups: Sequence[TrajectoryGroup], config: StarPOConfig) -> str
     return (
         f"--filter-strategy {config.filter.filter_strategy} kept none of {len(groups)} groups"
         f" (returns {earned}); loosen --filter-value or name another"
-    )
-
-
-def _teach_the_form(config: StarPOConfig) -> str:
-    """Return the remedy for answers without the form, which a loaded model and a small one learn
-    in different ways.
-    """
-    if config.model.load is None:
-        return "raise --warm-start-steps, or lower --temperature"
-    shown, imitated = config.environment.prompt_examples, config.warm_start.sft_steps
-    return (
-        f"show it by --prompt-examples {2 * shown or 4}, or let the model imitate it by --sft-steps"
-        f" {2 * imitated or 200}"
     )
 
 

@@ -2,7 +2,7 @@
 evaluation, checkpoints, the end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -63,10 +63,11 @@ from ragen_mega.run.separate import Part
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.teacher import Teacher
 from ragen_mega.run.timers import Timers
-from ragen_mega.storage.checkpoints import Checkpoint
+from ragen_mega.storage.adapter_files import save_adapter
+from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
-from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.storage.run_directory import FINAL_ADAPTER, FINAL_EXPORT, WARM_START
 
 
 @dataclass
@@ -102,6 +103,8 @@ class Run:
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
     """
+    is_solved: bool = False
+    """Whether an evaluation of this process has reached `--stop-at-success`."""
     score_average: float | None = None
     """Moving average of the diagnoses so far (collapse/score_average)."""
     summary: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +121,9 @@ class Run:
         for line in self.teacher.notes if self.teacher else ():
             say(line)
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
-        self.sync = WeightSync(self.engine, self.policy.export_weights, self.placement.enter)
+        adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
+        export = partial(self.policy.export_weights, is_merged=adapter is None)
+        self.sync = WeightSync(self.engine, export, self.placement.enter, adapter)
         sampling = Sampling(
             config,
             self.engine,
@@ -188,9 +193,10 @@ class Run:
             timers=self.timers,
         )
 
-    def steps(self) -> range:
-        """Return the steps that are left."""
-        return range(self.step, self.config.train.num_steps)
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left, until an evaluation reaches `--stop-at-success`."""
+        while self.step < self.config.train.num_steps and not self.is_solved:
+            yield self.step
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of
@@ -365,7 +371,11 @@ class Run:
         if (too_many := self.empty_steps.add(log.empty)) is not None:
             self.save()
             raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
-        is_last = self.step == self.config.train.num_steps
+        goal, success = self.config.evaluation.stop_at_success, log.success
+        if goal is not None and success is not None and success >= goal:
+            self.is_solved = True
+            self.log.note(step, f"success {success:.1%} has reached --stop-at-success {goal:g}")
+        is_last = self.is_solved or self.step == self.config.train.num_steps
         if not is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
             self.collapse_guard.checkpoint_at(self.step)
             self.save(log.success)
@@ -399,6 +409,18 @@ class Run:
             self.renderer.tokenizer,
             self.policy.export_weights(),
         )
+        if self.config.lora.rank:
+            tensors = [*self.policy.export_adapter()]
+            load, base = self.config.model.load, self.checkpoints.models.get(BASE_MODEL)
+            on_main(
+                lambda: save_adapter(
+                    self.logger.directory / FINAL_ADAPTER,
+                    tensors,
+                    self.config.lora,
+                    model=load or str(self.logger.directory / WARM_START),
+                    base=base,
+                )
+            )
         self.summary = {
             "run": str(self.logger.directory),
             "sets": results,

@@ -34,8 +34,6 @@ RANK_LOST = (
 )
 _POLL_SECONDS = 1.0
 _SECONDS_OF_ECHO = 0.5
-_COMPUTES = 0.25
-"""Seconds of computation in _POLL_SECONDS, below which a process waits."""
 
 
 class StopSignal:
@@ -126,8 +124,7 @@ def end_with_launcher() -> None:
 
 
 def _watch(reader: int, launcher: int, limit: float) -> None:
-    first, passed, waited, computed = 0, 0.0, 0.0, 0.0
-    is_orphan = False
+    first, passed, is_orphan = 0, 0.0, False
     while True:
         if select.select([reader], [], [], _POLL_SECONDS)[0]:
             numbers = os.read(reader, 1 << 10).replace(bytes([signal.SIGUSR1]), b"")
@@ -135,10 +132,8 @@ def _watch(reader: int, launcher: int, limit: float) -> None:
         if not is_orphan and os.getppid() != launcher and JOB not in os.environ:
             is_orphan = True
             os.kill(os.getpid(), signal.SIGTERM)
-        before, computed = computed, time.process_time()
         passed += _POLL_SECONDS if first else 0.0
-        waited = waited + _POLL_SECONDS if computed - before < _COMPUTES else 0.0
-        if passed > limit or (is_orphan and min(passed, waited) > SECONDS_TO_WAIT):
+        if passed > (min(limit, SECONDS_TO_WAIT) if is_orphan else limit):
             _leave(first, None)
 
 

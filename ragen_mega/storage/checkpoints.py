@@ -42,7 +42,10 @@ SET_ASIDE = "set_aside"
 STATE = "state.json"
 FORMAT = 2
 _NAME = re.compile(r"step_(\d{8})")
-_FIXED = ("parallel.bf16", "advantage.advantage_estimator")
+_FIXED = ("parallel.bf16", "advantage.advantage_estimator", "lora.lora_rank")
+_FIXED_WITH_ADAPTERS = ("lora.lora_alpha", "lora.lora_targets")
+BASE_MODEL = "base"
+"""Key in `models` of the model beside which adapters stand."""
 _SECONDS_TO_GATHER = 600.0
 """Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
@@ -165,7 +168,14 @@ def check_config(
     moved = {
         f"model.{flag}" for flag, digest in models.items() if checkpoint.models.get(flag) == digest
     }
-    fixed = [key for key in changed if key.startswith("model.") or key in _FIXED]
+    known, found = checkpoint.models.get(BASE_MODEL), models.get(BASE_MODEL)
+    if known != found and known and before.get("lora.lora_rank") == now.get("lora.lora_rank"):
+        raise ValueError(
+            f"the adapters in {checkpoint.directory} belong to a model with the digest {known}, and"
+            f" the present one has {found}; resume with the files of that model"
+        )
+    further = _FIXED_WITH_ADAPTERS if before.get("lora.lora_rank") else ()
+    fixed = [k for k in changed if k.startswith("model.") or k in (*_FIXED, *further)]
     if fixed := [key for key in fixed if key not in moved]:
         raise ValueError(
             f"{fixed[0]} was {before.get(fixed[0])} in {checkpoint.directory} and is"

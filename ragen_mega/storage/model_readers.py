@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import fp8_block, load_config
 from ragen_mega.models.layout import (
@@ -30,6 +31,7 @@ from ragen_mega.models.layout import (
     fused_places,
     model_slots,
 )
+from ragen_mega.models.lora import adapter_slots
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import check_files, read_manifest
@@ -291,11 +293,12 @@ class MegatronReader:
     wrote.
     """
 
-    def __init__(self, directory: Path, shape: ModelShape) -> None:
+    def __init__(self, directory: Path, shape: ModelShape, lora: LoraConfig | None = None) -> None:
+        """With `lora` the adapters of the actor are read, and not its weights."""
         self._pieces = PieceReader(directory)
         self._slots: dict[str, tuple[Slot, int]] = {}
         known = set()
-        for slot in model_slots(shape):
+        for slot in model_slots(shape) if lora is None else adapter_slots(shape, lora):
             known.add(key := ROLE + slot.key)
             if (found := self._pieces.global_shapes.get(key)) is None:
                 continue
@@ -367,7 +370,40 @@ class MegatronReader:
         return whole
 
 
-ModelReader: TypeAlias = HuggingFaceReader | MegatronReader
+class MergedReader:
+    """A model with an adapter added to its weights, in float32 at least."""
+
+    def __init__(
+        self, base: ModelReader, adapter: Callable[[str], Tensor | None], scale: float
+    ) -> None:
+        self._base, self._adapter, self._scale = base, adapter, scale
+
+    def names(self) -> list[str]:
+        return self._base.names()
+
+    def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._base.describe(name)
+
+    def release(self) -> None:
+        self._base.release()
+
+    def __call__(self, name: str) -> Tensor | None:
+        return self.read(name) if name in self.names() else None
+
+    def read(self, name: str) -> Tensor:
+        weight = self._base.read(name)
+        down, up = (
+            self._adapter(name.replace(".weight", f".{part}.weight"))
+            for part in ("lora_A", "lora_B")
+        )
+        if down is None or up is None:
+            return weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        product = (up.to(wide) @ down.to(wide)).mul_(self._scale)
+        return product.add_(weight).to(weight.dtype)
+
+
+ModelReader: TypeAlias = HuggingFaceReader | MegatronReader | MergedReader
 """Reader of a model; the docstring of this module describes the interface."""
 
 

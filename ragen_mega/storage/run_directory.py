@@ -20,6 +20,8 @@ WARM_START, WARM_START_CRITIC = "warm_start", "warm_start_critic"
 """Directories of the small model after cloning, and of its critic."""
 FINAL_EXPORT = "huggingface"
 """Directory of the trained policy, once the run has finished."""
+FINAL_ADAPTER = "adapter"
+"""Directory of its adapter in PEFT's format; the policy beside it is merged."""
 _SECTION = '"warm_start": {'
 """Found in every config.json of a run, and in no model's."""
 _IRRELEVANT = ("logging", "checkpoint", "parallel")

@@ -1,10 +1,14 @@
-"""Standard output and standard error of a process that outlives their reader."""
+"""Standard output and standard error of a process that outlives their reader, and what a process
+says there while it lets its user wait.
+"""
 
 import errno
 import io
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +35,25 @@ def guard_outputs(*, is_needed: bool) -> None:
             write_through=stream.write_through,
         )
         setattr(sys, name, text)
+
+
+@contextmanager
+def waiting(what: str, seconds: float = 5.0) -> Iterator[None]:
+    """Say on standard error what is under way, if the block takes longer than so many seconds; of
+    the ranks of a job the first one alone.
+    """
+
+    def say() -> None:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(seconds, say)
+    timer.daemon = True  # no end of the process waits for it
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _Output(io.FileIO):

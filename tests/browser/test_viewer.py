@@ -405,6 +405,23 @@ def test_two_steps_stand_side_by_side(page) -> None:
 
 
 @needs_browser
+def test_a_narrow_page_keeps_its_tables_and_counts_steps_as_the_text_does(run: Path, page) -> None:
+    """The evaluation after N steps is at N, as the console has it, and the first one at 0."""
+    narrow = page.context.browser.new_page(viewport={"width": 500, "height": 800})
+    narrow.goto(page.url.partition("#")[0] + "#view=overview")
+    narrow.locator(".plot .main-svg").first.wait_for()
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= 500
+    names = "Array.from(document.querySelectorAll('.outcome th[title]'), (one) => one.textContent)"
+    assert narrow.evaluate(names) == ["success", "random", "optimum"]
+    held_out = narrow.evaluate(
+        "document.querySelector('.plot').data.filter((line) => line.name?.endsWith('held out'))"
+    )
+    steps = {int(path.name.split("_")[1]) for path in (run / "traces").glob("eval_*")}
+    assert sorted(held_out[0]["x"]) == sorted(steps) and 0 in steps
+    narrow.close()
+
+
+@needs_browser
 def test_curves_are_searched_and_drawn(page) -> None:
     page.keyboard.press("2")
     page.get_by_label("search metrics").fill("actor/entropy")

@@ -17,13 +17,20 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 FAST = ("shared", "tp2_pp2_vp2_sp_recompute", "dp2_tp2_sp_ep2_distributed_optimizer")
 """Together they have every kind of parallelism."""
-REST = tuple(name for name in list(parity.LAYOUTS)[1:] if name not in FAST)
+LORA_FAST = ("lora_tp2_pp2_vp2_sp_recompute", "lora_dp2_tp2_sp_ep2_distributed_optimizer")
+BASELINES = ("single", "lora_single")
+REST = tuple(name for name in parity.LAYOUTS if name not in (*FAST, *LORA_FAST, *BASELINES))
 
 
 @pytest.mark.forks
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "names", [pytest.param(FAST, id="fast"), pytest.param(REST, id="rest", marks=pytest.mark.slow)]
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param(LORA_FAST, id="lora", marks=pytest.mark.slow),
+        pytest.param(REST, id="rest", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_agree(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,12 +75,14 @@ def test_a_difference_fails(key: str) -> None:
 def test_layouts_of_more_processes_than_gpus_are_left_out_or_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert parity.choose_layouts(None, 0) == list(parity.LAYOUTS)[1:]
+    everything = [name for name in parity.LAYOUTS if name not in BASELINES]
+    assert parity.choose_layouts(None, 0) == everything
     assert parity.choose_layouts(None, 1) == [
         "shared",
         "microbatch_of_one",
         "one_microbatch",
         "recompute_full",
+        "lora_recompute_full",
     ]
     assert "than the 1 GPU(s) here: tp2" in capsys.readouterr().out
     assert parity.choose_layouts(["pp2"], 2) == ["pp2"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ragen_mega.config import StarPOConfig, parse
+from ragen_mega.config import LoraConfig, StarPOConfig, parse
 from ragen_mega.config.cli import RECIPES
 from ragen_mega.megatron.initialize import initialize, shutdown
 from ragen_mega.megatron.model import (
@@ -90,8 +90,10 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
     built = Recipe(request.param)
     config = transformer_config(built.hf, built.config.parallel)
     plain = replace(
-        built.setting, parallel=replace(built.config.parallel, use_distributed_optimizer=False)
-    )  # without the padding of the optimizer's buffers, which test_memory_plan.py checks
+        built.setting,
+        parallel=replace(built.config.parallel, use_distributed_optimizer=False),
+        lora=LoraConfig(),
+    )  # the whole model, without the padding of the optimizer's buffers (test_memory_plan.py)
     try:
         for stage, place, groups in built.each_rank():
             with torch.device("meta"):

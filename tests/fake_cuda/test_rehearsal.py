@@ -41,8 +41,8 @@ GROUPS = {
 took several times as long.
 """
 PARTS = (
-    "versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity"
-    " engines sglang"
+    "versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train"
+    " parity engines sglang"
 ).split()
 
 pytestmark = [

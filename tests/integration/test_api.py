@@ -61,7 +61,7 @@ def test_functions_of_the_page_have_examples_that_run(
         for name in node.names
         if inspect.isroutine(value := getattr(importlib.import_module(node.module), name.name))
     ]
-    assert {"parse", "train", "evaluate", "read_metrics"} == {one.__name__ for one in functions}
+    assert {"parse", "train", "evaluate", "read_run"} == {one.__name__ for one in functions}
     for function in sorted(functions, key=lambda one: one.__name__ != "train"):
         lines = doctest.DocTestParser().get_examples(function.__doc__)
         assert any(line.want for line in lines), f"{function.__name__} has no example"

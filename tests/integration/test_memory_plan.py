@@ -4,13 +4,14 @@ after a forward pass.
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.packing import Share, microbatch, pack
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
@@ -19,7 +20,7 @@ from ragen_mega.megatron.model import build_model, model_inputs, transformer_con
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.planning.memory import Setting, activations, state_of
+from ragen_mega.planning.memory import Setting, activations, base_bytes, state_of
 from ragen_mega.ranks import collectives
 from tests.support.forked_ranks import on_ranks
 from tools.parity import make_batch, random_model
@@ -57,6 +58,7 @@ CONFIGS = (
     ),
 )  # fmt: skip
 ACTIVATION_MARGIN = 0.03
+ALL_WEIGHTS = LoraConfig()
 
 
 def setting(parallel: ParallelConfig, num_ranks: int = 1, max_tokens: int = 0) -> Setting:
@@ -84,7 +86,7 @@ def test_published_sizes() -> None:
     assert {name: shape.num_parameters for name, shape in shapes.items()} == PUBLISHED
 
 
-def check_bytes(parallel: ParallelConfig) -> None:
+def check_bytes(parallel: ParallelConfig, lora: LoraConfig = ALL_WEIGHTS) -> None:
     """Every kind of bytes of actor and critic on this rank, after an update has made Adam's
     moments.
     """
@@ -96,17 +98,25 @@ def check_bytes(parallel: ParallelConfig) -> None:
         weights = {name: torch.full(size, 0.01) for name, size in tensors}
         groups = initialize(parallel)
         train = TrainConfig(max_tokens_per_microbatch=128)
-        models = (
-            MegatronPolicy(hf, groups, parallel, train, LossConfig(), temperature=1.0),
-            MegatronCritic(hf, groups, parallel, train, LossConfig()),
+        policy = MegatronPolicy(
+            hf, groups, parallel, train, LossConfig(), temperature=1.0, lora=lora
         )
-        for is_critic, model in enumerate(models):
-            model.load_weights(weights.get)
+        base = policy.chunks if lora.rank else None
+        critic = MegatronCritic(hf, groups, parallel, train, LossConfig(), lora=lora, base=base)
+        planned = replace(setting(parallel, collectives.world_size()), lora=lora)
+        frozen = {
+            weight.data_ptr(): weight.nbytes
+            for weight in (*policy.chunks.parameters(), *critic.chunks.parameters())
+            if not weight.requires_grad
+        }
+        assert sum(frozen.values()) == base_bytes(shape_of(hf), planned, groups.pp.rank())
+        for is_critic, model in enumerate((policy, critic)):
+            if model is policy or base is None:
+                model.load_weights(weights.get)
             model.update(batch)
             expected = state_of(
-                shape_of(hf), setting(parallel, collectives.world_size()), groups.pp.rank(),
-                is_critic=bool(is_critic), dp_rank=groups.dp.rank(),
-                expert_rank=groups.expt_dp.rank(),
+                shape_of(hf), planned, groups.pp.rank(), is_critic=bool(is_critic),
+                dp_rank=groups.dp.rank(), expert_rank=groups.expt_dp.rank(),
             )  # fmt: skip
             assert model.trainer.memory.on_device() == expected._asdict(), (
                 model.trainer.memory.on_device(),
@@ -117,14 +127,16 @@ def check_bytes(parallel: ParallelConfig) -> None:
             )
 
 
-def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, int]:
+def saved_bytes(
+    hf: PretrainedConfig, parallel: ParallelConfig, lora: LoraConfig
+) -> tuple[int, int]:
     """Bytes that a forward pass of the policy keeps for its backward pass, parameters not counted,
     and its positions.
     """
     # or tokens would return from experts by way of another copy
     torch.use_deterministic_algorithms(False)
     groups = initialize(parallel)
-    (model,) = build_model(hf, transformer_config(hf, parallel), groups)
+    (model,) = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:
@@ -151,11 +163,12 @@ def saved_bytes(hf: PretrainedConfig, parallel: ParallelConfig) -> tuple[int, in
     )
 
 
-def check_activations(parallel: ParallelConfig) -> None:
+def check_activations(parallel: ParallelConfig, lora: LoraConfig = ALL_WEIGHTS) -> None:
     needs_sp = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
     for hf in CONFIGS[:-1] if needs_sp else CONFIGS:
-        measured, positions = saved_bytes(hf, parallel)
-        predicted = activations(shape_of(hf), setting(parallel, max_tokens=positions), 0)
+        measured, positions = saved_bytes(hf, parallel, lora)
+        planned = replace(setting(parallel, max_tokens=positions), lora=lora)
+        predicted = activations(shape_of(hf), planned, 0)
         assert abs(predicted / measured - 1) <= ACTIVATION_MARGIN, (
             hf.model_type,
             parallel,
@@ -183,6 +196,7 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
         torch.set_num_threads(1)
         for parallel in layouts:
             check_bytes(parallel)
+            check_bytes(parallel, LoraConfig(lora_rank=3))
         for sequence_parallel, recompute in itertools.product((False, True), ("none", "selective")):
             check_activations(
                 ParallelConfig(
@@ -201,3 +215,11 @@ def test_two_ranks_hold_what_the_plan_says() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_saved_activations(bf16: bool, recompute: str) -> None:
     check_activations(ParallelConfig(bf16=bf16, recompute=recompute))
+
+
+@pytest.mark.parametrize("targets", ["all", "attention"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_saved_activations_beside_adapters(recompute: str, targets: str) -> None:
+    lora = LoraConfig(lora_rank=16, lora_targets=targets)
+    for bf16 in (False, True):
+        check_activations(ParallelConfig(bf16=bf16, recompute=recompute), lora)

@@ -205,6 +205,35 @@ def test_ranks_that_compute_get_the_time_that_they_need(tmp_path, monkeypatch):
     assert process.returncode == 143
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_ranks_that_compute_do_not_outlive_a_killed_launcher(tmp_path, monkeypatch):
+    """Its first signal was not SIGKILL, and they never come to the end of their step."""
+    program = """
+        import os
+        from ragen_mega.run.stop import StopSignal
+        stop = StopSignal()
+        stop.listen()
+        os.write(1, f"{os.getpid()}\\n".encode())
+        while True:
+            pass
+    """
+    launcher = tmp_path / "patched.py"
+    launcher.write_text(
+        "import sys\nfrom ragen_mega.commands import guardian, launch\n"
+        "guardian.SECONDS_TO_WAIT = 2.0\nsys.exit(launch.main(sys.argv[1:]))\n"
+    )
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "LAUNCH",
+        (sys.executable, "-P", str(launcher), "--nproc-per-node", "2"),
+    )
+    with job(tmp_path, program) as process:
+        family = family_of(process)
+        process.send_signal(signal.SIGKILL)
+        assert ended(family)
+
+
 def test_a_limit_that_is_none_is_one_line(tmp_path):
     with job(tmp_path, "", RAGEN_SECONDS_TO_STOP="soon") as process:
         said = process.communicate()[1]

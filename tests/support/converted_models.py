@@ -24,6 +24,7 @@ def convert(
 ) -> Path:
     arguments = argparse.Namespace(
         source=source,
+        base=None,
         target=target,
         format=format,
         tensor_model_parallel_size=tp,

@@ -17,6 +17,11 @@ ADD = {
 TOOLS = {
     "no tools": [],
     "no list": 7,
+    "reads": [ADD | {"annotations": {"readOnlyHint": True}}],
+    "reads and writes": [
+        ADD | {"annotations": {"readOnlyHint": True}},
+        ADD | {"name": "write", "annotations": {"readOnlyHint": False}},
+    ],
     "no schema": [
         {"name": "add", "inputSchema": {"type": "object", "properties": {"a": {"type": "whole"}}}}
     ],

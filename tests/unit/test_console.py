@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ragen_mega.report.console import COLUMNS, ROWS_BETWEEN_HEADERS, Console, fail
+from ragen_mega.report.console import (
+    COLUMNS,
+    ROWS_BETWEEN_HEADERS,
+    Console,
+    fail,
+    set_titles,
+)
 from ragen_mega.report.terminal import command_line
 
 METRICS = {
@@ -45,8 +51,7 @@ def test_a_step_is_one_row_under_its_headings_and_a_legend():
     Console(is_writer=True, num_steps=8, file=output, clock=lambda: 0.0).step(7, METRICS)
     header, row = lines_of(output)
     assert (
-        row.split()
-        == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234 0 s".split()
+        row.split() == "7 31.2% 21.2% 47.7% 0.250 0.400 1.500 0.75 3.00% 3.0e-06 4.2 1234 -".split()
     )
     assert len(header) == len(row)
     legend = output.getvalue().splitlines()[1 : len(COLUMNS) + 1]
@@ -115,7 +120,10 @@ def test_the_first_of_many_turns_says_nothing_about_the_time_left() -> None:
         assert phase.left(21.0) == ""
         for _ in range(255):
             phase.turn(num_tokens=14, is_over=False)
-        assert phase.left(40.0) == ", about 6 min left"  # nine further rounds of 40 s
+        assert phase.left(40.0) == ""
+        for _ in range(256):
+            phase.turn(num_tokens=14, is_over=False)
+        assert phase.left(59.0) == ", about 3 min left"  # eight further rounds of 19 s
 
 
 @pytest.mark.parametrize("output", [io.StringIO(), Terminal()])
@@ -123,6 +131,7 @@ def test_a_long_rollout_shows_its_turns_and_the_run(output):
     """Nothing has ended yet, and it is seen that something happens."""
     now = [0.0]
     console = Console(is_writer=True, num_steps=10, file=output, clock=lambda: now[0])
+    console.step(2, {"time/step": 300.0})  # the first of the process compiles, and does not count
     console.step(3, {"time/step": 60.0})
     with console.open(), console.progress("rollout", total=4, max_turns=5) as rollout:
         for _ in range(8):
@@ -181,6 +190,23 @@ def test_table_of_evaluated_sets():
     )
     for text in ("frozen_lake_4x4_p0.8", "41.0%", "35.2% - 47.1%", "21.2%", "47.7%", "256"):
         assert text in output.getvalue()
+
+
+def test_a_file_of_tasks_is_named_without_its_folders_where_no_other_set_is_alike():
+    alone = ["tasks:/work/runs/chain.jsonl", "tasks:other.jsonl", "gymnasium:ns/Taxi-v3"]
+    assert list(set_titles(alone).values()) == [
+        "tasks:chain.jsonl",
+        "tasks:other.jsonl",
+        "gymnasium:ns/Taxi-v3",
+    ]
+    alike = ["tasks:a/chain.jsonl", "tasks:b/chain.jsonl"]
+    assert set_titles(alike) == {name: name for name in alike}
+    output = io.StringIO()
+    numbers = dict.fromkeys(("success", "ci_low", "ci_high", "random", "optimum"), 1.0)
+    Console(is_writer=True, num_steps=1, file=output).evaluations(
+        "x", {alone[0]: numbers | {"num_prompts": 4}}
+    )
+    assert "tasks:chain.jsonl" in output.getvalue() and "/work" not in output.getvalue()
 
 
 def test_a_long_name_cuts_no_other_column(monkeypatch):

@@ -44,7 +44,9 @@ def convert(source: Path, target: Path, format: str, **flags) -> Path:
     given = dict.fromkeys(
         ("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype", "max_shard_size")
     )
-    arguments = argparse.Namespace(source=source, target=target, format=format, **(given | flags))
+    arguments = argparse.Namespace(
+        source=source, target=target, base=None, format=format, **(given | flags)
+    )
     tool.convert(arguments, Console(is_writer=True, num_steps=0))
     return target
 

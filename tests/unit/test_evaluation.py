@@ -3,23 +3,27 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from ragen_mega.commands import evaluate
 from ragen_mega.config import parse
+from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.environments.episode import failed_turn
+from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
-from ragen_mega.environments.reference_players import wilson_interval
+from ragen_mega.environments.reference_players import Baselines, wilson_interval
 from ragen_mega.models.tokenizer import train_tokenizer
-from ragen_mega.rollout.held_out import _score, pass_at_k, success_interval
+from ragen_mega.rollout.held_out import HeldOut, _score, pass_at_k, success_interval
+from ragen_mega.rollout.tasks import evaluation_prompts, held_out_note, play_settings
 from ragen_mega.run import evaluation
-from ragen_mega.run.evaluation import _settings
+from ragen_mega.run.evaluation import _foreign, _settings
 from tests.support.small_policy import tiny_qwen2
 
 
@@ -157,13 +161,124 @@ def test_an_evaluation_says_why_an_episode_failed() -> None:
     for trajectory, info in zip(played, ({"success": True}, failure.info), strict=True):
         trajectory.append_observation([1])
         trajectory.append_action(Completion([2], [-1.0], "stop")).info.update(info)
-    unknown = SimpleNamespace(random=None, optimum=None)
-    said = str(_score("flaky", [TrajectoryGroup(0, played)], 0.5, 2, unknown))
+    unknown = held_out(parse([]))
+    said = str(_score("flaky", [TrajectoryGroup(0, played)], 2, unknown))
     assert "errors closed 1 of 2" in said and said.endswith("KeyError: 'x' (in step, a.py:3)")
-    assert "errors" not in str(_score("flaky", [TrajectoryGroup(0, played[:1])], 0.5, 1, unknown))
+    assert "errors" not in str(_score("flaky", [TrajectoryGroup(0, played[:1])], 1, unknown))
     with pytest.raises(ValueError, match=r"flaky must finish .* each of 8; .* seed 3: KeyError"):
-        _score("flaky", [TrajectoryGroup(0, played[1:] * 8)], 0.5, 8, unknown)
-    assert _score("flaky", [TrajectoryGroup(0, played[1:] * 7)], 0.5, 7, unknown).success == 0
+        _score("flaky", [TrajectoryGroup(0, played[1:] * 8)], 8, unknown)
+    assert _score("flaky", [TrajectoryGroup(0, played[1:] * 7)], 7, unknown).success == 0
+
+
+def held_out(config: Sections, foreign: str | None = None) -> HeldOut:
+    play = play_settings(config, temperature=0.5, seed=0)
+    unknown = SimpleNamespace(random=None, optimum=None)
+    return HeldOut(config, play, [(0, None)], cast(Baselines, unknown), foreign)
+
+
+def episode(*turns: Mapping[str, Any], cause: str | None = None, reward: float = 0.0) -> Trajectory:
+    """An episode whose turns have these infos, and three tokens each."""
+    trajectory = Trajectory(group_id=0, environment="bandit", seed=0)
+    for info in turns:
+        trajectory.append_observation([1])
+        turn = trajectory.append_action(Completion([2] * 3, [-1.0] * 3, "stop"))
+        turn.info.update(info)
+    trajectory.turns[-1].reward = reward
+    if cause:
+        trajectory.truncated = True
+        trajectory.turns[-1].info[TRUNCATED_BY] = cause
+    return trajectory
+
+
+READ, UNREAD = {"is_format_valid": True}, {"is_format_valid": False}
+CUT = UNREAD | {"finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("episodes", "said"),
+    [
+        ([episode(CUT)] * 7 + [episode(UNREAD)], "7 of 8 answers were cut.*--max-response-length"),
+        ([episode(UNREAD)] * 7 + [episode(CUT)], "8 of 8 answers .*form.*prompt-examples 4"),
+        ([episode(READ, cause="context")] * 3, "3 of 3 episodes filled --max-context-length"),
+        ([episode(READ, cause="budget")] * 2, "2 of 2 episodes .*--max-turns or --max-actions"),
+        (
+            [episode(READ, reward=0.5)],
+            "answers have the form and are wrong: scores from 0.5 to 0.5",
+        ),
+    ],
+)
+def test_a_success_of_zero_says_its_cause(episodes: list[Trajectory], said: str) -> None:
+    config = parse(["--load", "my-model", "--environments", "bandit"])
+    groups = [TrajectoryGroup(0, episodes)]
+    result = _score("bandit", groups, len(episodes), held_out(config, "of another world"))
+    assert result.why_unsolved is not None
+    assert re.fullmatch(f".*{said}.*; of another world", result.why_unsolved)
+    assert result.why_unsolved in str(result)
+    if "cut" in said:
+        assert "--prompt-examples" not in result.why_unsolved
+    won = episode(READ | {"success": True}, reward=1.0)
+    solved = _score(
+        "bandit", [TrajectoryGroup(0, [*episodes, won])], len(episodes) + 1, held_out(config)
+    )
+    assert solved.why_unsolved is None
+    assert f"readable {solved.valid_format_rate:.1%}  score {solved.reward:.3g}" in str(solved)
+
+
+def test_a_set_that_a_run_does_not_know_is_played_under_its_limits(tmp_path: Path) -> None:
+    recorded = parse(["--recipe", "bandit"]).to_dict()
+    for name, rules, expected in (
+        ("bandit", {}, None),
+        ("lookup", {}, ["--max-turns 1", "--max-actions 1", "words of bandit alone"]),
+        ("lookup", {"max_turns": 6, "max_actions": 6}, ["trained on bandit"]),
+    ):
+        config = _settings(recorded, name, rules)
+        said = _foreign(recorded["environment"], name, config, rules)
+        assert (said is None) == (expected is None)
+        assert all(each in str(said) for each in expected or ())
+        assert "--max-turns" not in str(said) or not rules
+
+
+def test_flags_of_training_set_what_an_evaluation_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is evaluated as the run that these flags begin would evaluate it."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(10)))
+    given: dict[str, Any] = {}
+
+    def note(load: str, names: list[str], **settings: Any) -> dict[str, Any]:
+        given.update(settings, load=load, names=names)
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate_sets", note)
+    flags = ["--tasks", str(rows), "--score", "exact", "--no-think", "--bf16"]
+    flags += ["--max-context-length", "700", "--prompt-examples", "1", "--eval-prompts", "4"]
+    evaluate.main(["--load", "my-model", "--recipe", "smollm2_reverse", *flags])
+    trained = parse(["--load", "my-model", "--recipe", "smollm2_reverse", *flags])
+    assert given["names"] == trained.environment.evaluated == [f"tasks:{rows}"]
+    assert (given["num_prompts"], given["samples_per_prompt"], given["temperature"]) == (4, 2, 1)
+    played = _settings({}, given["names"][0], given["rules"])
+    assert played.environment == trained.environment.located()
+    assert (played.rollout, played.parallel) == (trained.rollout, trained.parallel)
+    with pytest.raises(SystemExit):
+        evaluate.main(["--load", "my-model", "--environment", "bandit", "--agent-reward", "a:b"])
+
+
+def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(10)))
+    name = f"tasks:{rows}"
+    config = parse(["--tasks", str(rows)]).environment
+    found = len(evaluation_prompts(config, name, 4))
+    assert found == 1
+    said = held_out_note(name, found, 4)
+    assert (
+        said
+        and "held-out initial states" in said
+        and ": 1, and" in said
+        and "validation_share" in said
+    )
+    assert held_out_note(name, 4, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -177,8 +292,8 @@ def test_an_evaluation_says_why_an_episode_failed() -> None:
             '{"bandti": {"high_reward": 2}}',
             "environment_options names bandti, .*drop",
         ),
-        ("--temperature", "-1", "temperature .*at least 0.* -1.0"),
-        ("--temperature", "nan", "temperature .*finite.* nan"),
+        ("--temperature", "-1", "eval_temperature .*at least 0.* -1.0"),
+        ("--temperature", "nan", "eval_temperature .*finite.* nan"),
     ],
 )
 def test_bad_flags_are_one_line(

@@ -23,8 +23,8 @@ from ragen_mega import config
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    "versions step kernels te train bench reshard moe step_all bench_all fp8 sgl_train parity"
-    " engines sglang"
+    "versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train"
+    " parity engines sglang"
 )
 
 

@@ -164,6 +164,22 @@ def test_sessions_end_with_their_episode_unless_they_are_shared(server: str) -> 
     first.close()
 
 
+@pytest.mark.parametrize(
+    ("fault", "only", "num_before"),
+    [("reads", (), 1), ("reads and writes", (), 0), ("reads and writes", ("add",), 1), ("", (), 0)],
+)
+def test_one_process_serves_all_episodes_where_no_tool_writes(
+    fault: str, only: tuple[str, ...], num_before: int
+) -> None:
+    """The server counts the calls of its session; a second word makes it a server of its own."""
+    command = f"{PLAIN} '{fault}' {'alone' if only else 'whole'}"
+    for episode in range(2):
+        tools = McpTools(command, only=only)
+        said = ask(tools, "add", a=1, b=2)
+        tools.close()
+        assert said == f"3 in call {1 + episode * num_before}"
+
+
 def test_a_server_that_dies_or_hangs_costs_an_episode_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_answers_without_the_form_name_flags_that_teach_it(flags: str, remedies:
     played = [trajectory(([1], -0.1, {"is_format_valid": False})) for _ in range(2)]
     groups = [TrajectoryGroup(0, played)]
     why = nothing_to_learn(groups, groups, parse(flags.split()))
-    assert why.startswith("none of 2 answers has the form")
+    assert why.startswith("2 of 2 answers do not have the form")
     assert all(remedy in why for remedy in remedies)
     assert ("--warm-start-steps" in why) == ("--load" not in flags)
 

@@ -10,6 +10,7 @@ import pytest
 
 from ragen_mega.config import parse, read_flags
 from ragen_mega.config.cli import RECIPES as FOLDER
+from ragen_mega.engines.embedded.kernels import BLOCK
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import answer as tool
 from ragen_mega.planning.layouts import (
@@ -21,6 +22,7 @@ from ragen_mega.planning.layouts import (
     ranked,
 )
 from ragen_mega.planning.memory import (
+    CACHE_BLOCK,
     FILL,
     GIB,
     Room,
@@ -47,9 +49,11 @@ def shape_of(name: str) -> ModelShape:
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
-    """One more is for fewer GPUs."""
+    """One more is for fewer GPUs, and three have adapters, for one, two and four."""
     names = {name.lower().replace("-", "_") for name in SHAPES}
-    assert names | {"qwen3_30b_a3b_8_gpus"} == set(RECIPES)
+    adapted = {"qwen2.5_7b_lora": 1, "qwen2.5_32b_lora": 2, "qwen3_30b_a3b_lora": 4}
+    assert names | {"qwen3_30b_a3b_8_gpus", *adapted} == set(RECIPES)
+    assert {name: tool.planned_gpus(name) for name in adapted} == adapted
 
 
 @pytest.mark.parametrize(
@@ -322,6 +326,22 @@ def test_a_plan_that_does_not_fit_is_an_error_with_its_remedy() -> None:
     assert re.match(r"the plan needs \d+\.\d GiB of 80\.0 .* train actor \(activations", message)
     assert "--recompute full; lower --max-tokens-per-microbatch" in message and "\n" not in message
     check_fits(shape, setting, 1000 * GIB)
+
+
+@pytest.mark.parametrize("size", [16, 1_000_000])
+def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_flag(
+    size: int,
+) -> None:
+    """A page of every trajectory has to be there; that all contexts fill up may never happen."""
+    assert CACHE_BLOCK == BLOCK
+    config = parse(["--group-size", str(size), "--recipe", "bandit", "--minibatch-size", "16"])
+    shape = ModelShape.from_config(config.model.small_model(vocab_size=512))
+    setting = Setting.from_config(config, 2, on_host=True)
+    if size == 16:
+        assert not check_fits(shape, setting, 24 * GIB)
+        return
+    with pytest.raises(ValueError, match=r"phase rollout \(key-value cache .*lower --group-size"):
+        check_fits(shape, setting, 24 * GIB)
 
 
 def test_offloading_empties_the_other_phases() -> None:

@@ -29,6 +29,8 @@ from ragen_mega.megatron.precision import (
     scales_from_history,
     token_alignment,
 )
+from ragen_mega.megatron.weights import held, spread_bits
+from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import random_weights
 from tests.support.rounding import FLOAT32, SLACK, forward_bound
 
@@ -327,6 +329,22 @@ def models():
     shutdown()
 
 
+def test_master_copies_start_from_all_bits_of_the_checkpoint(models) -> None:
+    """What bfloat16 rounds off is kept, so that small steps count from the first."""
+    weights = random_weights(HF, seed=1)
+    for model in models(bf16=True):
+        checked = 0
+        for slot, parameter in held(model.chunks):
+            own = model.trainer.updated[parameter].own
+            if own is None or slot.names == (VALUE_HEAD,):
+                continue
+            expected = slot.shard([weights[name] for name in slot.names], 0, 1)
+            assert torch.equal(own.view_as(expected), expected)
+            assert torch.equal(parameter, expected.bfloat16())
+            checked += int(not torch.equal(parameter.float(), expected))
+        assert checked > 5
+
+
 def test_padding_for_fp8_changes_neither_loss_nor_gradients(models) -> None:
     batch = ragged_batch()
     for exact, padded in zip(models(), models()):
@@ -412,3 +430,19 @@ def test_without_transformer_engine_layers_are_local(models) -> None:
     if choose_implementation(ParallelConfig(), Device.here()) == "local":
         assert config.transformer_impl == "local"
     assert layer_spec(config).layer_norm.__module__ == "ragen_mega.megatron.layers"
+
+
+def test_master_copies_of_bfloat16_weights_are_spread_between_their_neighbours() -> None:
+    """The draws round to the weight, fill the whole interval evenly, and leave zeros alone."""
+    weights = torch.tensor([1.0, -1.0, 0.037, 3e-39, 0.0]).bfloat16().repeat_interleave(20000)
+    spread = spread_bits(weights, "a")
+    assert spread.dtype == torch.float32 and torch.equal(spread.bfloat16(), weights)
+    assert torch.equal(spread, spread_bits(weights, "a"))
+    assert not torch.equal(spread, spread_bits(weights, "b"))
+    one, minus, small, tiny, zero = spread.view(5, -1).double()
+    assert torch.equal(zero, torch.zeros(20000)) and len(tiny.unique()) > 1000
+    # a step of a quarter of the distance moves a quarter of the weights, where no binade ends
+    step = 2.0**-12 / 4  # 0.037 lies between 2^-5 and 2^-4: 2^-12 apart
+    moved = ((small + step).float().bfloat16() != weights[2 * 20000]).double().mean()
+    assert abs(float(moved) - 0.25) < 4 * (0.25 * 0.75 / 20000) ** 0.5
+    assert abs(float((one + minus).mean())) < 1e-4

@@ -83,8 +83,8 @@ TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
     arguments = argparse.Namespace(
-        source=source, target=target, format="huggingface", dtype=dtype, max_shard_size=None,
-        tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
+        source=source, target=target, format="huggingface", base=None, dtype=dtype,
+        max_shard_size=None, tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
     )  # fmt: skip
     tool.convert(arguments, Console(is_writer=True, num_steps=0))
     return target
@@ -616,7 +616,7 @@ def test_a_damaged_index_is_refused_in_one_line(text: str, said: str, tmp_path: 
 
 def test_an_adapter_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is an adapter of PEFT and no model; merge it"):
+    with pytest.raises(ValueError, match="is an adapter of PEFT and no model; give its"):
         check_model_directory("--load", str(tmp_path), needs_tokenizer=True)
 
 

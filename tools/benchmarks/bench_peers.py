@@ -34,7 +34,7 @@ from ragen_mega.warm_start.small_model import write_small_model
 
 TOOLS = Path(__file__).parent  # which holds peers.py
 ENVIRONMENT = TOOLS.parents[1] / ".venv-trl"
-PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
+PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "jsonschema==4.26.0", "trl==1.16.0")
 FLAGS = (
     JSON,
     flag("--trl-python", f"of an environment with TRL (default: {ENVIRONMENT.name}, made here)"),

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from ragen_mega.config.sections.section import Count, Natural, NonNegative, PathName, Section
+from ragen_mega.config.sections.section import (
+    Count,
+    Natural,
+    NonNegative,
+    PathName,
+    Section,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -17,5 +24,10 @@ class EvaluationConfig(Section):
     """Episodes from each of them in the last evaluation; evaluations on the way play one."""
     eval_temperature: NonNegative = 0.5
     """Sampling temperature of evaluation."""
+    stop_at_success: Share | None = None
+    """End the run after the evaluation on the way that reaches this mean success, e.g. 0.95
+    (default: never). The last evaluation, the checkpoint and the export follow as after the last
+    step.
+    """
     boards: PathName | None = None
     """Boards file to evaluate on instead of the packaged one."""

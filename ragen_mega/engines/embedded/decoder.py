@@ -5,8 +5,9 @@ result for a token depends on no other trajectory of its batch, to the bit.
 Source: Qwen2 (arXiv:2407.10671, section 2.2.1) and Qwen3 (arXiv:2505.09388, section 2).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ragen_mega.compiled.jit import Integers, Reals, in_parts
+from ragen_mega.config import LoraConfig
 from ragen_mega.engines.embedded import kernels
 from ragen_mega.engines.embedded.kv_cache import KVCache
 from ragen_mega.engines.embedded.products import Panels
 from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.rotary import rotary_frequencies
 from ragen_mega.models.shape import ModelShape
 
@@ -71,7 +74,30 @@ class _PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
 
 
-_Weight = Panels | _PackedMatrix
+class _Adapted:
+    """A weight with an adapter beside it: the products with W, and then with A and B."""
+
+    def __init__(self, base: "_Weight", down: Tensor, up: Tensor) -> None:
+        self._base, self._rank = base, len(down)
+        self._down, self._up = Panels(down.t().contiguous()), Panels(up.t().contiguous())
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """out [T, out] <- the products of rows [T, in]."""
+        self._base.put(rows, out)
+        self._add_low(rows, out)
+
+    def add(self, rows: Tensor, total: Tensor) -> None:
+        """Add the products of rows [T, in] to total [T, out]."""
+        self._base.add(rows, total)
+        self._add_low(rows, total)
+
+    def _add_low(self, rows: Tensor, total: Tensor) -> None:
+        low = rows.new_empty(len(rows), self._rank)
+        self._down.put(rows, low)
+        self._up.add(low, total)
+
+
+_Weight = Panels | _PackedMatrix | _Adapted
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +205,44 @@ class Decoder:
             gate_up=[matrix(f"{expert}gate", f"{expert}up") for expert in experts],
             down=[matrix(f"{expert}down") for expert in experts],
         )
+
+    def with_adapter(self, tensors: Mapping[str, Tensor], lora: LoraConfig) -> "Decoder":
+        """Return a decoder with an adapter beside these weights, which it shares. Raises ValueError
+        unless exactly the tensors of the adapter are given.
+        """
+        received = dict(complete(tensors.items(), expected_adapters(self.shape, lora)))
+
+        def beside(weight: _Weight, *names: str) -> _Weight:
+            if f"{names[0]}.lora_A.weight" not in received:
+                return weight
+            downs, ups = (
+                [received[f"{name}.{part}.weight"] for name in names]
+                for part in ("lora_A", "lora_B")
+            )
+            down, up = torch.cat(downs), torch.block_diag(*ups)
+            return _Adapted(weight, down.to(self._real), (lora.scale * up).to(self._real))
+
+        def layer_with(number: int, layer: _Layer) -> _Layer:
+            prefix = f"model.layers.{number}."
+            attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+            experts = [f"{mlp}experts.{e}." for e in range(self.shape.num_experts)] or [mlp]
+            return replace(
+                layer,
+                qkv=beside(layer.qkv, *(f"{attention}{x}_proj" for x in "qkv")),
+                output=beside(layer.output, f"{attention}o_proj"),
+                gate_up=[
+                    beside(weight, f"{expert}gate_proj", f"{expert}up_proj")
+                    for weight, expert in zip(layer.gate_up, experts, strict=True)
+                ],
+                down=[
+                    beside(weight, f"{expert}down_proj")
+                    for weight, expert in zip(layer.down, experts, strict=True)
+                ],
+            )
+
+        adapted = copy(self)
+        adapted._layers = [layer_with(*item) for item in enumerate(self._layers)]
+        return adapted
 
     def workspace(self, num_tokens: int) -> Workspace:
         """Make the buffers of passes over `num_tokens` tokens, for any weights of this shape."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.slots import Prefill, SlotTable
@@ -68,9 +69,11 @@ class EmbeddedEngine(RolloutEngine):
         max_sessions: int,
         dtype: torch.dtype = torch.float32,
         records_routes: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """`records_routes`: completions say which experts their tokens went through
-        (`fields.ROUTES`).
+        (`fields.ROUTES`). With `lora` the weights are kept, and `load_adapter` puts adapters of
+        these settings beside them.
         """
         if max_context < 2 or max_sessions < 1:
             raise ValueError(
@@ -84,7 +87,9 @@ class EmbeddedEngine(RolloutEngine):
         self.num_slots = self._max_sessions = max_sessions
         self._dtype = dtype
         self._records_routes = records_routes
+        self._lora = lora
         self._decoder: Decoder | None = None
+        self._base: Decoder | None = None  # kept beside adapters
         self._slots: SlotTable | None = None
         self._slot_of: dict[int, int] = {}
         self._session_in: dict[int, int] = {}  # by slot in use
@@ -134,10 +139,22 @@ class EmbeddedEngine(RolloutEngine):
                 " before load_weights"
             )
         # The old weights go before the new ones come, and a failed load leaves none.
-        self._decoder = None
-        self._decoder = Decoder(
-            self._shape, weights, max_context=self._max_context, dtype=self._dtype
-        )
+        self._decoder = self._base = None
+        decoder = Decoder(self._shape, weights, max_context=self._max_context, dtype=self._dtype)
+        if self._lora is None:
+            self._decoder = decoder
+        else:
+            self._base = decoder  # without an adapter it samples nothing
+        self.weight_version += not again
+
+    @property
+    def has_base(self) -> bool:
+        return self._base is not None
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        if self._lora is None or self._base is None:
+            raise RuntimeError("an adapter needs lora settings and its base; call load_weights")
+        self._decoder = self._base.with_adapter(dict(tensors), self._lora)
         self.weight_version += not again
 
     def seal_caches(self) -> None:

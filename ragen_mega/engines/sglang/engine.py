@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
+from ragen_mega.engines.sglang.adapter import ServedAdapter
 from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
 from ragen_mega.engines.sglang.requests import Requests, is_aborted, read_completion, request_body
 from ragen_mega.engines.sglang.routes import with_routes
@@ -90,6 +91,9 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
+        self._base_of: int | None = None  # the start of the server that holds a base
+        self._adapter: ServedAdapter | None = None
+        self._served: str | None = None  # the name of the adapter that the server has
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._num_pauses = 0  # each aborts what the server works on
@@ -144,6 +148,33 @@ class SGLangEngine(RolloutEngine):
             # Without a copy of the weights the next caller of `generate` finds none.
             self._replace(str(error))
         self._stage = _Stage.LOADED
+        self._base_of = self.server.num_starts if self._settings.lora else None
+
+    @property
+    def has_base(self) -> bool:
+        return self._base_of == self.server.num_starts and self.server.is_running
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Send an adapter to the server, which holds its base; requests ask for it by name."""
+        self._require(_Stage.AWAKE)
+        assert self._settings.lora is not None  # or nobody has an adapter
+        self.weight_version += not again
+        self._adapter = ServedAdapter.of(
+            tensors,
+            self._settings.lora,
+            version=self.weight_version,
+            size=self._settings.tensor_parallel_size,
+        )
+        try:
+            self._send_adapter()
+        except ConnectionLost as error:
+            self._replace(str(error))
+        self._stage = _Stage.LOADED
+
+    def _send_adapter(self) -> None:
+        if self._adapter is not None:
+            self._adapter.send(self.server.client, self._served, self.weight_version)
+            self._served = self._adapter.name
 
     def start(self) -> None:
         """Let the server take memory for its key-value cache and generate. Safe to call again."""
@@ -187,7 +218,13 @@ class SGLangEngine(RolloutEngine):
             return Completion([], [], "length")
         records = self._settings.returns_routes
         max_tokens = min(sampling.max_tokens, room)
-        body = request_body(tokens, sampling, max_tokens=max_tokens, asks_routes=records)
+        body = request_body(
+            tokens,
+            sampling,
+            max_tokens=max_tokens,
+            asks_routes=records,
+            adapter=self._adapter.name if self._adapter else None,
+        )
         self._active.add(session)
         try:
             while True:
@@ -268,6 +305,9 @@ class SGLangEngine(RolloutEngine):
             try:
                 self._start()
                 send(self.server.client, weights, self.weight_version)
+                self._send_adapter()
+                if self._settings.lora:
+                    self._base_of = self.server.num_starts
                 return
             except (ConnectionLost, ServerFailed) as error:
                 why = str(error).partition("\n")[0]
@@ -283,10 +323,11 @@ class SGLangEngine(RolloutEngine):
             # releases memory.
             client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
             # SGLang cannot release a part twice, and takes an empty list to mean all parts.
-            if held := [part for part in _MEMORY if part not in self._released]:
+            kept = {"weights"} if self._settings.lora else set()  # the base of adapters
+            if held := [part for part in _MEMORY if part not in {*self._released, *kept}]:
                 with self._freed("weights" in held):
                     client.call("POST", "/release_memory_occupation", {"tags": held})
-                self._released = {*_MEMORY}
+                self._released |= {*held}
         except ConnectionLost:
             self.server.stop()
 
@@ -311,7 +352,7 @@ class SGLangEngine(RolloutEngine):
         self._must_free = False  # it has shown it
 
     def _start(self) -> None:
-        self._released = set()
+        self._released, self._served = set(), None
         about = self.server.start().call("GET", "/server_info")
         # the server's starter may leave it out, as tools/gpu_check.sh does in the last resort
         has_saver = about.get("enable_memory_saver", True)
@@ -347,8 +388,10 @@ class SGLangFollower(RolloutEngine):
         transfer: Literal["file", "ipc"] = "file",
         fp8: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        keeps_base: bool = False,
     ) -> None:
-        self.shard = shard
+        """`keeps_base`: only the first weights are sent, and adapters beside them later."""
+        self.shard, self._keeps_base, self._has_base = shard, keeps_base, False
         self.counts = EngineCounts()
         self._transfer = TRANSFERS[transfer](
             model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
@@ -365,6 +408,17 @@ class SGLangFollower(RolloutEngine):
         shapes arrive, and EngineError if shared memory has no room for the weights of any rank.
         """
         for _ in self._transfer.receive(weights):
+            continue
+        self.weight_version += not again
+        self._has_base = self._keeps_base
+
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
+        """Take part in the stream, which the first rank hands over whole."""
+        for _ in tensors:
             continue
         self.weight_version += not again
 

@@ -16,12 +16,18 @@ _MAX_SEED = 2**31 - 1
 
 
 def request_body(
-    tokens: list[int], sampling: SamplingParams, *, max_tokens: int, asks_routes: bool = False
+    tokens: list[int],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    asks_routes: bool = False,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request to `/generate`."""
     routes = {"return_routed_experts": True, "routed_experts_start_len": sampling.num_recorded}
     return {
         **(routes if asks_routes else {}),
+        **({} if adapter is None else {"lora_path": adapter}),
         "input_ids": tokens,
         "return_logprob": True,
         "sampling_params": {

@@ -22,6 +22,7 @@ from typing import Literal
 import psutil
 from transformers import PretrainedConfig
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.data import checksums
 from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
@@ -32,7 +33,7 @@ from ragen_mega.rollout.engine import EngineError
 
 _SPARE_CONTEXT = 8
 """SGLang refuses requests within some tokens of its context length."""
-_Option = str | int | float | bool | Path
+_Option = str | int | float | bool | Path | tuple[str, ...]
 _LOG_TAIL_LINES = 30
 _POLL_SECONDS = 0.2
 _INHERITED = (
@@ -135,6 +136,8 @@ class ServerSettings:
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     returns_routes: bool = False
     """Answers say which experts the tokens of a mixture went through, on GPUs only."""
+    lora: LoraConfig | None = None
+    """Adapters that stand beside the weights, loaded by `load_adapter`."""
     random_seed: int = 0
     start_timeout: float = 300.0
     hang_timeout: float = 60.0
@@ -202,13 +205,32 @@ class ServerSettings:
             "enable-deterministic-inference": self.deterministic,
             "enable-return-routed-experts": self.returns_routes,
             **({"attention-backend": "torch_native"} if on_cpu else {}),
+            **({} if self.lora is None else self._lora_arguments(self.lora, on_cpu=on_cpu)),
             **self.options,
         }
         command = []
         for name, value in arguments.items():
             if value is not False:
-                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+                values = value if isinstance(value, tuple) else (value,)
+                command += [f"--{name}", *map(str, () if value is True else values)]
         return [*command, *self.command_line]
+
+    @staticmethod
+    def _lora_arguments(lora: LoraConfig, *, on_cpu: bool) -> dict[str, _Option]:
+        """Return the arguments of a server with one adapter, and a next one that replaces it."""
+        modules = {
+            "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+            "mlp": ("gate_proj", "up_proj", "down_proj"),
+            "experts": ("gate_proj", "up_proj", "down_proj"),
+        }
+        named = sorted({name for target in lora.targets for name in modules[target]})
+        return {
+            "enable-lora": True,
+            "max-lora-rank": lora.rank,
+            "lora-target-modules": tuple(named),
+            "max-loras-per-batch": 2,  # and none, which the health check asks for
+            "lora-backend": "torch_native" if on_cpu else "triton",
+        }
 
     @property
     def has_memory_saver(self) -> bool:

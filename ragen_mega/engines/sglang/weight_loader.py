@@ -102,7 +102,9 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     Never raises, because an exception ends the server: `report_of` each file says what went wrong,
     or that nothing did.
     """
-    parameters = dict(model.named_parameters())
+    # beside a layer with adapters stands its own weight
+    named = model.named_parameters()
+    parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in named}
     for source, memory in named_tensors:
         file, error = Path(source), None
         try:

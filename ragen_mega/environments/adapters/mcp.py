@@ -56,14 +56,15 @@ class McpTools:
         *servers: str,
         only: Sequence[str] = (),
         timeout: float = 20.0,
-        is_shared: bool = False,
+        is_shared: bool | None = None,
         max_result: int = MAX_RESULT,
         directory: str = "",
     ) -> None:
         """`servers`: commands or URLs; `only`: names of the tools that the policy may call, all if
         empty; `timeout`: seconds for a call; `is_shared`: all environments of this process use one
-        session of each server, which outlives episodes; `max_result`: characters of a result;
-        `directory`: folder that programs start in, else the working directory.
+        session of each server, which outlives episodes (None: of a server that declares every one
+        of these tools read-only); `max_result`: characters of a result; `directory`: folder that
+        programs start in, else the working directory.
 
         Raises ValueError, in one line, if a server does not start, names no tool or one of another
         server, or gives a schema that is none, and if the SDK is not installed.
@@ -72,12 +73,17 @@ class McpTools:
         for name in ("mcp.client", "client"):  # it logs errors with the places where they arose
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._timeout, self._max_result, self._directory = timeout, max_result, directory
-        self._sessions: dict[str, _Session] = _shared if is_shared else {}
+        self._sessions: dict[str, _Session] = {}
         self._server_of: dict[str, str] = {}
+        self._is_shared: dict[str, bool] = {}
         self.tools: list[dict[str, Any]] = []
         """Schemas for the chat template; parameters are the server's, unchanged."""
         for server in servers:
-            for tool in copy.deepcopy(_listed(server, directory)):
+            tools, read_only = _listed(server, directory)
+            called = {tool["function"]["name"] for tool in tools}
+            is_free = (called & {*only} if only else called) <= read_only
+            self._is_shared[server] = is_free if is_shared is None else is_shared
+            for tool in copy.deepcopy(tools):
                 name = tool["function"]["name"]
                 if name in self._server_of:
                     raise ValueError(
@@ -115,18 +121,19 @@ class McpTools:
         """End the sessions that are not shared, and wait for their programs to end. The next call
         of a tool begins a new one, so an episode without calls costs nothing.
         """
-        if self._sessions is not _shared:
-            settled(_close(self._sessions.values()))
+        settled(_close(self._sessions.values()))
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Call a tool in the session of its server, which begins with the first call. Pauses
         between attempts to begin outlast the restart of a server.
         """
-        server, is_shared = self._server_of[name], self._sessions is _shared
+        server = self._server_of[name]
+        is_shared = self._is_shared[server]
+        sessions = _shared if is_shared else self._sessions
         for pause in (*_PAUSES, None):
-            if server not in self._sessions or self._sessions[server].is_over:
-                self._sessions[server] = _Session(server, is_shared, self._directory)
-            session = self._sessions[server]
+            if server not in sessions or sessions[server].is_over:
+                sessions[server] = _Session(server, is_shared, self._directory)
+            session = sessions[server]
             try:
                 await session.opened()
                 break
@@ -279,10 +286,10 @@ async def _close(sessions: Iterable[_Session]) -> None:
 
 
 @cache
-def _listed(server: str, directory: str) -> list[dict[str, Any]]:
-    """Return the tools of a server as the chat template takes them. They are asked for once, so
-    that environments can be built while the server is down. They are shared: do not write into
-    them.
+def _listed(server: str, directory: str) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    """Return the tools of a server as the chat template takes them, and the names of those that it
+    declares read-only. They are asked for once, so that environments can be built while the server
+    is down. They are shared: do not write into them.
 
     Raises ValueError, in one line, if it cannot be asked, has none, or a schema is invalid.
     """
@@ -297,7 +304,8 @@ def _listed(server: str, directory: str) -> list[dict[str, Any]]:
         check_tools(found)
     except ValueError as error:
         raise ValueError(f"MCP server {server!r}: {error}") from None
-    return found
+    hints = {tool.name: tool.annotations for tool in tools}
+    return found, frozenset(name for name, hint in hints.items() if hint and hint.read_only_hint)
 
 
 async def _ask_for_tools(server: str, directory: str) -> list[Any]:

@@ -113,7 +113,7 @@ class FileTasks:
         mcp: str | list[str] | None = None,
         mcp_tools: Sequence[str] = (),
         mcp_timeout: float = 20.0,
-        mcp_shared: bool = False,
+        mcp_shared: bool | None = None,
         mcp_max_result: int = MAX_RESULT,
         directory: str = "",
     ) -> None:

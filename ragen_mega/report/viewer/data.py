@@ -4,13 +4,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.config.recorded import read_object, read_recorded
-from ragen_mega.report.metrics import (
-    EVENTS_FILE,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    read_metrics,
-)
+from ragen_mega.report import reader
 from ragen_mega.report.provenance import alike
 from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.traces import TRACES, traces
@@ -24,19 +18,18 @@ def read_run(directory: Path) -> dict[str, Any]:
 
     Raises ValueError if the directory holds no run or a damaged one.
     """
-    config = read_recorded(directory)
-    records = read_metrics(directory / METRICS_FILE) if _has(directory, METRICS_FILE) else []
-    keys = {key: None for record in records for key in record if key != "step"}
+    run = reader.read_run(directory)
+    keys = {key: None for record in run.metrics for key in record if key != "step"}
     return {
         "name": directory.name,
-        "config": config,
-        "summary": read_object(directory / SUMMARY_FILE) if _has(directory, SUMMARY_FILE) else None,
-        "alike": alike(config),
+        "config": run.config,
+        "summary": run.summary,
+        "alike": alike(run.config),
         "metrics": {
-            "steps": [record["step"] for record in records],
-            "values": {key: [record.get(key) for record in records] for key in keys},
+            "steps": [record["step"] for record in run.metrics],
+            "values": {key: [record.get(key) for record in run.metrics] for key in keys},
         },
-        "events": read_metrics(directory / EVENTS_FILE) if _has(directory, EVENTS_FILE) else [],
+        "events": run.events,
         "timeline": _has(directory, TIMELINE),
         "traces": [
             {"id": path.name.removesuffix(".json.gz"), "kind": kind, "step": step, "set": name}

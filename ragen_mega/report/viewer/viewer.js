@@ -112,10 +112,12 @@ function smoothed(values, weight) {
   });
 }
 
+// Steps that are done: a rollout of step 0 is sampled before any, an evaluation in its row is played after it.
 function series(run, key) {
   const values = run.metrics.values[key] ?? [];
+  const done = key.startsWith("eval/") && !key.startsWith("eval/initial_") ? 1 : 0;
   const at = run.metrics.steps.map((_, index) => index).filter((index) => values[index] !== null && values[index] !== undefined);
-  return { x: at.map((index) => run.metrics.steps[index]), y: at.map((index) => values[index]) };
+  return { x: at.map((index) => run.metrics.steps[index] + done), y: at.map((index) => values[index]) };
 }
 
 function lines(key) {
@@ -154,7 +156,7 @@ function spreads(key, weight) {
 
 function overview(root) {
   const heads = ["run", "set", "success", "95% interval", "before training", "random", "optimum", "prompts", "steps", "minutes"];
-  const outcome = make("table", { class: "outcome" }, make("tr", {}, ...heads.map((head) => make("th", {}, head))));
+  const outcome = make("table", { class: "outcome" }, make("tr", {}, ...heads.map((head) => make("th", { title: glossary[`eval/${head}`] ?? null }, head))));
   const row = (index, ...cells) => outcome.append(make("tr", {}, make("td", { style: `color:${COLORS[index % COLORS.length]}` }, runs[index].name), ...cells.map((cell, at) => make("td", { class: at ? "number" : "" }, String(cell)))));
   for (const [index, run] of runs.entries()) {
     const { summary } = run;
@@ -167,9 +169,10 @@ function overview(root) {
   }
   const plot = make("div", { class: "plot tall" });
   root.append(make("div", { class: "card" }, outcome), make("h2", {}, "Success in training (line) and on the held-out prompts (dots)"), plot);
-  const evaluations = runs.map((run, index) => ({ ...series(run, "eval/success"), type: "scatter", mode: "markers", name: `${run.name}, held out`, marker: { color: COLORS[index % COLORS.length], size: 9 } }));
+  const held = runs.map((run) => ["eval/initial_success", "eval/success"].map((key) => series(run, key)));
+  const evaluations = held.map(([before, after], index) => ({ x: [...before.x, ...after.x], y: [...before.y, ...after.y], type: "scatter", mode: "markers", name: `${runs[index].name}, held out`, marker: { color: COLORS[index % COLORS.length], size: 9 } }));
   const players = [["random", "dot"], ["optimum", "dash"]].map(([player, dash]) => ({ ...series(runs[0], `rollout/${player}`), type: "scatter", mode: "lines", name: `${player} player`, line: { color: color("--dim"), dash, width: 1 } }));
-  draw(plot, [...lines("rollout/success"), ...[...evaluations, ...players].filter((one) => one.x.length)], { showlegend: true, legend: { orientation: "h", y: -0.15 }, yaxis: { rangemode: "tozero", tickformat: ".0%" }, xaxis: { title: { text: "step" } } });
+  draw(plot, [...lines("rollout/success"), ...[...evaluations, ...players].filter((one) => one.x.length)], { showlegend: true, legend: { orientation: "h", y: -0.15 }, yaxis: { rangemode: "tozero", tickformat: ".0%" }, xaxis: { title: { text: "steps done" } } });
   for (const [index, run] of runs.entries()) {
     const warnings = run.events.map((event) => make("tr", {}, make("td", { class: "number" }, `step ${event.step}`), make("td", { class: "warn" }, event.text)));
     root.append(make("h2", { style: `color:${COLORS[index % COLORS.length]}` }, run.name),

@@ -1,0 +1,222 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685, Eq. 3) beside the linear layers of a model: the output
+W x + scale B A x, where the base W is frozen and may be shared by several models.
+
+An adapter is added by a hook on the linear layer, so that megatron-core's local layers and
+Transformer Engine's have the same one (beside the latter it has never run on a GPU). Parameters are
+float32. Between A and B stand [tokens, rank] numbers, which alone travel between tensor-parallel
+ranks: beside a column-parallel layer A is whole on every rank and B cut by rows, beside a
+row-parallel one A is cut by columns and B whole. Under sequence parallelism a rank's tokens are a
+part of all, so that the gradients of a whole matrix are summed over the ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ragen_mega.config import LoraConfig
+from ragen_mega.megatron.layers import normalized
+from ragen_mega.models.cuts import ROW
+from ragen_mega.models.family import CRITIC_HEAD, VALUE_HEAD
+from ragen_mega.models.layout import Slot, find_slot
+from ragen_mega.models.lora import adapted, adapter_weights
+from ragen_mega.ranks import collectives
+
+
+class Adapter(nn.Module):
+    """The matrices A and B beside a linear layer. Where the layer holds several experts each has
+    its own, and the expert's number on this rank ends the parameters' names.
+    """
+
+    def __init__(self, slots: Sequence[Slot], lora: LoraConfig, chunk: Any, names: str) -> None:
+        super().__init__()
+        self.slots, self.scale, self.is_on = slots, lora.scale, True
+        self._tp, self._is_sequence = chunk.tp_group, chunk.config.sequence_parallel
+        cut = slots[0].weight.cut
+        self._is_row, self._is_expert = cut == ROW, cut.group == "expert"
+        self._suffixes = [str(number) for number in range(len(slots))] if names else [""]
+        for slot, suffix in zip(slots, self._suffixes, strict=True):
+            for part in adapter_weights(slot.weight, lora.rank):
+                self._add(Slot(part, slot.shape, slot.layer, "", slot.expert), suffix)
+        # which of the weight's tensors a row of it is of, as its rows are cut
+        rows = adapter_weights(slots[0].weight, len(slots[0].names))[1]
+        kinds = torch.eye(len(slots[0].names), device=collectives.device())
+        whole = [kind.expand(size[0], -1) for kind, size in zip(kinds, slots[0].shapes)]
+        self._kind = self._cut(Slot(rows, slots[0].shape, None, ""), whole)  # [out, tensors]
+
+    def _add(self, slot: Slot, suffix: str) -> None:
+        whole = [torch.empty(size, device="meta") for size in slot.shapes]
+        local = torch.zeros(self._cut(slot, whole).shape, device=collectives.device())
+        parameter = nn.Parameter(local)
+        is_whole = slot.group == "dense" and slot.weight.cut.axis is None
+        vars(parameter)["sequence_parallel"] = self._is_sequence and is_whole
+        self.register_parameter(slot.weight.key.rpartition(".")[2] + suffix, parameter)
+
+    def _cut(self, slot: Slot, tensors: list[Tensor]) -> Tensor:
+        return slot.shard(tensors, self._tp.rank(), self._tp.size())
+
+    def matrices(self, number: int) -> tuple[Tensor, Tensor]:
+        """A [k rank, in] and B [out, k rank] of a weight of k tensors, B with zeros where a row is
+        not of the tensor that columns of it are for.
+        """
+        suffix = self._suffixes[number]
+        down, up = getattr(self, f"lora_A{suffix}"), getattr(self, f"lora_B{suffix}")
+        if len(self.slots[number].names) > 1:
+            up = (self._kind.to(up.dtype).unsqueeze(2) * up.unsqueeze(1)).flatten(1)
+        return down, up
+
+    def merged(self, number: int, weight: Tensor) -> Tensor:
+        """Return W + scale B A in the type of the weight, from a sum in float32 at least."""
+        down, up = self.matrices(number)
+        wide = torch.promote_types(weight.dtype, down.dtype)
+        product = (up.to(wide) @ down.to(wide)).mul_(self.scale)
+        return product.add_(weight).to(weight.dtype)
+
+    def add(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
+        """Add the adapter to the output of its linear layer: a forward hook."""
+        if not self.is_on:
+            return output
+        x, (out, *rest) = inputs[0], output
+        if (norm := getattr(linear, "layer_norm_weight", None)) is not None:
+            x = normalized(
+                x, norm, vars(linear)["eps"]
+            )  # Transformer Engine's norm is in the layer
+        if len(self.slots) == 1:
+            return self._sum(0, x, out), *rest
+        parts = zip(x.split(inputs[1]), out.split(inputs[1]), strict=True)  # of the experts
+        return torch.cat([self._sum(number, *part) for number, part in enumerate(parts)]), *rest
+
+    def _sum(self, number: int, x: Tensor, out: Tensor) -> Tensor:
+        down, up = (matrix.to(x.dtype) for matrix in self.matrices(number))
+        low = F.linear(x, down * self.scale)
+        if self._tp.size() > 1 and not self._is_expert:
+            low = self._between(low)
+        total = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), up.t())
+        return total.view(*out.shape)
+
+    def _between(self, low: Tensor) -> Tensor:
+        """Return the numbers [tokens, rank] that B takes, from the products of this rank's A."""
+        if self._is_row:
+            if self._is_sequence:
+                return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
+            return mappings.reduce_from_tensor_model_parallel_region(low, group=self._tp)
+        if self._is_sequence:
+            return mappings.gather_from_sequence_parallel_region(low, group=self._tp)
+        return mappings.copy_to_tensor_model_parallel_region(low, group=self._tp)
+
+
+def attach(chunks: Iterable[Any], lora: LoraConfig) -> None:
+    """Freeze a model but for a critic's head, and put adapters beside its linear layers. Raises
+    ValueError if a target names none.
+    """
+    for chunk in chunks:
+        chunk.lora, weights = lora, adapted(chunk.shape, lora)
+        beside: dict[str, list[Slot]] = defaultdict(list)
+        for name, parameter in [*chunk.named_parameters()]:
+            offsets = chunk.layer_offset, chunk.expert_offset
+            slot = find_slot(name, chunk.shape, *offsets, is_critic=chunk.is_critic)
+            parameter.requires_grad_(slot.names == (VALUE_HEAD,))
+            if slot.weight in weights:
+                beside[name.rstrip("0123456789").removesuffix(".weight")].append(slot)
+        for name, slots in beside.items():
+            linear = chunk.get_submodule(name)
+            numbers = slots[0].parameter[len(slots[0].parameter.rstrip("0123456789")) :]
+            linear.adapter = Adapter(slots, lora, chunk, numbers)
+            linear.register_forward_hook(linear.adapter.add)
+
+
+def adapters(chunks: Iterable[nn.Module]) -> Iterator[Adapter]:
+    """Yield the adapters of this rank's chunks of a model."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let a model be its base for the block."""
+    found = [*adapters(chunks)]
+    for adapter in found:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.is_on = True
+
+
+class Merged(Mapping[str, Tensor]):
+    """The weights of a model by the names of their slots, each merged with its adapter when it is
+    asked for, so that no second copy of the model is held.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module], weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._adapters = {
+            slot.parameter: (adapter, number)
+            for adapter in adapters(chunks)
+            for number, slot in enumerate(adapter.slots)
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        if name not in self._adapters:
+            return weight
+        adapter, number = self._adapters[name]
+        return adapter.merged(number, weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class NoMemory(TorchFunctionMode):
+    """Inside, weights that `torch.empty` makes have no memory: another model will lend its
+    weights.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def share_base(chunks: Iterable[nn.Module], base: Iterable[nn.Module]) -> None:
+    """Give a critic that was built without memory the parameters of a policy, `base`; its head is
+    zero.
+    """
+    for chunk, other in zip(chunks, base, strict=True):
+        theirs = dict(other.named_parameters())
+        for name, parameter in [*chunk.named_parameters()]:
+            if name == CRITIC_HEAD.key:
+                shared = nn.Parameter(torch.zeros_like(parameter, device=collectives.device()))
+                vars(shared).update(vars(parameter))
+            else:
+                shared = theirs[name]
+            module, _, leaf = name.rpartition(".")
+            setattr(chunk.get_submodule(module), leaf, shared)
+
+
+def draw(names: Mapping[str, tuple[int, ...]], seed: int) -> Any:
+    """Return a reader of the adapters that training starts from: B is zero, and A uniform within
+    1 / sqrt(in), as PEFT draws it, from the seed and its name, so the same under every layout.
+    """
+
+    def read(name: str) -> Tensor:
+        if ".lora_B." in name:
+            return torch.zeros(names[name])
+        generator = torch.Generator().manual_seed((seed * 2**32 + crc32(name.encode())) % 2**63)
+        bound = names[name][1] ** -0.5
+        return torch.empty(names[name]).uniform_(-bound, bound, generator=generator)
+
+    return read

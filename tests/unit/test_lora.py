@@ -1,0 +1,300 @@
+"""Low-rank adapters: what they compute, that the base stays as it is, and their files."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
+from ragen_mega.data.packing import Share, microbatch, pack
+from ragen_mega.data.types import SamplingParams, Trajectory
+from ragen_mega.engines.embedded.engine import EmbeddedEngine
+from ragen_mega.megatron import checkpoint
+from ragen_mega.megatron.critic import MegatronCritic
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.lora import Adapter, Merged, adapters, attach
+from ragen_mega.megatron.model import Chunks, build_model, model_inputs, transformer_config
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import held, load_adapters, load_weights
+from ragen_mega.models.layout import split_experts
+from ragen_mega.models.lora import expected_adapters
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.rollout.sync import WeightSync
+from ragen_mega.run.check import check
+from ragen_mega.storage.adapter_files import AdapterReader, save_adapter
+from ragen_mega.storage.model_readers import MegatronReader, MergedReader, open_model
+from tests.support.forked_ranks import on_ranks
+from tools.parity import (
+    LOSS,
+    TEMPERATURE,
+    make_batch,
+    merge,
+    random_adapter,
+    random_model,
+    transformers_logprobs,
+)
+
+ONE = ParallelConfig()
+TRAIN = TrainConfig(lr=1e-3, critic_lr=1e-3, max_tokens_per_microbatch=128)
+
+
+def settings(rank: int = 3, targets: str = "all") -> LoraConfig:
+    return LoraConfig(lora_rank=rank, lora_alpha=6.0, lora_targets=targets)
+
+
+def reader(model: PreTrainedModel) -> Callable[[str], Tensor | None]:
+    shape = ModelShape.of(model.config)
+    return split_experts({k: v.detach() for k, v in model.state_dict().items()}, shape).get
+
+
+def policy_of(
+    model: PreTrainedModel, lora: LoraConfig, parallel: ParallelConfig = ONE
+) -> MegatronPolicy:
+    """A policy with random adapters beside a model."""
+    groups = initialize(parallel)
+    policy = MegatronPolicy(
+        model.config, groups, parallel, TRAIN, LOSS, temperature=TEMPERATURE, lora=lora
+    )
+    policy.load_weights(reader(model))
+    policy.load_adapter(random_adapter(ModelShape.of(model.config), lora).get)
+    return policy
+
+
+def exact_chunks(model: PreTrainedModel) -> Chunks:
+    """The model in float64, without a trainer."""
+    groups = initialize(ONE)
+    chunks = build_model(model.config, transformer_config(model.config, ONE), groups)
+    chunks.double()
+    load_weights(chunks, reader(model))
+    return chunks
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "rank, targets", [(1, "all"), (3, "attention"), (64, "all")], ids=["1", "attention", "64"]
+)
+def test_merged_equals_unmerged_in_float64(architecture: str, rank: int, targets: str) -> None:
+    model, lora = random_model(architecture).double(), settings(rank, targets)
+    batch = make_batch(random_model(architecture))
+    micro = microbatch(batch, Share([0, 1], [0, 0]), multiple=1, device=torch.device("cpu"))
+    beside, alone = exact_chunks(model), exact_chunks(model)
+    attach(beside, lora)
+    beside.double()
+    load_adapters(beside, random_adapter(ModelShape.of(model.config), lora).get)
+    weights = {slot.parameter: parameter for slot, parameter in held(beside)}
+    merged = Merged(beside, weights)
+    with torch.no_grad():
+        base = alone[0](**model_inputs(micro))
+        for slot, parameter in held(alone):
+            parameter.copy_(merged[slot.parameter])
+        expected = alone[0](**model_inputs(micro))
+        assert (expected - base).abs().max() > 1e-2
+        assert (beside[0](**model_inputs(micro)) - expected).abs().max() < 1e-6
+        for change in (wrong_scale, dropped):
+            change([*adapters(beside)][-1])
+            assert (beside[0](**model_inputs(micro)) - expected).abs().max() > 1e-6
+
+
+def wrong_scale(adapter: Adapter) -> None:
+    adapter.scale *= 1.01
+
+
+def dropped(adapter: Adapter) -> None:
+    adapter.is_on = False
+
+
+def test_one_base_for_actor_critic_and_reference() -> None:
+    """The base is the same memory, is bit for bit as before after updates of both, and is the
+    reference policy; what is trained and moved are the adapters and the value head.
+    """
+    model = random_model("qwen2")
+    batch, lora = make_batch(model), settings()
+    policy = policy_of(model, lora)
+    fresh = MegatronPolicy(
+        model.config, policy.groups, ONE, TRAIN, LOSS, temperature=TEMPERATURE, lora=lora
+    )
+    fresh.load_weights(reader(model))
+    base_logprobs = fresh.logprobs(batch)  # B is zero
+    assert (base_logprobs - transformers_logprobs(model, batch)).abs().max() < 1e-4
+    critic = MegatronCritic(
+        model.config, policy.groups, ONE, TRAIN, LossConfig(), lora=lora, base=policy.chunks
+    )
+    before = {slot.parameter: parameter.clone() for slot, parameter in held(policy.chunks)}
+    started = [parameter.clone() for parameter in policy.trainer.updated]
+    for name in (policy, critic):
+        for _ in range(2):
+            name.update(batch)
+    pointers = {slot.parameter: parameter.data_ptr() for slot, parameter in held(policy.chunks)}
+    for slot, parameter in held(critic.chunks):
+        if slot.key != "output_layer.weight":
+            assert parameter.data_ptr() == pointers[slot.parameter]
+    for slot, parameter in held(policy.chunks):
+        assert torch.equal(parameter, before[slot.parameter]) and parameter.grad is None
+    assert not any(torch.equal(a, b) for a, b in zip(started, policy.trainer.updated))
+    assert torch.equal(policy.reference_logprobs(batch), base_logprobs)
+    assert (policy.logprobs(batch) - base_logprobs).abs().max() > 1e-3
+    assert critic.values(batch).abs().max() > 0
+    total = sum(map(torch.numel, random_adapter(ModelShape.of(model.config), lora).values()))
+    held_bytes = policy.trainer.memory.on_device()
+    assert held_bytes == {"parameters": 4 * total, "gradients": 4 * total, "optimizer": 8 * total}
+
+
+def test_exported_weights_are_merged_from_the_base_each_time() -> None:
+    model, lora = random_model("qwen3_moe"), settings()
+    policy = policy_of(model, lora)
+    adapter = random_adapter(ModelShape.of(model.config), lora)
+    truth = reader(merge(model.double(), adapter, lora.scale))
+    for _ in range(3):
+        for name, tensor in policy.export_weights():
+            assert (tensor - truth(name)).abs().max() < 1e-6, name
+
+
+def test_peft_gives_our_logprobs(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, lora = random_model("qwen2"), settings()
+    batch, policy = make_batch(model), policy_of(model, lora)
+    model.save_pretrained(tmp_path / "model")
+    save_adapter(
+        tmp_path / "a", policy.export_adapter(), lora, model=str(tmp_path / "model"), base="d1"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    ).float()
+    theirs = peft.PeftModel.from_pretrained(loaded, tmp_path / "a").eval()
+    ours = policy.logprobs(batch)
+    assert (transformers_logprobs(theirs, batch) - ours).abs().max() < 1e-5
+    back = AdapterReader(tmp_path / "a", ModelShape.of(model.config))
+    back.check(lora, "d1")
+    merged = MergedReader(open_model(tmp_path / "model"), back, lora.scale)
+    for name, tensor in policy.export_weights():
+        assert torch.equal(merged.read(name), tensor)
+    theirs.save_pretrained(tmp_path / "b")  # what PEFT writes is read too
+    other = AdapterReader(tmp_path / "b", ModelShape.of(model.config))
+    assert all(torch.equal(other(name), t) for name, t in policy.export_adapter())
+
+
+def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
+    shape, lora = ModelShape.of(random_model("qwen2").config), settings()
+    tensors = random_adapter(shape, lora)
+    save_adapter(tmp_path, tensors.items(), lora, model="m", base="d1")
+    adapter = AdapterReader(tmp_path, shape)
+    with pytest.raises(ValueError, match="has lora_rank 3; set --lora-rank 3"):
+        adapter.check(settings(4), None)
+    with pytest.raises(ValueError, match="set --lora-targets attention,mlp"):
+        adapter.check(settings(targets="mlp"), None)
+    with pytest.raises(ValueError, match="beside another model, with the digest d1"):
+        adapter.check(lora, "d2")
+    with pytest.raises(ValueError, match="an adapter of another model"):
+        AdapterReader(tmp_path, ModelShape.of(random_model("qwen3").config))
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"use_dora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="use_dora .* must be False, not True"):
+        AdapterReader(tmp_path, shape)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_the_engine_with_an_adapter_samples_as_with_merged_weights(architecture: str) -> None:
+    """And as the trainer computes; the base is sent once, and versions count alike."""
+    model, lora = random_model(architecture), settings()
+    policy = policy_of(model, lora)
+    hf = model.config
+    merged = EmbeddedEngine(hf, max_context=64, max_sessions=2)
+    beside = EmbeddedEngine(hf, max_context=64, max_sessions=2, lora=lora)
+    exports: list[str] = []
+
+    def export(shard: object) -> Iterator[tuple[str, Tensor]]:
+        exports.append("base")
+        return policy.export_weights(is_merged=False)
+
+    ways = (
+        (merged, WeightSync(merged, policy.export_weights)),
+        (beside, WeightSync(beside, export, adapter=policy.export_adapter)),
+    )
+    sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=20, seed=5)
+    for version in (1, 2):
+        found = []
+        for engine, sync in ways:
+            with engine.awake():
+                sync.send()
+                assert engine.weight_version == version
+                found.append(asyncio.run(engine.generate([5, 6, 7], sampling, session=0)))
+        one, other = found
+        assert one.tokens == other.tokens
+        assert torch.tensor(one.logprobs).sub(torch.tensor(other.logprobs)).abs().max() < 1e-5
+        trajectory = Trajectory(group_id=0)
+        trajectory.append_observation([5, 6, 7])
+        trajectory.append_action(other).reward = 1.0
+        ours = policy.logprobs(batch := pack([trajectory]))[batch.loss_mask]
+        assert (ours - torch.tensor(other.logprobs)).abs().max() < 1e-4
+        policy.load_adapter(random_adapter(ModelShape.of(hf), lora, seed=9).get)
+    assert exports == ["base"]
+    with beside.awake(), pytest.raises(RuntimeError, match="no weights"):
+        asyncio.run(beside.generate([5], sampling, session=0))  # the base alone never samples
+
+
+LAYOUT = ParallelConfig(
+    tensor_model_parallel_size=2, sequence_parallel=True, use_distributed_optimizer=True
+)
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_checkpoints_resume_under_another_layout(architecture: str, tmp_path: Path) -> None:
+    """Two ranks write, one reads; the next update equals the update of a policy that went on."""
+    model, lora = random_model(architecture), settings()
+    batch = make_batch(model)
+
+    def write() -> None:
+        policy = policy_of(model, lora, LAYOUT)
+        policy.update(batch)
+        checkpoint.stage(tmp_path, {"actor": policy.trainer})()
+
+    on_ranks(write, 2)
+    policy = policy_of(model, lora)
+    policy.update(batch)
+    checkpoint.load(tmp_path, {"actor": policy.trainer})
+    again = policy_of(model, lora)
+    again.update(batch)
+    shape = ModelShape.of(model.config)
+    stored = MegatronReader(tmp_path, shape, lora)
+    assert set(stored.names()) == set(expected_adapters(shape, lora))
+    for name, tensor in policy.export_adapter():
+        assert torch.equal(stored.read(name), tensor)
+    for name, tensor in again.export_adapter():
+        assert (stored.read(name) - tensor).abs().max() < 1e-4
+    for one in (policy, again):
+        one.update(batch)
+    for (_, ours), (_, theirs) in zip(policy.export_adapter(), again.export_adapter()):
+        assert (ours - theirs).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--lora-rank", "0"], "lora_rank must be at least 1"),
+        (["--lora-rank", "8", "--lora-targets", "head"], "lora_targets must be of attention"),
+        (["--lora-alpha", "8"], "lora_alpha does nothing without lora_rank"),
+        (["--lora-rank", "8", "--critic-load", "other"], "critic_load .* is another"),
+        (
+            ["--lora-rank", "8", "--warm-start-critic-steps", "9"],
+            "warm_start_critic_steps makes another one",
+        ),
+    ],
+)
+def test_impossible_settings(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(["--recipe", "none", *flags])
+
+
+def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:
+    config = parse(
+        ["--recipe", "none", "--lora-rank", "8", "--lora-targets", "experts"]
+        + ["--output", str(tmp_path)]
+    )
+    with pytest.raises(ValueError, match="lora_targets experts: a qwen2 model has none"):
+        check(config, 1, 1)
