@@ -432,7 +432,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
             for seed, chunks in enumerate((policy.chunks, critic.chunks)):
                 load_adapters(chunks, random_adapter(ModelShape.of(hf), lora, seed).get)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
-        teacher = FrozenPolicy(hf, groups, layout.parallel, train, reader, temperature=TEMPERATURE)
+        teacher = FrozenPolicy(hf, groups, parallel, train, reader, temperature=TEMPERATURE)
         results[Key("logprobs", architecture, "teacher")] = teacher.logprobs(batch)
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):

@@ -481,7 +481,8 @@ def stage_phases(
     if setting.teacher is not None:
         teacher["teacher"] = teacher_bytes(setting, stage)
         if turns:
-            passing = workspace(setting.teacher, setting, stage, is_critic=False)
+            whole = replace(setting, lora=LoraConfig())
+            passing = workspace(setting.teacher, whole, stage, is_critic=False)
             yield "score", base | teacher | {"workspace": passing}
     for name in trains:
         present = [name] if turns else trains
@@ -604,7 +605,7 @@ def teacher_bytes(setting: Setting, stage: int) -> int:
     if setting.teacher is None:
         return 0
     layout = replace(setting.parallel, use_distributed_optimizer=False)
-    whole = replace(setting, parallel=layout)
+    whole = replace(setting, lora=LoraConfig(), parallel=layout)
     return state_of(setting.teacher, whole, stage, is_critic=False).parameters
 
 
