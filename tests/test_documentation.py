@@ -59,6 +59,10 @@ FOREIGN_FLAGS = {
     "--chat-template": "of SGLang and vLLM",
     "--dist": "of pytest-xdist",
     "--no-python": "of torchrun",
+    "--init": "of docker",
+    "--shm-size": "of docker",
+    "--gpus": "of docker",
+    "--ipc": "of docker",
 }
 TRAINING = "examples/pretrain_starpo.sh"
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
