@@ -50,6 +50,7 @@ FOREIGN_FLAGS = {
     "--rdzv-endpoint": "of torchrun",
     "--signal": "of sbatch",
     "--requeue": "of sbatch",
+    "--nodes": "of sbatch",
     "--sleep-on-idle": "of SGLang",
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
