@@ -21,10 +21,9 @@ LAUNCH_SERVER = "sglang.launch_server sglang.srt.entrypoints.http_server".split(
 SERVER = [*LAUNCH_SERVER, *"sglang.srt.managers.scheduler sgl_kernel torch_memory_saver".split()]
 PACKAGES = "transformer_engine.pytorch megatron.core httpx2 liger_kernel cut_cross_entropy".split()
 TRAINER = "ragen_mega.train ragen_mega.engines.embedded.engine ragen_kernels.triton_policy".split()
-TOOLS = [
-    f"tools.benchmarks.{name}"
-    for name in "bench_kernels bench_step bench_update bench_reshard bench_mixture fp8_report".split()
-] + [f"tools.{name}" for name in "chaos learned parity sglang_probe".split()]
+BENCHMARKS = "bench_kernels bench_step bench_update bench_reshard bench_mixture fp8_report".split()
+TOOLS = [f"tools.benchmarks.{name}" for name in BENCHMARKS]
+TOOLS += [f"tools.{name}" for name in "chaos learned parity sglang_probe".split()]
 TESTS = ["tests/kernels", "tests/integration/test_transformer_engine.py"]
 TESTS += [f"tests/integration/test_{name}.py" for name in ("offload", "sglang_engine")]
 MODULES = [*SERVER, *PACKAGES, *TRAINER, *TOOLS, *TESTS]
