@@ -65,17 +65,19 @@ def repetition(*runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: argparse.Namespace) -> int:
     runs = [read_metrics(run / METRICS_FILE) for run in arguments.runs]
     found = [learned(rows, arguments.goal) for rows in runs]
-    report: dict[str, Any] = {"runs": {run.name: of for run, of in zip(arguments.runs, found)}}
+    report: dict[str, Any] = {
+        "runs": {run.name: facts for run, facts in zip(arguments.runs, found)}
+    }
     if arguments.repeats:
         report["repetition"] = repetition(runs[0], *runs[-2:])
     if arguments.json:
         write_json(arguments.json, report)
     shown = ("last_success", "held_out", "minutes_to_goal", "seconds_per_step", "largest_mismatch")
-    cells = [(name, *(str(of[key]) for key in shown)) for name, of in report["runs"].items()]
+    cells = [(name, *(str(facts[key]) for key in shown)) for name, facts in report["runs"].items()]
     print(table(("run", *shown), cells), report.get("repetition", ""))
     return int(
-        any(of["last_success"] < arguments.goal for of in found)
-        or any(of["largest_mismatch"] > arguments.mismatch for of in found)
+        any(facts["last_success"] < arguments.goal for facts in found)
+        or any(facts["largest_mismatch"] > arguments.mismatch for facts in found)
     )
 
 
