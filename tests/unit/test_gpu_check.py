@@ -71,7 +71,7 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    flags = ("--output", str(output), "--archives", str(archives), "--minutes", "4")
+    flags = ("--output", str(output), "--archives", str(archives), "--minutes", "9")
     done = run(*flags, "versions", "te", "fp8", "sglang", PYTHON=str(python))
     report = json.loads((output / "report.json").read_text())
     assert "cannot unpack" in done.stderr and "broken.tar.xz" in done.stderr
