@@ -89,7 +89,6 @@ def main(arguments: argparse.Namespace) -> None:
     rate = arguments.trajectories * arguments.length / seconds["actor"]["median"]
     operations, peak = rate * Sizes.of(shape).flops(arguments.length), bfloat16_peak()
     free_bytes, all_bytes = (0, 0) if on_host else torch.cuda.mem_get_info()
-    phases = training(shape, Setting.from_config(config, 1, on_host=on_host)).values()
     report = provenance() | {
         "model": arguments.model,
         "length": arguments.length,
@@ -100,7 +99,11 @@ def main(arguments: argparse.Namespace) -> None:
         "teraflops": operations / 1e12,
         "mfu": peak and operations / peak,
         "memory_gib": (all_bytes - free_bytes) / GIB,
-        "planned_gib": max(sum(terms.values()) for terms in phases) / GIB,
+        "planned_gib": max(
+            sum(terms.values())
+            for terms in training(shape, Setting.from_config(config, 1, on_host=on_host)).values()
+        )
+        / GIB,
     }
     rows = [(name, f"{value:.4g}") for name, value in report.items() if isinstance(value, float)]
     publish(arguments, report, table((arguments.model, "of the actor"), rows))
