@@ -64,6 +64,8 @@ FOREIGN_FLAGS = {
     "--shm-size": "of docker",
     "--gpus": "of docker",
     "--ipc": "of docker",
+    "--time": "of docker and sbatch",
+    "--build-arg": "of docker",
 }
 TRAINING = "examples/pretrain_starpo.sh"
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")
