@@ -25,8 +25,9 @@ With --endure one run of so many steps is disturbed twice: a process of its serv
 a third of the steps, the rank after two thirds. Resident memory and open files of every process are
 read once a second. `growth` is how much the median of the last third of the readings of a process
 lies above the median of the third before it, for 100 steps; the run's own memory metrics and the
-mismatch between engine and trainer are compared alike. The exit code is then 1 if a step is missing, the
-server was not replaced, a process outlived the kill or something grew by more than its limit.
+mismatch between engine and trainer are compared alike. The exit code is then 1 if a step is
+missing, the server was not replaced, a process outlived the kill or something grew by more than its
+limit.
 """
 
 import argparse
@@ -549,8 +550,8 @@ def endured(
     left: Sequence[str],
 ) -> dict[str, Any]:
     """Report what the metrics of a run and the readings of its processes have shown so far, with
-    its problems if it were over, `left` the problems of processes that outlived the kill. A killed process
-    counts only if it has lived as long as others.
+    its problems if it were over, `left` the problems of processes that outlived the kill. A killed
+    process counts only if it has lived as long as others.
     """
     named = {key for row in rows for key in row if key.startswith("memory/")} | {MISMATCH}
     values = {key: [(row["step"], row[key]) for row in rows if key in row] for key in named}

@@ -6,8 +6,8 @@
 Each run is a directory with metrics.jsonl. Success is the share of a step's sampled trajectories
 that were solved; the minutes to the goal count all steps up to the first that reaches it. With
 --repeats the last two runs are one run twice: the first step whose row differs is named, clocks and
-memory left out, and the rollouts of the last run are timed against the first run's. Exit code 1 for a run whose last
-step is below --goal or whose mean mismatch is above --mismatch.
+memory left out, and the rollouts of the last run are timed against the first run's. Exit code 1
+for a run whose last step is below --goal or whose mean mismatch is above --mismatch.
 """
 
 import argparse
