@@ -61,7 +61,7 @@ class Rollouts:
 
     @property
     def samplers_usage(self) -> list[Usage]:
-        """How the ranks that only sample have spent their time for the rollout that came last."""
+        """Return the usage by ranks that only sample, for the rollout that came last."""
         return self.samplers.usage if self.samplers else []
 
     @property
