@@ -88,7 +88,8 @@ def _private_store(timeout: datetime.timedelta) -> dist.Store:
 def board() -> dist.Store:
     """Return a connection to the store that all ranks of the job see, for another thread."""
     assert _store is not None  # since `start`
-    return dist.PrefixStore("board", _store.clone())
+    clone = _store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
+    return dist.PrefixStore("board", clone)
 
 
 def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:

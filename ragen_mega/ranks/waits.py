@@ -28,7 +28,7 @@ class Position:
         """The step under way; None before the first."""
         self.stage = "start"
         self.awaited: str | None = None
-        """Name of the thing for which the innermost `waiting` waits."""
+        """Object of the wait under way."""
         self.is_polling = False
         """Whether it asks for that again and again, so that its line changes though nothing comes.
         """

@@ -124,11 +124,13 @@ class Watch:
             "step": here.step,
             "stage": here.stage,
             "awaited": here.awaited,
-            "is_in_collective": any(_is_collective(code.co_filename) for code, _ in frames),
+            "is_in_collective": any(
+                code.co_filename.startswith(_COLLECTIVES) for code, _ in frames
+            ),
             "is_polling": here.is_polling,
             "seconds": time.monotonic() - self._since,
             "where": " < ".join(_place(*each) for each in shown),
-            "open": [*_open_requests(), *_busy_environments()],
+            "open": _unanswered(),
         }
 
 
@@ -183,25 +185,19 @@ def _stack(thread: threading.Thread | None = None) -> list[tuple[Any, int]]:
     return [*traceback.walk_stack(frame)] if frame else []
 
 
-def _open_requests() -> list[str]:
-    waiting = list(here.requests.values())
-    if not waiting:
-        return []
-    what, since = min(waiting, key=lambda each: each[1])
-    seconds = time.monotonic() - since
-    return [f"the oldest of {len(waiting)} open requests is {what}, {seconds:.0f} s old"]
-
-
-def _busy_environments() -> list[str]:
+def _unanswered() -> list[str]:
+    """Describe what this rank waits for beside its main thread's line."""
+    said, requests = [], list(here.requests.values())
+    if requests:
+        what, since = min(requests, key=lambda each: each[1])
+        seconds = time.monotonic() - since
+        said.append(f"the oldest of {len(requests)} open requests is {what}, {seconds:.0f} s old")
     threads = [each for each in threading.enumerate() if each.name == _ENVIRONMENT]
-    stacks = [stack for stack in map(_stack, threads) if stack]
-    places = [(stack[0][0].f_code, stack[0][1]) for stack in stacks]
-    busy = [_place(*each) for each in places if each[0].co_name != "_serve"]
-    return [f"{len(busy)} environments work, the first in {busy[0]}"] if busy else []
-
-
-def _is_collective(file: str) -> bool:
-    return file.startswith(_COLLECTIVES)
+    innermost = [stack[0] for stack in map(_stack, threads) if stack]
+    busy = [(frame.f_code, at) for frame, at in innermost if frame.f_code.co_name != "_serve"]
+    if busy:
+        said.append(f"{len(busy)} environments work, the first in {_place(*busy[0])}")
+    return said
 
 
 def _place(code: Any, line: int) -> str:

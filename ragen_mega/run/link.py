@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
-from ragen_mega.run.messages import PORTABLE
+from ragen_mega.run.messages import PORTABLE, decode, encode
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
@@ -50,17 +50,19 @@ class Alarm:
 
     def give(self, error: Exception) -> None:
         """Leave an error of one of the kinds of `PORTABLE`."""
-        self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
+        text = encode(error)
+        self._store.set(_ALARM, text)  # type: ignore[arg-type] # bytes are taken too
 
     def given(self) -> Exception | None:
         """Return the error that a rank has left; LinkLost if it was no rank."""
         if not self._store.check([_ALARM]):
             return None
         try:
-            name, text = json.loads(self._store.get(_ALARM))
-            return {kind.__name__: kind for kind in PORTABLE}[name](text)
-        except (ValueError, TypeError, KeyError):
-            return LinkLost("the job's store holds an alarm that no rank can have left")
+            error = decode(self._store.get(_ALARM))
+        except ValueError:
+            error = None
+        lost = LinkLost("the job's store holds an alarm that no rank can have left")
+        return error if isinstance(error, PORTABLE) else lost
 
 
 class Link:

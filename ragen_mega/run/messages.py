@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.data.types import TrajectoryGroup
@@ -57,7 +58,7 @@ class Delivery:
     rollbacks: int = 0
     """Number of its order."""
     usage: tuple[Usage, ...] = ()
-    """Time that each sampling rank has spent, by kind, since the delivery before."""
+    """Usage by each rank that samples, since the delivery before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,10 @@ class End:
     exit_code: int
 
 
-Message = Begin | Order | Delivery | End | Exception
-
-
-def encode(message: Message) -> bytes:
+def encode(message: Begin | Order | Delivery | End | Exception) -> bytes:
     """Return a message as bytes. An error becomes the first of its kinds that `decode` knows."""
-    data = None
+    data: bytes | None = None
+    about: dict[str, Any]
     if isinstance(message, Exception):
         kind = next(name for name, kind in _ERRORS.items() if isinstance(message, kind))
         about = {"text": str(message)}
@@ -87,8 +86,10 @@ def encode(message: Message) -> bytes:
     return b"".join((_LENGTH.pack(len(head)), head, data or b""))
 
 
-def decode(frame: bytes) -> Message:
-    """Return the message that `encode` was given. Raises ValueError if the bytes are none."""
+def decode(frame: bytes) -> Any:
+    """Return the message that `encode` was given: each part of the job knows which kinds the other
+    sends. Raises ValueError if the bytes are none.
+    """
     try:
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + length
@@ -103,5 +104,5 @@ def decode(frame: bytes) -> Message:
             about["notes"] = tuple(about["notes"])
             return Delivery(groups=groups_of(data or b""), **about)
         return {"Begin": Begin, "End": End}[kind](**about)
-    except (TypeError, KeyError, struct.error) as error:
+    except (TypeError, KeyError, AttributeError, struct.error) as error:
         raise ValueError(f"a message between the parts of the job is damaged: {error}") from None

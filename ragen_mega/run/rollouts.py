@@ -61,7 +61,7 @@ class Rollouts:
 
     @property
     def samplers_usage(self) -> list[Usage]:
-        """Time that the ranks which only sample have spent on the rollout that came last."""
+        """Return the usage by ranks that only sample, for the rollout that came last."""
         return self.samplers.usage if self.samplers else []
 
     @property

@@ -83,7 +83,6 @@ from ragen_mega.run.messages import (
     Begin,
     Delivery,
     End,
-    Message,
     Order,
     decode,
     encode,
@@ -347,7 +346,6 @@ class Samplers:
         if isinstance(message, Exception):
             self._failure = message
             return True
-        assert isinstance(message, Delivery)  # samplers send nothing else
         if message.rollbacks < self._rollbacks:
             return True
         self._arrived[message.rollout] = message
@@ -362,7 +360,6 @@ class Samplers:
         copy.
         """
         message = decode(delivery)
-        assert isinstance(message, Delivery) and message.groups is not None
         self._keep(message.rollout, origin, message.groups)
 
 
@@ -513,7 +510,7 @@ class Sampler:
             if self._link:
                 self._link.send(encode(error))  # behind what was delivered
             elif self._alarm:  # the others may not know of the error
-                self._alarm.give(_portable(error))
+                self._alarm.give(error)
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will
             self._wait_for_end()
@@ -539,7 +536,7 @@ class Sampler:
             while self._link and (
                 data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS)
             ):
-                self._inbox.append(_for_samplers(decode(data)))
+                self._inbox.append(decode(data))
         except LinkLost:
             if not self._inbox:
                 raise
@@ -583,15 +580,5 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
     return save(tensors) if is_main() else b""
 
 
-def _for_samplers(message: Message) -> Begin | Order | End:
-    assert isinstance(message, (Begin, Order, End))  # trainers send nothing else
-    return message
-
-
 def _are_few(tasks: range, most: int, left: set[int]) -> bool:
     return len(left.intersection(tasks)) <= most
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error as one of the kinds that the other part knows."""
-    return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

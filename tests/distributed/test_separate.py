@@ -4,6 +4,7 @@ resumed run to the bit, and one line for whatever ends it.
 
 import json
 import os
+import re
 import signal
 import time
 from argparse import Namespace
@@ -232,7 +233,7 @@ def test_a_sampler_that_never_answers_ends_the_run(
     first, own, error = said.splitlines()
     assert f"the job waits for rank 1 (process {processes[1].pid} on " in first
     assert own.startswith("  rank 0: ") and ", waits for rollout " in own
-    assert error.startswith("error: ") and "no turn for 3 s" in error
+    assert error.startswith("error: ") and re.search("no turn for [3-9] s", error)
 
 
 @pytest.mark.slow

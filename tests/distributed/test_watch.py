@@ -24,7 +24,7 @@ PATIENCE = 2.0
 
 
 def in_a_world() -> None:
-    """A step of an environment, in another thread, never returns."""
+    """A step of an environment never returns; a thread calls it."""
 
     async def play() -> None:
         await Worker(0.0).call(step_of_a_world)
