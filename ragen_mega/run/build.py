@@ -162,12 +162,7 @@ def build_run(
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
     on_main(lambda: check_teacher(config, hf, renderer))
-    for name in config.environment.evaluated:
-        if shown := prompt_examples(config.environment, name):
-            console.say(
-                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
-                f" take {len(renderer.start(shown))} tokens"
-            )
+    say_examples(config, renderer, console)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
     for name, states in prompts.items():
@@ -185,7 +180,8 @@ def build_run(
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
     with waiting("loading the model"):
-        policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
+        made = build_models(config, hf, groups, start, placement, renderer, console)
+        policy, critic, teacher = made
     console.say(f"model: {precision.describe(policy.head.config)}")
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
@@ -219,6 +215,16 @@ def build_run(
         run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
         run.step_version = run.engine.weight_version
     return run
+
+
+def say_examples(config: StarPOConfig, renderer: ChatRenderer, console: Console) -> None:
+    """Say how long the examples in the prompts of each environment are."""
+    for name in config.environment.evaluated:
+        if shown := prompt_examples(config.environment, name):
+            console.say(
+                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
+                f" take {len(renderer.start(shown))} tokens"
+            )
 
 
 def build_sampling(
@@ -292,6 +298,7 @@ def build_models(
     start: Start,
     placement: Colocated,
     renderer: ChatRenderer,
+    console: Console,
 ) -> tuple[MegatronPolicy, MegatronCritic | None, Teacher | None]:
     """Return the policy and critic with the weights that training starts from, and the teacher."""
     policy = MegatronPolicy(
@@ -309,6 +316,8 @@ def build_models(
         policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
     teacher = build_teacher(config, hf, policy, placement, renderer)
+    for line in teacher.notes if teacher else ():
+        console.say(line)
     if not config.advantage.uses_critic:
         return policy, None, teacher
     base = policy.chunks if config.lora.rank else None

@@ -118,8 +118,6 @@ class Run:
         models: Mapping[str, str] | None,
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
-        for line in self.teacher.notes if self.teacher else ():
-            say(line)
         self.log = RunLog(config, self.logger, self.console, self.timers, self.renderer)
         adapter = self.policy.export_adapter if config.lora.lora_sync == "adapter" else None
         export = partial(self.policy.export_weights, is_merged=adapter is None)
