@@ -209,7 +209,9 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         start = start._replace(critic=local_directory(config.model.critic_load))
     placement = Colocated(config.parallel.offload)
     renderer = load_renderer(str(base), think=config.environment.think)
-    policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
+    console = Console(is_writer=False, num_steps=config.train.num_steps)
+    made = build_models(config, hf, groups, start, placement, renderer, console)
+    policy, critic, teacher = made
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Run(
         config=config,
@@ -222,7 +224,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         prompts={},
         references=References(dict.fromkeys(config.environment.shares, unknown)),
         logger=RunLogger(directory, is_writer=False),
-        console=Console(is_writer=False, num_steps=config.train.num_steps),
+        console=console,
         placement=placement,
         timers=Timers(),
     )

@@ -33,7 +33,7 @@ from ragen_mega.report.step_metrics import custom_metrics, filter_metrics
 from ragen_mega.run.check import check_environments
 
 SHIPPED = {
-    ESTIMATORS: "gae bilevel_gae grpo dr_grpo rloo reinforce_plus_plus",
+    ESTIMATORS: "gae bilevel_gae grpo dr_grpo rloo reinforce_plus_plus none",
     FILTERS: "none top_fraction top_p_linear top_p_softmax top_k min_p",
     REWARDS: "environment success format response_length",
     METRICS: "distinct_responses",
