@@ -210,7 +210,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     placement = Colocated(config.parallel.offload)
     renderer = load_renderer(str(base), think=config.environment.think)
     console = Console(is_writer=False, num_steps=config.train.num_steps)
-    made = build_models(config, hf, groups, start, placement, renderer, console)
+    made = build_models(config, hf, groups, start, placement, renderer)
     policy, critic, teacher = made
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Run(
