@@ -50,6 +50,7 @@ FOREIGN_FLAGS = {
     "--rdzv-endpoint": "of torchrun",
     "--signal": "of sbatch",
     "--requeue": "of sbatch",
+    "--nodes": "of sbatch",
     "--sleep-on-idle": "of SGLang",
     "--mem-fraction-static": "of SGLang",
     "--cuda-graph-max-bs-decode": "of SGLang",
@@ -59,6 +60,12 @@ FOREIGN_FLAGS = {
     "--chat-template": "of SGLang and vLLM",
     "--dist": "of pytest-xdist",
     "--no-python": "of torchrun",
+    "--init": "of docker",
+    "--shm-size": "of docker",
+    "--gpus": "of docker",
+    "--ipc": "of docker",
+    "--time": "of docker and sbatch",
+    "--build-arg": "of docker",
 }
 TRAINING = "examples/pretrain_starpo.sh"
 FLAG = re.compile(r"--[a-z][a-z0-9-]+")

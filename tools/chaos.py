@@ -18,6 +18,16 @@ the run is finished. Exit code 1 if any of these fails:
     parameters to the bit: no step is lost and no trajectory trained twice. Samples of SGLang
     on a CPU are not reproducible; there, every step was trained on the tasks of the undisturbed
     run, each played once, and its metrics agree with the rollout on the disk.
+
+    python tools/chaos.py --endure 200 --sglang-python PYTHON --json endure.json
+
+With --endure one run of so many steps is disturbed twice: a process of its server is killed after
+a third of the steps, the rank after two thirds. Resident memory and open files of every process are
+read once a second. `growth` is how much the median of the last third of the readings of a process
+lies above the median of the third before it, for 100 steps; the run's own memory metrics and the
+mismatch between engine and trainer are compared alike. The exit code is then 1 if a step is
+missing, the server was not replaced, a process outlived the kill or something grew by more than its
+limit.
 """
 
 import argparse
@@ -26,12 +36,15 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +79,13 @@ TRAINING_FLAGS = f"""
     --lr 1e-3 --critic-lr 1e-3 --num-steps {NUM_STEPS} --save-interval 2 --keep-last 3
     --warm-start-first-turn-steps 20 --warm-start-steps 10 --warm-start-trajectories 100
 """.split()
+ENDURING_FLAGS = """
+    --hidden-size 256 --ffn-hidden-size 512 --eval-interval 0 --eval-prompts 4 --lr 1e-5
+    --critic-lr 1e-4 --save-interval 10
+""".split()  # heads have 64 channels, as the kernels of servers want them
+MISMATCH = "mismatch/logprob_mean_abs_diff"
+# end of a name -> the most that may be added in 100 steps
+LIMITS = {"mib": 20.0, "files": 2.0, "gib": 0.05, "diff": 0.05}
 MIXTURE = "mixture"
 """Name of the directory of the model with experts."""
 MARKER = "RAGEN_CHAOS"
@@ -82,6 +102,7 @@ FLAGS = (
         "Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too",
         type=Path,
     ),
+    flag("--endure", "steps of one long run in place of the rounds", type=int),
     JSON,
     flag("--work", "directory for the runs and their logs (default: a temporary one)", type=Path),
 )
@@ -156,8 +177,10 @@ def identity(checkpoint: Path) -> tuple[str, int]:
 class Victim:
     """A small run that is started, watched, killed and damaged."""
 
-    def __init__(self, output: Path, name: str, layout: RunLayout) -> None:
-        self.output, self.name, self.layout = output, name, layout
+    def __init__(
+        self, output: Path, name: str, layout: RunLayout, flags: Sequence[str] = TRAINING_FLAGS
+    ) -> None:
+        self.output, self.name, self.layout, self.flags = output, name, layout, flags
         self.directory = output.resolve() / name
         self.log = output / f"{name}.log"
         self.mark = uuid.uuid4().hex
@@ -168,7 +191,7 @@ class Victim:
         if self.layout.has_experts:
             place += ("--load", self.output / MIXTURE)
         launch = ranks_command(
-            self.layout.num_ranks, PROGRAM, "train", *TRAINING_FLAGS, *self.layout.flags, *place
+            self.layout.num_ranks, PROGRAM, "train", *self.flags, *self.layout.flags, *place
         )
         root = Path(__file__).parents[1]
         paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -510,6 +533,86 @@ def run_rounds(
     }
 
 
+def growth(readings: Sequence[tuple[float, float]]) -> float:
+    """Return what the last third of the values adds to the third before it, for 100 steps; 0 where
+    less than ten steps lie between them. `readings` are steps with values.
+    """
+    third = len(readings) // 3
+    parts = readings[third : 2 * third] or [(0.0, 0.0)], readings[2 * third :] or [(0.0, 0.0)]
+    (begin, low), (end, high) = (map(statistics.median, zip(*part)) for part in parts)
+    return 100 * (high - low) / (end - begin) if end - begin >= 10 else 0.0
+
+
+def endured(
+    rows: Sequence[Mapping[str, Any]],
+    readings: Mapping[tuple[str, int], Sequence[tuple[float, float]]],
+    num_steps: int,
+    left: Sequence[str],
+) -> dict[str, Any]:
+    """Report what the metrics of a run and the readings of its processes have shown so far, with
+    its problems if it were over, `left` the problems of processes that outlived the kill. A killed
+    process counts only if it has lived as long as others.
+    """
+    named = {key for row in rows for key in row if key.startswith("memory/")} | {MISMATCH}
+    values = {key: [(row["step"], row[key]) for row in rows if key in row] for key in named}
+    found = {key: growth(values[key]) * (-1 if "free" in key else 1) for key in sorted(named)}
+    longest = max(map(len, readings.values()), default=0)
+    for (name, _), read in readings.items():
+        if 2 * len(read) > longest:
+            found[name] = max(found.get(name, 0.0), growth(read))
+    restarts = sum(row.get("engine/restarts", 0) for row in rows)
+    complete = [row["step"] for row in rows] == [*range(num_steps)]
+    return {
+        "steps": len(rows),
+        "server_restarts": restarts,
+        "growth_per_100_steps": found,
+        "largest_mismatch": max((value for _, value in values[MISMATCH]), default=None),
+        "problems": [
+            *left,
+            *([] if complete and restarts else [f"{len(rows)} steps, {restarts} new servers"]),
+            *(
+                f"{name} changed by {value:.3g} in 100 steps"
+                for name, value in found.items()
+                if value > LIMITS[re.split("[/_]", name)[-1]]
+            ),
+        ],
+    }
+
+
+def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
+    """Train to the end with one kill of a server and one of the rank, and write the report after
+    every reading. Returns the exit code, 1 after a problem.
+    """
+    flags = [*TRAINING_FLAGS, *ENDURING_FLAGS, "--num-steps", str(num_steps)]
+    run = Victim(output, "endure", layout, flags + ["--bf16"] * torch.cuda.is_available())
+    launcher, readings = run.start(), defaultdict[tuple[str, int], list[tuple[float, float]]](list)
+    left, kills = list[str](), {num_steps // 3: "server", 2 * num_steps // 3: "trainer"}
+    while launcher.poll() is None:
+        step, servers = len(run.rows()), run.servers()
+        for process in run.processes():
+            kind = "server" if process in servers else "trainer"
+            with suppress(psutil.Error):  # it may have ended
+                size, files = process.memory_info().rss / 2**20, process.num_fds()
+                readings[f"{kind}_mib", process.pid].append((step, size))
+                readings[f"{kind}_files", process.pid].append((step, files))
+        if step:
+            rows = read_metrics(run.directory / METRICS_FILE)
+            write_json(json, endured(rows, readings, num_steps, left))
+        if step >= min(kills, default=num_steps):
+            target = kills.pop(min(kills))
+            for process in (servers if target == "server" else run.ranks(launcher.pid))[-1:]:
+                kill(process)
+            if target == "trainer":
+                left += wait_for_processes(run, launcher)[1]
+                launcher = run.start()
+        time.sleep(1)
+    left += wait_for_processes(run, launcher)[1]
+    report = endured(read_metrics(run.directory / METRICS_FILE), readings, num_steps, left)
+    write_json(json, report)
+    print(report)
+    return 1 if report["problems"] else 0
+
+
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> int:
     """Return the exit code: 1 if anything was lost."""
@@ -521,6 +624,9 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
+        if arguments.endure:
+            layout = sglang_layouts(arguments.sglang_python or Path(sys.executable))[0]
+            return endure(work, layout, arguments.endure, arguments.json or work / "endure.json")
         report = run_rounds(work, layouts, arguments.rounds, arguments.seed)
     if arguments.json:
         write_json(arguments.json, report)

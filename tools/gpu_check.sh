@@ -1,39 +1,49 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, each part on its own, with one report:
 #     bash tools/gpu_check.sh [--output DIR] [--pack FILE] [--minutes N] [--archives DIR] [--site DIR]
-#         [--again] [--small] [PART ...]
+#         [--weights DIR] [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
-#     versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang
-#     kernels, te and train run together, all others alone. sglang: a real server against
-#     transformers, its sleep, its death; step: seconds per StarPO-S step of a 0.5B model and where
-#     they go, step_all with all trajectories kept; reshard: a weight sync of 7B against the device's
-#     copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its products, the sync of a
-#     quarter of its layers, steps of a small mixture; lora: steps of a 7B with adapters of actor and
-#     critic, beside full ones of a 1.5B, and the plan of its memory; train: the whole recipe bandit; sgl_train: training with SGLang's rollouts. The first of
-#     them that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
+#     versions step step_fp8 update learn repeat kernels te train endure bench reshard moe lora
+#     learn_seeds step_all bench_all fp8 parity sglang
+#     kernels, te and train run together, all others alone. step: seconds per StarPO-S step of a 0.5B
+#     model with SGLang and where they go, step_fp8 in FP8, step_all with all trajectories kept;
+#     update: seconds, MFU and memory of the trainer alone, in another project's published setting
+#     first; learn: SmolLM2-135M learns two tasks with SGLang, learn_seeds in two more seeds; repeat:
+#     whether a run with deterministic servers repeats to the bit, and its cost; endure: 200 steps,
+#     a killed server, a killed trainer, memory and handles; train: the whole recipe bandit; reshard:
+#     a weight sync of 7B against the device's copies; moe: a layer of experts as wide as
+#     Qwen3-30B-A3B's against its products, the sync of a quarter of its layers, steps of a small
+#     mixture; lora: steps of a 7B with adapters of actor and critic, beside full ones of a 1.5B, and
+#     the plan of its memory; sglang: a real server against transformers, its sleep, its death. The first of them
+#     that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
-# package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300".
+# package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300". Without a
+# GPU only `versions` runs.
 # DIR (default gpu_check) receives report.md, report.json and <part>.log. The page report.md has at
-# most 60 lines and is printed at the end. The exit code is the number of parts that failed. After
-# each part FILE (.tar.gz) holds all that is worth keeping of DIR, for a machine that gives few files
-# back or may be taken away.
-# --again runs what has not passed according to DIR/report.json, first what failed, with more
-# cautious settings, and keeps the figures of the others.
+# most 80 lines and is printed at the end: the figures of docs/benchmarks/gpu_day_predictions.json as
+# predicted and as measured, then the parts. The exit code is the number of parts that did not pass.
+# After each part FILE (.tar.gz) holds all that is worth keeping of DIR, for a machine that gives few
+# files back or may be taken away.
+# --again keeps the figures of an earlier call in DIR. Without names it runs what has not passed
+# according to DIR/report.json, first what failed; what failed goes with more cautious settings.
 # --small tries the script itself out: every part with the smallest shapes, whose numbers say nothing.
 # On a machine without a package index give the packages it lacks in --archives: *.tar.xz and *.whl
 # are unpacked into a directory that is searched first, that of --site, which stays and is not
 # unpacked again, or a temporary one. Or unpack them yourself and name that directory in SITE. A
 # folder tvm_ffi_cache in it holds kernels that SGLang would otherwise compile at first use.
+# --weights (default models/smollm2) holds SmolLM2's model, or its GGUF file in one piece or in
+# several, smollm2.gguf*, in folders of their own if each has to be carried apart.
 # SGLANG_FLAGS are added to the servers' command lines, e.g. SGLANG_FLAGS=--disable-cuda-graph.
 # SGLANG_WORKS=ipc (or file) leaves the search for working settings out: weights go that way.
 # COMMIT names the commit where there is no .git; otherwise it is read from the file COMMIT of the
-# repository or of the archives.
+# repository, of the archives or of the site.
 set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
-all=(versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train parity engines sglang)
-output=gpu_check pack= minutes=7 archives= site= again= small= parts=()
+all=(versions step step_fp8 update learn repeat kernels te train endure bench reshard moe lora
+    learn_seeds step_all bench_all fp8 parity sglang)
+output=gpu_check pack= minutes=7 archives= site= weights=models/smollm2 again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="$2"; shift 2 ;;
@@ -41,6 +51,7 @@ while [ $# -gt 0 ]; do
         --minutes) minutes="$2"; shift 2 ;;
         --archives) archives="$2"; shift 2 ;;
         --site) site="$2"; shift 2 ;;
+        --weights) weights="$2"; shift 2 ;;
         --again) again=again; shift ;;
         --small) small=yes; shift ;;
         -h | --help) sed -n '2,/^set -u/s/^# \?//p' "$0"; exit 0 ;;
@@ -64,7 +75,9 @@ esac
 mkdir -p "$output"
 output="$(cd "$output" && pwd)"
 [ -z "$pack" ] || pack="$(cd "$(dirname "$pack")" && pwd)/$(basename "$pack")"
-rm -rf "$output/.sglang" # what worked then may have been another machine
+[ -n "$again" ] && [ -s "$output/.sglang/works" ] || # what worked may have been another machine
+    rm -rf "$output/.sglang"
+weights="$(realpath -m "$weights")"
 unpack() { # FILE: a packed site folder or a wheel; not every image has xz
     "$python" -I - "$1" "$SITE" <<'PYTHON' 2>/dev/null || echo "cannot unpack $1" >&2
 import sys
@@ -92,15 +105,14 @@ if [ -n "$archives" ]; then # what cannot be unpacked is told and missing from t
         done
         wait
         [ ! -e "$archives/sgl_fix.tar.xz" ] || unpack "$archives/sgl_fix.tar.xz" # over sgl_site
+        cp "$archives/COMMIT" "$SITE" 2>/dev/null
         : >"$SITE/.unpacked"
     fi
-    [ -n "${SGLANG_FLAGS:-}" ] || # a start in 40 seconds instead of 120
-        SGLANG_FLAGS="--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 128"
 elif [ -n "$site" ]; then
     SITE="$site"
 fi
 if [ -z "${COMMIT:-}" ]; then
-    COMMIT="$(git rev-parse HEAD 2>/dev/null || cat COMMIT "${archives:-.}/COMMIT" 2>/dev/null)"
+    COMMIT="$(git rev-parse HEAD 2>/dev/null || cat COMMIT "${archives:-.}/COMMIT" "${SITE:-.}/COMMIT" 2>/dev/null)"
     COMMIT="${COMMIT%%$'\n'*}"
 fi
 [ -z "${SITE:-}" ] || SITE="$(cd "$SITE" && pwd)"
@@ -113,6 +125,9 @@ export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}" # one node; a sandbox may 
 cudnn="$("$python" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0] + "/lib")' 2>/dev/null)"
 [ -z "$cudnn" ] || export CUDNN_HOME="${CUDNN_HOME:-${cudnn%/lib}}" \
     LD_LIBRARY_PATH="$cudnn${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+if [ -n "$archives$site" ] && [ -z "${SGLANG_FLAGS:-}" ]; then # a start in 40 seconds instead of 120
+    SGLANG_FLAGS="--disable-prefill-cuda-graph --cuda-graph-max-bs-decode 128"
+fi
 if [ -n "$site" ]; then # what one call compiles, the next finds
     export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$SITE/cache/triton}"
     export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$SITE/cache/inductor}"
@@ -158,6 +173,7 @@ JSON
     case "$1" in
         te) echo -k same_weights ;;
         fp8) echo --model "$shape" --tokens 256 --length 64 --recipes tensorwise ;;
+        update) echo --model "$shape" --length 64 --trajectories 2 --repetitions 1 ;;
         experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
         moe_sync) echo --model "$output/mixture" --repeats 1 ;;
         reshard) echo --model Qwen2.5-0.5B --num-layers 1 --bucket-mb 4 --repeats 1 ;;
@@ -165,7 +181,8 @@ JSON
         kernels) echo -k test_objective ;;
         sglang) echo -k follow_transformers ;;
         bench*) echo --small --repetitions 1 --input-sets 1 ;;
-        train) echo $tiny ;;
+        train) echo $tiny --num-steps 3 ;;
+        endure) echo --endure 9 ;;
         parity) echo --layouts one_microbatch ;;
     esac
 }
@@ -232,15 +249,11 @@ require() { # one line instead of a traceback, and no tests that pass because th
     done
 }
 
-require_gpu() {
-    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && return
-    echo "no CUDA device: this part would measure something else"
-    return 1
-}
-
 # Prints the Python of the servers; they have an environment of their own, with its own packages.
 sglang_python() {
     local home="$output/.sglang" flags="${SGLANG_FLAGS:-}"
+    [ ! -s "$home/works" ] || { echo "$home/python"; return; } # an earlier part has found out
+    require sglang sgl_kernel >&2 || return 1
     mkdir -p "$home/lib"
     if ! "$python" -c "import soundfile" 2>/dev/null; then
         echo '"""Stand-in: the HTTP server imports it, for requests with audio alone."""' \
@@ -255,7 +268,7 @@ sglang_python() {
     fi
     write_server "$home" "$flags"
     [ -z "${SGLANG_WORKS:-}" ] || printf '%s\n\n' "$SGLANG_WORKS" >"$home/works"
-    if [ ! -e "$home/works" ]; then # once for all parts; what fails or is cut short leaves an empty file
+    if [ ! -e "$home/works" ]; then # what fails or is cut short leaves an empty file for all parts
         "$python" tools/sglang_probe.py --python "$home/python" --directory "$home" \
             --json "$output/sglang_probe.json" >"$home/works"
     fi
@@ -281,30 +294,47 @@ write_server() { # DIRECTORY FLAGS [FLAG to leave out]
 # format.
 sglang() {
     local servers
-    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
+    servers="$(sglang_python)" || return 1
     RAGEN_SGLANG_PYTHON="$servers" tests -m "not slow" -v $(smaller sglang) \
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-starpo_steps() { # NAME SHARE MODEL FLAGS: seconds per StarPO-S step, and where they go
+starpo_steps() { # NAME SHARE MODEL [FLAG...]: seconds per StarPO-S step, and where they go
     local servers cautious=
-    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
+    servers="$(sglang_python)" || return 1
     ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
     "$python" tools/benchmarks/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
         --model "$3" $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
         --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious "${@:4}"
 }
 step() { starpo_steps step 0.25 Qwen2.5-0.5B; }
+step_fp8() {
+    starpo_steps step_fp8 0.25 Qwen2.5-0.5B --fp8 hybrid --transformer-impl transformer_engine
+}
 step_all() { starpo_steps step_all 1 Qwen2.5-0.5B; } # all trajectories are kept
 
+timed_update() { # NAME MODEL LENGTH TRAJECTORIES [FLAG...]: optimizer steps of the trainer alone
+    "$python" tools/benchmarks/bench_update.py --json "$output/update_$1.json" --model "$2" \
+        --length "$3" --trajectories "$4" $(smaller update) -- --advantage-estimator grpo "${@:5}"
+}
+
+update() { # prime-rl's published setting, as it is and as one would run it here; the limit; FP8
+    require transformer_engine.pytorch || return 1
+    local failed=0
+    timed_update peer Qwen3-0.6B 16384 2 --recompute full || failed=1
+    timed_update peer_free Qwen3-0.6B 16384 2 --recompute none || failed=1
+    timed_update long Qwen3-0.6B 32768 1 --recompute full || failed=1
+    timed_update wide Qwen2.5-3B 16384 1 --recompute full || failed=1
+    timed_update wide_fp8 Qwen2.5-3B 16384 1 --recompute full --fp8 hybrid && return "$failed"
+}
+
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
-    require_gpu &&
-        "$python" tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
-            --json "$output/reshard.json" $(smaller reshard)
+    "$python" tools/benchmarks/bench_reshard.py --model Qwen2.5-7B --tensor-model-parallel-size 1 \
+        --json "$output/reshard.json" $(smaller reshard)
 }
 
 moe() { # a mixture of experts: products, sync, and a StarPO-S step with the embedded engine
-    require_gpu && require transformer_engine.pytorch || return 1
+    require transformer_engine.pytorch || return 1
     local failed=0 mixture="$output/mixture"
     mkdir -p "$mixture"
     cat >"$mixture/config.json" <<'JSON'
@@ -334,95 +364,90 @@ te() {
             -m gpu $(workers 4) --junitxml="$output/te.xml" $(smaller te)
 }
 
-fp8() { # three steps of training with FP8, then the drift of log-probabilities
-    require transformer_engine.pytorch || return 1
-    local failed=0
-    train_bandit fp8 --bf16 --fp8 hybrid || failed=1
-    "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" $(smaller fp8) && return "$failed"
+fp8() { # the drift of log-probabilities
+    require transformer_engine.pytorch &&
+        "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" $(smaller fp8)
 }
 
-train_bandit() { # NAME FLAG...: three steps of the bandit's recipe, unless flags say otherwise
-    "$python" -m ragen_mega.commands.launch --nproc-per-node 1 examples/pretrain_starpo.sh --recipe bandit \
-        --num-steps 3 --eval-prompts 64 $(smaller train) --output "$output/runs" --overwrite \
-        --name "$@"
+training() { # NAME FLAG...: a run on one rank
+    "$python" -m ragen_mega.commands.launch --nproc-per-node 1 examples/pretrain_starpo.sh \
+        "${@:2}" --save-interval 0 --output "$output/runs" --overwrite --name "$1"
+}
+
+# What runs have learned, and how far engine and trainer were apart.
+learned() { # NAME [FLAG...] RUN...
+    "$python" tools/learned.py --json "$output/$1.json" $([ -z "$small" ] || echo --goal 0) "${@:2}"
 }
 
 # The whole recipe on the GPU in bfloat16, from the small model's warm start to its export.
 train() {
-    local precision=--bf16 steps=20
+    local precision=--bf16
     ! again train || precision= # float32
-    [ -z "$small" ] || steps=3
-    train_bandit train $precision --num-steps $steps && learned "$output/runs/train/metrics.jsonl"
+    training train --recipe bandit --num-steps 20 --eval-prompts 64 $precision $(smaller train) &&
+        learned train "$output/runs/train"
 }
 
-learned() { # fails unless the policy of the last step takes the better arm
-    [ -n "$small" ] || "$python" - "$1" <<'PYTHON'
-import sys
-
-from ragen_mega.report.metrics import read_metrics
-
-last = read_metrics(sys.argv[1])[-1]
-print(f"after step {last['step']} the better arm is taken in {last['rollout/success']:.1%}")
-raise SystemExit(last["rollout/success"] < 0.95)
-PYTHON
+# One task of SmolLM2-135M-Instruct, whose weights are real; SGLang samples.
+pretrained() { # NAME TASK FLAG...
+    local model=(--recipe "smollm2_$2" --load "$weights") servers
+    [ -z "$small" ] || model=(--recipe bandit $(smaller train))
+    servers="$(sglang_python)" || return 1
+    training "$1" "${model[@]}" --bf16 --rollout-engine sglang --sglang-python "$servers" \
+        --weight-transfer "$(sed -n 1p "$output/.sglang/works")" "${@:3}"
 }
 
-# The loop with SGLang's rollouts, whose log-probabilities must be the trainer's, with either weight
-# transfer.
-sgl_train() {
-    local transfer servers failed=0
-    require_gpu && require sglang sgl_kernel && servers="$(sglang_python)" || return 1
-    for transfer in ipc file; do
-        train_bandit "sglang_$transfer" --bf16 --rollout-engine sglang --sglang-python "$servers" \
-            --weight-transfer "$transfer" &&
-            mismatch "$output/runs/sglang_$transfer/metrics.jsonl" || failed=1
+find_weights() { # sets `weights` to a directory or a file that --load takes
+    local parts=() joined="$output/.weights/smollm2.gguf"
+    [ ! -e "$weights/config.json" ] && [ -z "$small" ] || return 0
+    mapfile -t parts < <(find -L "$weights" -name 'smollm2.gguf*' 2>/dev/null | sort)
+    if [ ${#parts[@]} = 0 ]; then
+        echo "there are no weights of SmolLM2 in $weights: ragen-mega fetch smollm2, or --weights"
+        return 77 # nothing to measure with
+    fi
+    mkdir -p "$output/.weights"
+    [ -e "$joined" ] || cat "${parts[@]}" >"$joined"
+    weights="$joined"
+}
+
+seeds() { # SEED...: both tasks in each; what is done is reported after every run
+    find_weights || return
+    local failed=0 seed task runs=()
+    for seed in "$@"; do
+        for task in lookup reverse; do
+            pretrained "${task}_$seed" "$task" --seed "$seed" || failed=1
+            runs+=("$output/runs/${task}_$seed")
+            learned "learn_from_$1" "${runs[@]}" || failed=1
+        done
     done
     return "$failed"
 }
+learn() { seeds 0; }
+learn_seeds() { seeds 1 2; }
 
-mismatch() { # fails unless engine and trainer agree in all three steps
-    "$python" - "$1" <<'PYTHON'
-import sys
+repeat() { # a run twice with servers whose samples depend on seeds alone; `learn` has it without
+    find_weights || return
+    local failed=0 name runs=()
+    [ ! -e "$output/runs/reverse_0" ] || runs=("$output/runs/reverse_0")
+    for name in once twice; do
+        pretrained "repeat_$name" reverse --num-steps 6 --eval-prompts 2 --eval-samples 1 \
+            --rollout-deterministic || failed=1
+    done
+    learned repeat --goal 0 --repeats "${runs[@]}" "$output"/runs/repeat_{once,twice} && return "$failed"
+}
 
-from ragen_mega.report.metrics import read_metrics
-
-for row in (rows := read_metrics(sys.argv[1])):
-    if "mismatch/logprob_mean_abs_diff" not in row:
-        raise SystemExit(f"step {row['step']} trained on nothing: its rewards were all equal")
-    mean, largest = (row[f"mismatch/logprob_{kind}_abs_diff"] for kind in ("mean", "max"))
-    said = f"log-probabilities differ by {mean:.4f} in the mean, {largest:.4f} at most"
-    print(f"{sys.argv[1]} step {row['step']}: {said}")
-    if mean > 0.1:  # two bfloat16 engines differ by 0.045
-        raise SystemExit("engine and trainer compute different log-probabilities")
-if len(rows) != 3:
-    raise SystemExit(f"three steps were asked for, and {len(rows)} are logged")
-PYTHON
+endure() {
+    local servers
+    servers="$(sglang_python)" || return 1
+    "$python" tools/chaos.py --json "$output/endure.json" --work "$output/runs" --endure 200 \
+        --sglang-python "$servers" $(smaller endure)
 }
 
 parity() { "$python" tools/parity.py --json "$output/parity.json" $(smaller parity); }
 
-engines() { # that the libraries of the throughput path load and compute here
-    "$python" - <<'PYTHON'
-import torch
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-layer = te.Linear(256, 512, params_dtype=torch.bfloat16, device="cuda")
-x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
-truth = x.double() @ layer.weight.double().T + layer.bias.double()
-for recipe in (None, DelayedScaling(), Float8CurrentScaling()):
-    with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-        error = float((layer(x).double() - truth).norm() / truth.norm())
-    print(type(recipe).__name__, "relative error", f"{error:.2e}")
-    assert error < (0.01 if recipe is None else 0.1)
-import sglang
-
-print("sglang", sglang.__version__, "imports")
-PYTHON
-}
-
-export -f tests workers again smaller starpo_steps bench_cases learned require require_gpu sglang_python write_server train_bandit mismatch "${all[@]}"
-export python output small SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}" SGLANG_WORKS="${SGLANG_WORKS:-}"
+HAS_GPU="$("$python" -c 'import torch; print("yes" if torch.cuda.is_available() else "")')"
+export -f tests workers again smaller starpo_steps timed_update bench_cases require sglang_python \
+    write_server training learned pretrained find_weights seeds "${all[@]}"
+export python output small weights HAS_GPU SITE="${SITE:-}" SGLANG_FLAGS="${SGLANG_FLAGS:-}" SGLANG_WORKS="${SGLANG_WORKS:-}"
 export SHARES="${SHARES:-}" AGAIN=
 "$python" -I tools/gpu_schedule.py "$output" "$pack" "$((minutes * 60 - SECONDS))" "$started" \
     "$again" "${parts[@]}" &

@@ -4,8 +4,9 @@ standard library, and its supervisor psutil.
 tools/gpu_check.sh defines each part as a shell function and starts this program. Neighbouring parts
 of PARTS marked `together` run at the same time: nothing in them is timed, and no server sleeps. All
 others run alone. A part starts if at least half of its limit is left, and ends with all processes
-that it started. report.json, report.md and the archive are written after every part, so that a
-machine which is taken away leaves what was done.
+that it started. report.json, report.md and the archive are written before the first part and after
+every part, so that a machine which is taken away leaves what was done. The page sets what was
+measured beside FIGURES, which were predicted before anything ran.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SUPERVISOR = ROOT / "ragen_mega" / "engines" / "sglang" / "supervisor.py"
-PAGE_LINES = 60
+FIGURES = ROOT / "docs" / "benchmarks" / "gpu_day_predictions.json"
+NOT_RUN = "not run"
+NOTHING_TO_USE = 77  # exit code of a part that lacks what it should measure with
+PAGE_LINES = 80
 PACKED_SUFFIXES = {".log", ".json", ".jsonl", ".md", ".svg", ".xml"}
 LARGEST_PACKED, LARGEST_ARCHIVE = 4 << 20, 14 << 20
 """Bytes of a file, and of all files before compression, that the archive may hold."""
@@ -50,19 +54,23 @@ class TimedPart:
 PARTS = (
     TimedPart("versions", 30),
     TimedPart("step", 260),  # a fresh machine reads packages slowly
+    TimedPart("step_fp8", 120),
+    TimedPart("update", 180),
+    TimedPart("learn", 260),
+    TimedPart("repeat", 150),
     TimedPart("kernels", 100, together=True),
     TimedPart("te", 100, together=True),
     TimedPart("train", 120, together=True),
+    TimedPart("endure", 300),
     TimedPart("bench", 80),
     TimedPart("reshard", 40),
     TimedPart("moe", 120),
     TimedPart("lora", 400),
+    TimedPart("learn_seeds", 400),
     TimedPart("step_all", 110),
     TimedPart("bench_all", 80),
-    TimedPart("fp8", 100),
-    TimedPart("sgl_train", 120),
+    TimedPart("fp8", 60),
     TimedPart("parity", 60),
-    TimedPart("engines", 40),
     TimedPart("sglang", 280),
 )
 """Parts in the order of their worth."""
@@ -96,19 +104,20 @@ def choose(names: Sequence[str], limits: Mapping[str, float]) -> list[TimedPart]
 
 def not_passed(rows: Sequence[Mapping[str, Any]], *, was_started: bool = False) -> list[str]:
     """Return the names of the parts to repeat: first those that failed, then those that were not
-    reached unless `was_started`.
+    run unless `was_started`.
     """
-    names = [row["part"] for row in rows if row["result"] not in ("passed", "no time left")]
-    rest = [row["part"] for row in rows if row["result"] == "no time left"]
-    return names if was_started else names + rest
+    failed = [row["part"] for row in rows if row["result"] not in ("passed", NOT_RUN)]
+    return failed + [row["part"] for row in rows if row["result"] == NOT_RUN and not was_started]
 
 
 def run_block(parts: Sequence[TimedPart], output: Path, clock: Clock) -> list[dict[str, Any]]:
     """Run the parts at the same time; a row for each. No process outlives its part."""
     rows, running = {}, {}
     for part in parts:
-        if clock.left() < part.limit / 2:
-            rows[part.name] = row_of(part, "no time left", 0.0, "")
+        has_device = part.name == "versions" or os.environ.get("HAS_GPU")
+        if not has_device or clock.left() < part.limit / 2:
+            reason = "no time was left" if has_device else "there is no CUDA device"
+            rows[part.name] = row_of(part, NOT_RUN, 0.0, reason)
             continue
         try:
             running[part.name] = (part, start(part, output), time.monotonic())
@@ -118,7 +127,7 @@ def run_block(parts: Sequence[TimedPart], output: Path, clock: Clock) -> list[di
         for name, (part, process, started) in [*running.items()]:
             now, result = time.monotonic(), None
             if (code := process.poll()) is not None:
-                result = "passed" if code == 0 else f"failed ({code})"
+                result = {0: "passed", NOTHING_TO_USE: NOT_RUN}.get(code, f"failed ({code})")
             elif now > started + part.limit or clock.left() < 0:
                 stop(process)
                 result = "out of time"
@@ -201,8 +210,13 @@ def collect(rows: Sequence[Mapping[str, Any]], output: Path, started: float) -> 
 
 def page(report: Mapping[str, Any]) -> str:
     """Return the report in at most PAGE_LINES lines."""
+    predictions = json.loads(FIGURES.read_text())
     lines = ["# GPU check", "", f"{report['date']}, commit {report['commit']}", ""]
-    lines += ["| part | result | seconds | last line |", "|---|---|---|---|"]
+    lines += [f"| figure | predicted, {predictions['hardware']} | measured |", "|---|---|---|"]
+    for row in predictions["figures"]:
+        found = show(measured(report, row["where"]))
+        lines.append(f"| {row['figure']} | {show(row['predicted'])} | {found} |")
+    lines += ["", "| part | result | seconds | last line |", "|---|---|---|---|"]
     lines += [
         f"| {row['part']} | {row['result']} | {row['seconds']} | {row['last_line']} |"
         for row in report["parts"]
@@ -210,8 +224,32 @@ def page(report: Mapping[str, Any]) -> str:
     room = PAGE_LINES - len(lines) - 1
     if versions := report.get("versions"):  # several in a line, so that all have room
         words = textwrap.wrap(", ".join(versions), 200)
-        lines += ["", *words[:room]]
+        lines += ["", *words[: max(0, room)]]
     return "\n".join(lines[:PAGE_LINES]) + "\n"
+
+
+def measured(report: Any, where: str) -> Any:
+    """Return what `where`, a path of keys and of numbers in lists, leads to in the report; NOT_RUN
+    if there is nothing.
+    """
+    for key in where.split("/"):
+        try:
+            report = report[int(key) if isinstance(report, list) else key]
+        except (KeyError, IndexError, TypeError):
+            return NOT_RUN
+    return report
+
+
+def show(value: Any) -> str:
+    """Return a cell of the page: three digits of a number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (
+        f"{value:,.0f}"
+        if is_number and value >= 1000
+        else f"{value:.3g}"
+        if is_number
+        else f"{value}"
+    )
 
 
 def write(report: Mapping[str, Any], output: Path, archive: Path | None) -> None:
@@ -282,18 +320,18 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     with suppress(OSError):
         (output / ".reserve").write_bytes(bytes(RESERVE))
-    rows: list[dict[str, Any]] = []
+    rows = {part.name: row_of(part, NOT_RUN, 0.0, "its turn did not come") for part in parts}
+    kept = [row for row in earlier["parts"] if row["part"] not in rows]
     blocks = [[*block] for _, block in groupby(parts, lambda part: part.together or part.name)]
     for block in [[], *blocks]:  # the first report says what was about to be done
         for row in run_block(block, output, clock):
-            rows.append(row)
+            rows[row["part"]] = row
             print(f"{row['part']}: {row['result']}, {row['seconds']} s", flush=True)
-        kept = [row for row in earlier["parts"] if row["part"] not in {new["part"] for new in rows}]
-        report = earlier | collect(kept + rows, output, started)
+        report = earlier | collect([*kept, *rows.values()], output, started)
         write(report, output, archive)
     (output / ".reserve").unlink(missing_ok=True)
     print(page(report), end="")
-    return sum(row["result"] != "passed" for row in rows)
+    return sum(row["result"] != "passed" for row in rows.values())
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def rows_of(run: dict[str, Any]) -> list[dict[str, Any]]:
             "alike": run["alike"],
             "starts": result.get("starts"),
             "starts_met": result.get("starts_met"),
+            "idleness": summary.get("idleness"),
         }
         for name, result in summary["sets"].items()
         # A set that a --resume added was not played before.
@@ -124,6 +125,8 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
         if row["starts_met"]
     ]
+    idle = {row["run"]: row["idleness"] for row in rows if row["idleness"]}
+    said += [f"In {run} {text}." for run, text in idle.items()]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
     parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])

@@ -287,6 +287,35 @@ def _check_critic(config: Sections) -> None:
         )
 
 
+def _check_lora(config: Sections) -> None:
+    """Check that adapters have one base, which stays as it is."""
+    model, warm = config.model, config.warm_start
+    if not config.lora.rank:
+        return
+    if model.critic_load not in (None, model.load):
+        raise ValueError(
+            f"lora_rank {config.lora.rank} has one model for actor and critic, and critic_load"
+            f" ({model.critic_load}) is another than load ({model.load}); drop --critic-load"
+        )
+    if warm.warm_start_critic_steps > 0:
+        raise ValueError(
+            f"lora_rank {config.lora.rank} has one model for actor and critic, and"
+            " warm_start_critic_steps makes another one for the critic; drop it"
+        )
+    if config.lora.lora_sync == "merged":
+        return
+    if config.parallel.placement == "separate":
+        raise ValueError(
+            "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
+            " drop --lora-sync"
+        )
+    if config.rollout.rollout_engine == "sglang" and "attention" not in config.lora.targets:
+        raise ValueError(
+            "lora_sync adapter with rollout_engine sglang needs adapters of the attention, which"
+            " SGLang asks for in each; set --lora-targets attention,mlp, or drop --lora-sync"
+        )
+
+
 def _check_teacher(config: Sections) -> None:
     """Check that a teacher differs from the policy, and that its log-ratios reach the loss."""
     model, advantage, loss = config.model, config.advantage, config.loss
@@ -322,35 +351,6 @@ def _check_teacher(config: Sections) -> None:
             f"context_window {config.rollout.context_window} writes prompts anew in the middle of"
             " an episode, and a teacher has its own first prompt alone; drop --context-window, or"
             " --teacher-prompt-examples and --teacher-system-prompt"
-        )
-
-
-def _check_lora(config: Sections) -> None:
-    """Check that adapters have one base, which stays as it is."""
-    model, warm = config.model, config.warm_start
-    if not config.lora.rank:
-        return
-    if model.critic_load not in (None, model.load):
-        raise ValueError(
-            f"lora_rank {config.lora.rank} has one model for actor and critic, and critic_load"
-            f" ({model.critic_load}) is another than load ({model.load}); drop --critic-load"
-        )
-    if warm.warm_start_critic_steps > 0:
-        raise ValueError(
-            f"lora_rank {config.lora.rank} has one model for actor and critic, and"
-            " warm_start_critic_steps makes another one for the critic; drop it"
-        )
-    if config.lora.lora_sync == "merged":
-        return
-    if config.parallel.placement == "separate":
-        raise ValueError(
-            "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
-            " drop --lora-sync"
-        )
-    if config.rollout.rollout_engine == "sglang" and "attention" not in config.lora.targets:
-        raise ValueError(
-            "lora_sync adapter with rollout_engine sglang needs adapters of the attention, which"
-            " SGLang asks for in each; set --lora-targets attention,mlp, or drop --lora-sync"
         )
 
 

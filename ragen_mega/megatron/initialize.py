@@ -6,7 +6,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron import cpu, precision
-from ragen_mega.ranks import collectives
+from ragen_mega.ranks import collectives, watch
 
 _groups_are_for: tuple[dist.ProcessGroup | None, int, int, int] | None = None
 """The job and the layout that megatron-core's groups were built for."""
@@ -57,4 +57,5 @@ def shutdown() -> None:
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):  # megatron-core forgets some
             setattr(parallel_state, name, None)
+    watch.end()
     collectives.stop()

@@ -40,6 +40,7 @@ from ragen_mega.megatron.precision import scales_from_history, token_alignment
 from ragen_mega.megatron.routing import Routing, check_routes, routing_metrics, sums_of
 from ragen_mega.megatron.weights import load_weights, mark_tensor_parallel, trained
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.waits import here
 
 MAX_DISTINCT_SHARE = {"on": 1.0, "auto": 0.97, "off": 0.0}
 """Shared prefixes are merged only if at most this share of the positions is distinct: building the
@@ -225,7 +226,8 @@ class Passes:
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
         """Yield everything large that this model keeps."""
         for name, parameter in self.chunks.named_parameters():
-            if parameter.requires_grad:  # a frozen base is of several models, and stays
+            # a base beside which adapters stand is of several models, and stays
+            if parameter.requires_grad or not self.chunks[0].lora.rank:
                 yield "parameters", name, parameter
 
 
@@ -491,4 +493,5 @@ def _sum_gradients(model: list, num_tokens: Tensor | None = None, **kwargs: Any)
     normaliser. One rank alone has nothing to reduce.
     """
     if collectives.world_size() > 1:
-        finalize_model_grads(model, None, **kwargs)
+        with here.waiting("ranks", "gradients of every rank"):  # on a GPU the host goes on
+            finalize_model_grads(model, None, **kwargs)

@@ -16,9 +16,12 @@ from ragen_mega.planning.time import (
     Sizes,
     Terms,
     computed_length,
+    ranks_usage,
+    sampling,
     step_seconds,
     total,
 )
+from ragen_mega.run.idleness import sentence, shares
 
 STEPS = 100
 """Steps whose price is given."""
@@ -165,6 +168,8 @@ def cost(
     tokens that updates compute, against the peak of the precision `mfu_of` of their products.
     """
     phases = step_seconds(machine, shape, config, num_gpus, play)
+    sampled = sampling(machine, shape, config, num_gpus, play)
+    ranks = ranks_usage(phases, sampled, config, num_gpus)
     seconds, interval = total(phases), validation.interval()
     hours = STEPS * seconds * num_gpus / 3600
     work = workload(config, play)
@@ -185,6 +190,8 @@ def cost(
         "interval": interval,
         "interval_seconds": [times * seconds for times in interval],
         "bound_by": {"phase": phase, "term": term},
+        "shares": shares(ranks),
+        "idleness": sentence(ranks, config),
         "tokens_per_second_per_gpu": work["tokens"] / seconds / num_gpus,
         "update_mfu": flops / updating / trainers / peak,
         "mfu_of": "FP8" if is_fp8 else "bfloat16" if is_half else "float32",
@@ -210,6 +217,11 @@ def described(
     dollars = result["dollars"]
     phase, term = result["bound_by"].values()
     spent = sum(phases[phase].values())
+    spent_on = ", ".join(
+        f"{part.replace('_', ' for ')} {share:.0%}"
+        for part, share in result["shares"].items()
+        if share
+    )
     saved = "; ".join(f"{name} saves {time:.1f} s" for name, time in helps)
     others = "none of the flags tried; " + ("" if is_searched else "other layouts (--search), ")
     return "\n".join(
@@ -225,6 +237,7 @@ def described(
             f" ({low * dollars:.0f} to {high * dollars:.0f} $)",
             f"bound by: {phase}, {spent / seconds:.0%} of the step, of which"
             f" {term} {phases[phase][term] / spent:.0%}",
+            f"shares of all ranks (share/* in the log): {spent_on}; {result['idleness']}",
             f"what would help next: {saved or f'{others}more GPUs'}",
         )
     )

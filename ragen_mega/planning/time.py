@@ -20,6 +20,8 @@ from ragen_mega.data.balance import Cost
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
 from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
+from ragen_mega.ranks.waits import Cause
+from ragen_mega.run.idleness import Usage, usage
 
 BF16, FP32 = 2, 4
 TILE = 256
@@ -40,6 +42,8 @@ ALL_REDUCE = 1e-5
 """Assumed: seconds of a small all-reduce in a decode step, which a graph starts."""
 EXPOSED = 0.3
 """Assumed: share of overlapped communication that is waited for all the same."""
+_STAGES = {"rollout": "rollout", "sync": "sync", "offload": "handover", "other": "other"}
+"""Phase -> stage of the trainer's loop; every other phase is a part of an update."""
 BUCKETS = 32
 """Lengths of trajectories that a rollout distinguishes."""
 Terms = dict[str, float]
@@ -467,6 +471,42 @@ def total(phases: Mapping[str, Mapping[str, float]]) -> float:
     return sum(sum(terms.values()) for terms in phases.values())
 
 
+def sampling(
+    machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
+) -> Terms:
+    """Predict term -> seconds of a rollout on the ranks that sample."""
+    trainers = config.parallel.num_trainers(num_gpus)
+    samplers = config.parallel.rollout_ranks or trainers
+    setting, rolled = Setting.from_config(config, trainers), config.rollout
+    sessions = rolled.sessions_per_engine(
+        rolled.num_engines(samplers, min(samplers, machine.hardware.node))
+    )
+    return dict(
+        rollout(
+            machine, Sizes.of(shape), play, sessions=sessions, room=rolled.kv_cache_size(sessions),
+            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
+        )
+    )  # fmt: skip
+
+
+def ranks_usage(
+    phases: Mapping[str, Terms], sampled: Terms, config: StarPOConfig, num_gpus: int
+) -> list[Usage]:
+    """Predict how each rank spends a step of these phases, those that train first: what the log
+    measures as share/*. Waits of equal ranks for each other are not predicted.
+    """
+    samplers, step, played = config.parallel.rollout_ranks, total(phases), sum(sampled.values())
+    stages = dict.fromkeys((*_STAGES.values(), "update"), 0.0)
+    for phase, terms in phases.items():
+        stages[_STAGES.get(phase, "update")] += sum(terms.values())
+    waits: dict[tuple[str, Cause], float] = {}
+    if samplers:
+        waits["rollout", "samples"] = stages["rollout"]
+    trains = usage(stages, waits, step)
+    samples = usage({"rollout": played}, {("start", "weights"): step - played}, step)
+    return [trains] * (num_gpus - samplers) + [samples] * samplers
+
+
 def step_seconds(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> dict[str, Terms]:
@@ -477,7 +517,6 @@ def step_seconds(
     meanwhile only those that they wait for. Raises ValueError for a split that cannot be.
     """
     trainers = config.parallel.num_trainers(num_gpus)
-    samplers = config.parallel.rollout_ranks or trainers
     setting, sizes, rolled = Setting.from_config(config, trainers), Sizes.of(shape), config.rollout
     cut = cut_of(config, setting)
     if (cut.fp8 or setting.engine_fp8) and not machine.hardware.fp8:
@@ -486,15 +525,7 @@ def step_seconds(
             f" {machine.hardware.name} does not; drop them or take another"
         )
     phases = {"sync": hand_over(machine, shape, setting, config.parallel.rollout_ranks)}
-    sessions = rolled.sessions_per_engine(
-        rolled.num_engines(samplers, min(samplers, machine.hardware.node))
-    )
-    phases["rollout"] = dict(
-        rollout(
-            machine, sizes, play, sessions=sessions, room=rolled.kv_cache_size(sessions),
-            tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
-        )
-    )  # fmt: skip
+    phases["rollout"] = sampling(machine, shape, config, num_gpus, play)
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
     count = max(1, round(trained / config.train.minibatch_size))
     minibatch = trained / count  # as `data.packing.minibatch_ids` divides them

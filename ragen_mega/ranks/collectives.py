@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ragen_mega.ranks import launcher
+from ragen_mega.ranks.waits import here
 
 T = TypeVar("T")
 _SECONDS_OF_SILENCE = 20.0
@@ -82,6 +83,13 @@ def _private_store(timeout: datetime.timedelta) -> dist.Store:
     store = dist.FileStore(str(Path(error_file).parents[1] / "store"), -1)
     store.set_timeout(timeout)
     return store
+
+
+def board() -> dist.Store:
+    """Return a connection to the store that all ranks of the job see, for another thread."""
+    assert _store is not None  # since `start`
+    clone = _store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
+    return dist.PrefixStore("board", clone)
 
 
 def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
@@ -170,7 +178,8 @@ def is_main() -> bool:
 def barrier() -> None:
     """Return once every rank has come here."""
     if world_size() > 1:
-        dist.barrier(group=_control_group)
+        with here.waiting("ranks", "all ranks"):
+            dist.barrier(group=_control_group)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -178,7 +187,8 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group=_control_group)
+    with here.waiting("ranks", "a word of every rank"):
+        dist.all_gather_object(values, value, group=_control_group)
     return values
 
 
@@ -193,7 +203,8 @@ def on_main(function: Callable[[], T]) -> T:
         except (ValueError, OSError) as error:
             outcome[1] = error
     if world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0, group=_control_group)
+        with here.waiting("ranks", "the answer of rank 0"):
+            dist.broadcast_object_list(outcome, src=0, group=_control_group)
     result, failure = outcome
     if failure is not None:
         raise failure
@@ -220,7 +231,8 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
         return [memoryview(part) for part in parts]
     sizes = torch.tensor([len(part) for part in parts])
     arriving = torch.empty_like(sizes)
-    dist.all_to_all_single(arriving, sizes, group=_control_group)
+    with here.waiting("ranks", "trajectories of every rank"):
+        dist.all_to_all_single(arriving, sizes, group=_control_group)
     joined = bytearray().join([*parts, b"."])  # no tensor is a view of nothing
     outgoing = torch.frombuffer(joined, dtype=torch.uint8)
     incoming = torch.empty(int(arriving.sum()), dtype=torch.uint8)
@@ -237,7 +249,8 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """Return the element-wise maximum of a CPU tensor over all ranks."""
     if world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group)
+        with here.waiting("ranks", "a maximum over ranks"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group)
     return tensor
 
 
@@ -246,7 +259,8 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     elsewhere it is an exact exchange.
     """
     if world_size() > 1:
-        dist.all_reduce(tensor, group=_control_group)
+        with here.waiting("ranks", "a sum over ranks"):
+            dist.all_reduce(tensor, group=_control_group)
     return tensor
 
 

@@ -139,6 +139,14 @@ GLOSSARY = {
     "update/nonfinite": "Updates whose loss or gradient was not finite; they changed nothing.",
     "update/tokens_per_second": "Tokens a second that advantages and updates went through.",
     "update/computed_tokens_per_second": "Of them those that the actor's updates computed.",
+    "share/*": "Share of the seconds of all ranks in this part of the step (rollout, sync, update,"
+    " other), without waits.",
+    "share/waiting_samples": "Share of the ranks' seconds in which they waited for a rollout of"
+    " ranks that only sample.",
+    "share/waiting_weights": "Share of the ranks' seconds in which ranks that only sample waited"
+    " for weights.",
+    "share/waiting_ranks": "Share of the ranks' seconds in which they waited for other ranks, the"
+    " slowest in the end; idleness.jsonl has each rank's seconds.",
     "time/*": "Seconds of this part of the step, without parts inside it.",
     "time/step": "Seconds of the whole step.",
     "time/sync_seconds": "Seconds in which weights moved to the engine.",

@@ -29,6 +29,9 @@ from ragen_mega.system.paths import named
 HEADLINES = ("eval/success", "rollout/success")
 """Metrics that TensorBoard shows in its table of hyperparameters."""
 EVENTS_FILE = "events.jsonl"
+IDLENESS_FILE = "idleness.jsonl"
+"""File of a run directory: a line a step with the seconds of every rank, by part, and a sentence.
+"""
 WANDB_ID = "wandb_id"
 """File of a run directory: the id under which W&B knows the run."""
 
@@ -260,6 +263,12 @@ class RunLogger:
         if self._is_writer:
             self._append(EVENTS_FILE, {"step": step, "text": text})
 
+    def idle(self, step: int, ranks: Sequence[Mapping[str, float]], text: str) -> None:
+        """Append how the ranks have spent a step."""
+        if self._is_writer:
+            rows = [{part: round(value, 4) for part, value in rank.items()} for rank in ranks]
+            self._append(IDLENESS_FILE, {"step": step, "text": text, "ranks": rows})
+
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a line and flush it, so that a killed run leaves whole lines."""
         path = self.directory / name
@@ -270,7 +279,8 @@ class RunLogger:
         """Delete the rows of an earlier process for this step and later ones."""
         if not self._is_writer:
             return
-        for path in (self.directory / METRICS_FILE, self.directory / EVENTS_FILE):
+        for name in (METRICS_FILE, EVENTS_FILE, IDLENESS_FILE):
+            path = self.directory / name
             if path.exists():
                 kept = [record for record in read_metrics(path) if record["step"] < step]
                 write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())

@@ -15,7 +15,7 @@ from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has written so far."""
+    """The record of a run so far."""
 
     directory: Path
     config: dict[str, Any]

@@ -25,6 +25,7 @@ from ragen_mega.environments.pool import (
     is_instant,
 )
 from ragen_mega.environments.protocol import text_seed
+from ragen_mega.ranks.waits import here
 from ragen_mega.rollout.engine import RolloutEngine, WeightsLost
 from ragen_mega.rollout.player import (
     Advance,
@@ -106,10 +107,14 @@ class Collection(contextlib.AbstractContextManager["Collection"]):
         *,
         advance: Advance | None = None,
     ) -> None:
-        advance = advance or (lambda num_tokens, is_over: None)
+        def advanced(num_tokens: int, is_over: bool) -> None:
+            here.moved()
+            if advance is not None:
+                advance(num_tokens, is_over)
+
         self._shared = SharedEngine(engine, self._pause_if_due)
-        self._player = Player(self._shared, renderer, settings, advance)
-        self._agents = AgentPlayer(self._shared, renderer, settings, advance)
+        self._player = Player(self._shared, renderer, settings, advanced)
+        self._agents = AgentPlayer(self._shared, renderer, settings, advanced)
         self._engine = engine
         self._settings = settings
         self._new: list[tuple[int, Task]] = []  # with their sessions; the next `play` starts them

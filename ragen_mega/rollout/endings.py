@@ -113,8 +113,9 @@ def check_ends(groups: Sequence[TrajectoryGroup]) -> None:
 
 
 def unusable_answers(trajectories: Sequence[Trajectory], remedy: str) -> str | None:
-    """Return why half of the answers or more could not be read, and what mends it: their limit
-    where it cut half of them, else `remedy`, for answers without the form. None if more were read.
+    """Return why half of the answers or more could not be read, and what mends it: the limit of
+    answers where it cut half of the unreadable ones, else `remedy`, for answers without the form.
+    None if more answers were read.
     """
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     unread = [turn for turn in turns if not turn.info.get("is_format_valid")]

@@ -111,7 +111,7 @@ class HeldOut:
     prompts: Sequence[Prompt]
     reference: Baselines
     foreign: str | None = None
-    """What hinders a policy here that comes from other environments; None if it does not."""
+    """A hindrance of a policy that comes from other environments; None if it knows this one."""
 
 
 def evaluate_each(

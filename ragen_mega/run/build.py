@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ragen_mega.agents.examples import find_references
-from ragen_mega.config import StarPOConfig, TrainConfig
+from ragen_mega.config import EnvironmentConfig, StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
@@ -154,20 +154,19 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config)),
     )
 
-    splits = on_main(lambda: split_notes(config.environment))
-    for note in (recipe_note(config), sizes_without_effect(config), *splits):
+    splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
+    fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
+    for note in (recipe_note(config), sizes_without_effect(config), *splits, *fewer):
         if note:
             console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
     on_main(lambda: check_teacher(config, hf, renderer))
-    say_examples(config, renderer, console)
+    for note in example_notes(config.environment, renderer):
+        console.say(note)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
     notes = [known.errors_say for known in references.values() if known.errors_say]
-    for name, states in prompts.items():
-        if note := held_out_note(name, len(states), config.evaluation.eval_prompts):
-            console.say(note)
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)
@@ -180,9 +179,10 @@ def build_run(
     timers = Timers()
     placement = Colocated(config.parallel.offload, timers.timed)
     with waiting("loading the model"):
-        made = build_models(config, hf, groups, start, placement, renderer, console)
-        policy, critic, teacher = made
+        policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     console.say(f"model: {precision.describe(policy.head.config)}")
+    for note in teacher.notes if teacher else ():
+        console.say(note)
     if config.parallel.fp8 != "none" and config.train.shared_prefixes == "auto":
         console.say("shared prefixes: computed for each trajectory, as always with FP8")
     run = Run(
@@ -217,14 +217,14 @@ def build_run(
     return run
 
 
-def say_examples(config: StarPOConfig, renderer: ChatRenderer, console: Console) -> None:
-    """Say how long the examples in the prompts of each environment are."""
-    for name in config.environment.evaluated:
-        if shown := prompt_examples(config.environment, name):
-            console.say(
-                f"{name}: every prompt shows {config.environment.prompt_examples} examples, which"
-                f" take {len(renderer.start(shown))} tokens"
-            )
+def example_notes(config: EnvironmentConfig, renderer: ChatRenderer) -> list[str]:
+    """Return a line for each environment whose prompts show examples."""
+    return [
+        f"{name}: every prompt shows {config.prompt_examples} examples, which take"
+        f" {len(renderer.start(shown))} tokens"
+        for name in config.evaluated
+        if (shown := prompt_examples(config, name))
+    ]
 
 
 def build_sampling(
@@ -298,7 +298,6 @@ def build_models(
     start: Start,
     placement: Colocated,
     renderer: ChatRenderer,
-    console: Console,
 ) -> tuple[MegatronPolicy, MegatronCritic | None, Teacher | None]:
     """Return the policy and critic with the weights that training starts from, and the teacher."""
     policy = MegatronPolicy(
@@ -316,8 +315,6 @@ def build_models(
         policy.load_adapter(open_given_adapter(config, hf))
     placement.add(ACTOR, policy.trainer.memory)
     teacher = build_teacher(config, hf, policy, placement, renderer)
-    for line in teacher.notes if teacher else ():
-        console.say(line)
     if not config.advantage.uses_critic:
         return policy, None, teacher
     base = policy.chunks if config.lora.rank else None

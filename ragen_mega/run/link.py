@@ -2,15 +2,14 @@
 between their first ranks.
 
 It is a plain socket, since the parts are separate worlds of torch.distributed (docs/decisions.md).
-A frame is eight bytes of length and a pickled message; an empty one says that its sender lives.
-Messages are unpickled only from an end that has proven, by HMAC, that it knows a key. The key is in
-a file that nobody but the user can read: the store of a job on several nodes can be read by all.
+A frame is eight bytes of length and a message (`messages.py`); an empty one says that its sender
+lives. Messages are read only from an end that has proven, by HMAC, that it knows a key. The key is
+in a file that nobody but the user can read: all can read the store of a job on several nodes.
 """
 
 import hmac
 import json
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -20,12 +19,10 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch.distributed as dist
 
-from ragen_mega.algorithm.tables import PlugInError
-from ragen_mega.rollout.engine import EngineError
+from ragen_mega.run.messages import PORTABLE, decode, encode
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
@@ -37,8 +34,6 @@ _NUM_RANDOM, _NUM_PROOF = 32, 32
 _SECONDS_TO_MEET = 300.0
 _SECONDS_TO_PROVE = 10.0
 _SECONDS_TO_FLUSH = 30.0
-PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
-"""Kinds of errors that one part of the job reports to the other."""
 
 
 class LinkLost(ConnectionError):
@@ -55,17 +50,19 @@ class Alarm:
 
     def give(self, error: Exception) -> None:
         """Leave an error of one of the kinds of `PORTABLE`."""
-        self._store.set(_ALARM, json.dumps([type(error).__name__, str(error)]))
+        text = encode(error)
+        self._store.set(_ALARM, text)  # type: ignore[arg-type] # bytes are taken too
 
     def given(self) -> Exception | None:
         """Return the error that a rank has left; LinkLost if it was no rank."""
         if not self._store.check([_ALARM]):
             return None
         try:
-            name, text = json.loads(self._store.get(_ALARM))
-            return {kind.__name__: kind for kind in PORTABLE}[name](text)
-        except (ValueError, TypeError, KeyError):
-            return LinkLost("the job's store holds an alarm that no rank can have left")
+            error = decode(self._store.get(_ALARM))
+        except ValueError:
+            error = None
+        lost = LinkLost("the job's store holds an alarm that no rank can have left")
+        return error if isinstance(error, PORTABLE) else lost
 
 
 class Link:
@@ -88,16 +85,18 @@ class Link:
         self._sender.start()
         threading.Thread(target=self._read, daemon=True, name="link").start()
 
-    def send(self, message: Any) -> None:
-        """Queue a message. One that cannot arrive any more is dropped: `receive` says so."""
-        self._outgoing.put(pickle.dumps(message))
+    def send(self, message: bytes) -> None:
+        """Queue a message of at least one byte. One that cannot arrive is dropped: `receive` says
+        so.
+        """
+        self._outgoing.put(message)
 
     def beat(self) -> None:
         """Queue a sign of life."""
         self._outgoing.put(b"")
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next message, pickled; None if none comes in that time. Raises LinkLost if
+        """Return the next message; None if none comes in that time. Raises LinkLost if
         none can come any more.
         """
         try:

@@ -63,6 +63,7 @@ class RunLog:
 
     def begin(self, step: int) -> StepLog:
         """Begin a step. Not collective."""
+        self._timers.begin(step)
         return StepLog(step, self._timers)
 
     def note(self, step: int, text: str) -> None:

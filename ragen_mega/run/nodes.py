@@ -1,8 +1,8 @@
 """Several nodes as one job: their agreement before it begins.
 
 torchrun says which node this is (GROUP_RANK) and hosts a store on the first one (MASTER_ADDR). A
-job on one node passes through here without a word. A node that is lost later ends the others by an
-error, or by the timeout, of the collective in which they wait.
+job on one node passes through here without a word. A node that is lost later is named by the watch
+of the others (`ranks/watch.py`), which end by an error or the timeout of their collective.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import ragen_mega
 from ragen_mega.config import StarPOConfig
-from ragen_mega.ranks import collectives
+from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.hardware import PACKAGES, device, versions
 
@@ -51,6 +51,8 @@ def join_job(config: StarPOConfig) -> None:
     if num_nodes() > 1:
         _agree(config)
     collectives.start()
+    about = collectives.rank(), collectives.world_size(), config.parallel.report_waits_after
+    watch.begin(collectives.board(), *about)
 
 
 def _agree(config: StarPOConfig) -> None:

@@ -14,6 +14,7 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
+from ragen_mega.run.idleness import Usage
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
 from ragen_mega.run.separate import Part, Samplers
@@ -57,6 +58,11 @@ class Rollouts:
                 stop_if_asked=stop_if_asked,
                 say=say,
             )
+
+    @property
+    def samplers_usage(self) -> list[Usage]:
+        """Return the usage by ranks that only sample, for the rollout that came last."""
+        return self.samplers.usage if self.samplers else []
 
     @property
     def are_remote(self) -> bool:

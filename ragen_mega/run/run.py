@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -19,7 +20,7 @@ from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.ranks.collectives import device, on_each, on_main
+from ragen_mega.ranks.collectives import device, gather_objects, on_each, on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.hardware import describe
 from ragen_mega.report.metrics import RunLogger
@@ -53,6 +54,7 @@ from ragen_mega.run.guards import (
     inversion_note,
     nothing_to_learn,
 )
+from ragen_mega.run.idleness import Usage, sentence, shares, summed
 from ragen_mega.run.link import LinkLost
 from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.placement import Colocated
@@ -99,6 +101,8 @@ class Run:
     step: int = 0
     monitor: EchoTrapMonitor = field(default_factory=EchoTrapMonitor)
     stop: StopSignal = field(default_factory=StopSignal)
+    spent: list[Usage] = field(default_factory=list)
+    """Usage of all steps of this process by each rank, those that train first."""
     step_version: int = 0
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
@@ -343,6 +347,11 @@ class Run:
 
     def report(self, log: StepLog) -> None:
         """Close the timers of a step and print its row; what follows is no part of its time."""
+        ranks = gather_objects(self.timers.usage()) + self.rollouts.samplers_usage
+        text = sentence(ranks, self.config)
+        self.spent = [summed(filter(None, pair)) for pair in zip_longest(self.spent, ranks)]
+        log.add("share", shares(ranks))
+        on_main(lambda: self.logger.idle(log.step, [rank.seconds for rank in ranks], text))
         self.timers.close_step(log)
         log.add("memory", self.placement.take_ledger())
         self.console.step(log.step, log.result())
@@ -425,11 +434,13 @@ class Run:
             "steps": self.step,
             "seconds": self.checkpoints.seconds,
             **self.timers.summary(),
+            "idleness": sentence(self.spent, self.config),
             "hardware": describe(),
             "warm_start": evaluation.warm_start,
         }
         on_main(lambda: self.logger.write_summary(self.summary))
         self.console.evaluations("evaluation", results)
+        self.console.say(f"time: {self.summary['idleness']}")
         directory = shown(self.logger.directory)
         self.console.say(f"run directory: {directory}")
         self.console.say(f"to read it: {command_line('view', directory)}")

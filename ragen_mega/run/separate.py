@@ -40,12 +40,11 @@ weights (`--guard react`) orders anew what was or would be sampled under the wei
 Weights that ordered rollouts still need are in checkpoints (`staged`).
 """
 
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -56,12 +55,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data.compact import CompactTrajectories, compact, expand
 from ragen_mega.data.exchange import read_on_main
-from ragen_mega.data.types import TrajectoryGroup, in_groups
+from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.models.server_cut import cut_stream
-from ragen_mega.ranks import collectives
+from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.collectives import device, is_main, on_main
+from ragen_mega.ranks.waits import here
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import Metrics
 from ragen_mega.rollout.all_ranks import engine_metrics
@@ -69,61 +68,36 @@ from ragen_mega.rollout.engine import EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
-from ragen_mega.run.link import PORTABLE, SAMPLERS, Alarm, Link, LinkLost, connect, listen
+from ragen_mega.run.idleness import summed
+from ragen_mega.run.link import (
+    SAMPLERS,
+    TRAINERS,
+    Alarm,
+    Link,
+    LinkLost,
+    connect,
+    listen,
+)
+from ragen_mega.run.messages import (
+    PORTABLE,
+    Begin,
+    Delivery,
+    End,
+    Order,
+    decode,
+    encode,
+)
 from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
+from ragen_mega.run.timers import Timers
 
 WEIGHTS = "weights_{:08d}.safetensors"
 """File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
 """
 _POLL_SECONDS = 0.2
+_SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The trainers are ready."""
-
-    base: str
-    """The directory of tokenizer and model configuration."""
-    name: str | None
-    """Name of the run, if the user gave one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The rollout of a step to sample."""
-
-    rollout: int
-    version: int
-    """The steps that its weights have been trained for."""
-    weights: bytes | None
-    """Weights as safetensors; None stands for the weights of the last order."""
-    rollbacks: int = 0
-    """Number of times that the trainers had gone back to earlier weights in this process. Orders
-    with a smaller number are void.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A rollout that was sampled."""
-
-    rollout: int
-    trajectories: CompactTrajectories | None
-    """Trajectories of the rollout; only the first rank of the trainers has them, others None."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    rollbacks: int = 0
-    """Number of its order."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The trainers have ended."""
-
-    exit_code: int
 
 
 class Part(NamedTuple):
@@ -181,6 +155,9 @@ class Samplers:
         self._sent: int | None = None  # the latest version that they have
         self._arrived: dict[int, Delivery] = {}  # first rank: ready to be taken
         self._failure: Exception | None = None  # first rank: what ended their work
+        self._unused = [summed(())] * config.parallel.rollout_ranks
+        self.usage = self._unused
+        """Usage by the ranks that sample, for the rollout that was taken last."""
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._written: Future[None] | None = None  # first rank: the last write
 
@@ -255,24 +232,26 @@ class Samplers:
         ready = on_main(lambda: len(self._arrived) + (self._link.num_waiting if self._link else 0))
         metrics.add("engine", ready=ready)
         start = time.monotonic()
-        here: list[CompactTrajectories | None] = []  # on the first rank, where they stay
+        stays: list[Delivery] = []  # on the first rank
 
         def find() -> Delivery | Exception | None:
             found = self._find(step, start)
             if isinstance(found, Delivery):
-                here.append(found.trajectories)
-                return replace(found, trajectories=None)
+                stays.append(found)
+                return replace(found, groups=None)
             return found
 
-        while (found := on_main(find)) is None:
-            self._stop_if_asked()
+        with here.waiting("samples", f"rollout {step} of {SAMPLERS}", polls=True):
+            while (found := on_main(find)) is None:
+                self._stop_if_asked()
         if isinstance(found, Exception):
             raise found
         self._ordered.pop(step, None)
         for note in found.notes:
             self._say(note)
         metrics.add("engine", found.metrics)
-        groups = read_on_main(lambda: in_groups(expand(here[0])) if here[0] else None)
+        self.usage = [*found.usage] or self._unused  # the disk had it
+        groups = read_on_main(lambda: [*(stays[0].groups or ())])
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
 
@@ -315,18 +294,18 @@ class Samplers:
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
         if self._link:
-            self._link.send(End(exit_code))
+            self._link.send(encode(End(exit_code)))
             self._link.close()
 
     def _send(self, message: Begin | Order) -> None:
         if self._link:
-            self._link.send(message)
+            self._link.send(encode(message))
 
     def _find_stored(self, rollout: int, origin: Origin) -> bool:
         """Look on the first rank for a rollout that an earlier process has sampled."""
         groups = self._recall(rollout, origin)
         if groups is not None:
-            self._arrived[rollout] = Delivery(rollout, _compact(groups))
+            self._arrived[rollout] = Delivery(rollout, groups)
         return groups is not None
 
     def _find(self, rollout: int, start: float) -> Delivery | Exception | None:
@@ -341,6 +320,7 @@ class Samplers:
             self._failure = self._alarm.given() if self._alarm else None
             silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
+                watch.ask(_SECONDS_TO_REPORT)
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
                     " or raise --sampler-timeout; --resume goes on from the last checkpoint"
@@ -362,7 +342,7 @@ class Samplers:
         data = self._link.receive(seconds) if self._link else None
         if data is None:
             return False
-        message = pickle.loads(data)
+        message = decode(data)
         if isinstance(message, Exception):
             self._failure = message
             return True
@@ -376,11 +356,11 @@ class Samplers:
         return True
 
     def _write(self, delivery: bytes, origin: Origin) -> None:
-        """Write a delivery on the writer thread; it is unpickled again because the loop mutates its
+        """Write a delivery on the writer thread; it is decoded again because the loop mutates its
         copy.
         """
-        message = pickle.loads(delivery)
-        self._keep(message.rollout, origin, in_groups(expand(message.trajectories)))
+        message = decode(delivery)
+        self._keep(message.rollout, origin, message.groups)
 
 
 class Sampler:
@@ -409,8 +389,8 @@ class Sampler:
         self._inbox: list[Begin | Order | End] = []  # first rank: messages that are read
         self._rollbacks = 0  # number of the last order
         self._playing = ExitStack()  # ends what `_together` plays
-        self._last_beat = self._start = time.monotonic()
-        self._waited = self._worked = 0.0  # seconds since the last delivery
+        self._last_beat = time.monotonic()
+        self._timers = Timers()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -446,13 +426,10 @@ class Sampler:
 
     def orders(self) -> Iterator[Order]:
         """Yield the rollouts to sample, until the trainers have ended."""
-        start = time.monotonic()
+        self._timers.begin(0)
         while isinstance(order := self._receive(), Order):
-            self._has_begun, self._start = True, time.monotonic()
-            self._waited += self._start - start
+            self._has_begun, here.step = True, order.rollout
             yield order
-            start = time.monotonic()
-            self._worked += start - self._start
         if isinstance(order, End) and order.exit_code:
             raise SystemExit(order.exit_code)
 
@@ -465,14 +442,18 @@ class Sampler:
             self._begin_anew()
         if order.weights is None:  # the engine has them
             return
-        self._weights = load(order.weights)
+        with self._timers.timed("sync"):
+            self._take_weights(order.version, order.weights)
+
+    def _take_weights(self, version: int, weights: bytes) -> None:
+        self._weights = load(weights)
         if self._config.rollout.carry_over_cache == "recompute":
             self._together.drop_caches()
         else:
             self._engine.seal_caches()
         is_again = bool(self._open)
         # An engine that is not loaded again counts one up, and a server labels what it samples.
-        self._engine.weight_version = order.version - (not is_again)
+        self._engine.weight_version = version - (not is_again)
         self._sync.send(again=is_again)
 
     def sample(self, step: int) -> Iterator[tuple[int, list[TrajectoryGroup]]]:
@@ -481,30 +462,37 @@ class Sampler:
         """
         tasks, share = self._sampling.tasks.sample(step), self._config.rollout.carry_over
         if not share:
-            yield step, self._sampling.sample(step, tasks)
+            with self._timers.timed("rollout"):
+                groups = self._sampling.sample(step, tasks)
+            yield step, groups
             return
         self._open[step] = self._together.add(tasks)
         is_last = step + 1 == self._config.train.num_steps
         for rollout, indices in list(self._open.items()):
             most = 0 if rollout < step or is_last else int(share * len(indices))
-            self._together.play(partial(_are_few, indices, most))
-            if rollout == step:  # answers of environments in the meantime are not late
-                self._together.finish_turns()
+            with self._timers.timed("rollout"):
+                self._together.play(partial(_are_few, indices, most))
+                if rollout == step:  # answers of environments in the meantime are not late
+                    self._together.finish_turns()
             if not self._together.unfinished.intersection(indices):
                 del self._open[rollout]
                 yield rollout, self._sampling.judge(rollout, self._together.take(indices))
 
     def deliver(self, rollout: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Send a rollout to the trainers."""
-        now = time.monotonic()
+        own = self._timers.usage()
+        waited = own.seconds["waiting_weights"]
         metrics = engine_metrics(self._engine) | {
-            "sampling_seconds": self._worked + now - self._start,
-            "waiting_seconds": self._waited,
+            "sampling_seconds": sum(own.seconds.values()) - waited,
+            "waiting_seconds": waited,
         }
-        self._start, self._worked, self._waited = now, 0.0, 0.0
+        everyone = tuple(collectives.gather_objects(own))
+        self._timers = Timers()
+        self._timers.begin(rollout + 1)
         if self._link:
             said = tuple(self._notes)
-            self._link.send(Delivery(rollout, _compact(groups), metrics, said, self._rollbacks))
+            delivery = Delivery(rollout, groups, metrics, said, self._rollbacks, everyone)
+            self._link.send(encode(delivery))
         self._notes.clear()
 
     def __enter__(self) -> Self:
@@ -520,9 +508,9 @@ class Sampler:
             raise SystemExit(2) from error  # the trainers have said why
         if isinstance(error, PORTABLE) and not isinstance(error, LinkLost):
             if self._link:
-                self._link.send(_portable(error))  # behind what was delivered
+                self._link.send(encode(error))  # behind what was delivered
             elif self._alarm:  # the others may not know of the error
-                self._alarm.give(_portable(error))
+                self._alarm.give(error)
             self._wait_for_end()  # they say it
         if isinstance(error, Interrupted):  # they have hung up, or will
             self._wait_for_end()
@@ -534,9 +522,10 @@ class Sampler:
 
     def _receive(self) -> Begin | Order | End:
         """Return the next message. Raises LinkLost if the trainers are gone."""
-        while (message := on_main(self._next_message)) is None:
-            if self.stop.agreed():
-                self._request_stop()
+        with here.waiting("weights", f"weights of {TRAINERS}", polls=True):
+            while (message := on_main(self._next_message)) is None:
+                if self.stop.agreed():
+                    self._request_stop()
         return message
 
     def _next_message(self) -> Begin | Order | End | None:
@@ -547,7 +536,7 @@ class Sampler:
             while self._link and (
                 data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS)
             ):
-                self._inbox.append(pickle.loads(data))
+                self._inbox.append(decode(data))
         except LinkLost:
             if not self._inbox:
                 raise
@@ -574,7 +563,7 @@ class Sampler:
         """Have the trainers stop the run, because a sampling rank received the signal."""
         if self._link and not self._has_told:
             self._has_told = True
-            self._link.send(Interrupted())
+            self._link.send(encode(Interrupted()))
 
     def _export_weights(self, shard: EngineShard | None) -> Iterable[tuple[str, Tensor]]:
         """Stream the weights of the last order as the engine takes them."""
@@ -591,14 +580,5 @@ def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
     return save(tensors) if is_main() else b""
 
 
-def _compact(groups: Sequence[TrajectoryGroup]) -> CompactTrajectories:
-    return compact([member for group in groups for member in group.trajectories])
-
-
 def _are_few(tasks: range, most: int, left: set[int]) -> bool:
     return len(left.intersection(tasks)) <= most
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error in a form that another process can unpickle."""
-    return next(kind for kind in PORTABLE if isinstance(error, kind))(str(error))

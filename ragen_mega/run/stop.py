@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import DistError
 
-from ragen_mega.ranks import collectives
+from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import JOB, SECONDS_TO_WAIT, is_rank, seconds_to_stop
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
@@ -32,6 +32,9 @@ RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"
     " checkpoint"
 )
+ASK = {signal.SIGUSR1, signal.SIGUSR2}
+"""Signals after which all ranks print where they are; SIGUSR2 does nothing else."""
+_SECONDS_TO_REPORT = 10.0
 _POLL_SECONDS = 1.0
 _SECONDS_OF_ECHO = 0.5
 
@@ -118,6 +121,7 @@ def end_with_launcher() -> None:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGUSR2, lambda signum, frame: None)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         arguments = reader, os.getppid(), seconds_to_stop()
         threading.Thread(target=_watch, args=arguments, daemon=True, name="launcher").start()
@@ -127,13 +131,17 @@ def _watch(reader: int, launcher: int, limit: float) -> None:
     first, passed, is_orphan = 0, 0.0, False
     while True:
         if select.select([reader], [], [], _POLL_SECONDS)[0]:
-            numbers = os.read(reader, 1 << 10).replace(bytes([signal.SIGUSR1]), b"")
+            numbers = os.read(reader, 1 << 10)
+            if ASK & {*numbers}:
+                watch.ask()
+            numbers = bytes(each for each in numbers if each not in ASK)
             first = first or next(iter(numbers), 0)
         if not is_orphan and os.getppid() != launcher and JOB not in os.environ:
             is_orphan = True
             os.kill(os.getpid(), signal.SIGTERM)
         passed += _POLL_SECONDS if first else 0.0
         if passed > (min(limit, SECONDS_TO_WAIT) if is_orphan else limit):
+            watch.ask(_SECONDS_TO_REPORT)
             _leave(first, None)
 
 

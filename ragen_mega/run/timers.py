@@ -6,8 +6,10 @@ from contextlib import contextmanager
 
 import torch
 
+from ragen_mega.ranks.waits import here
 from ragen_mega.report.metrics import Metrics, Sum
 from ragen_mega.report.timeline import Span
+from ragen_mega.run.idleness import Usage, usage
 
 
 class Timers:
@@ -24,6 +26,13 @@ class Timers:
         self._seconds: dict[str, float] = {}
         self._nested = 0.0
         self._spans: list[Span] = []
+        self._began = time.monotonic()
+
+    def begin(self, step: int) -> None:
+        """Begin to measure how this rank spends its time in a step."""
+        here.step, self._began = step, time.monotonic()
+        here.seconds.clear()
+        here.spans.clear()
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -33,7 +42,7 @@ class Timers:
         start = time.monotonic()
         outside, self._nested = self._nested, 0.0
         try:
-            with self._on_timeline(name):
+            with here.in_stage(name), self._on_timeline(name):
                 yield
         finally:
             elapsed = time.monotonic() - start
@@ -45,7 +54,7 @@ class Timers:
         """Show a span on the timeline; no metric counts it, nor any span timed inside it."""
         counted = dict(self._seconds)
         try:
-            with self._on_timeline(name):
+            with here.in_stage(name), self._on_timeline(name):
                 yield
         finally:
             self._seconds = counted
@@ -60,9 +69,13 @@ class Timers:
             self._spans.append((name, begin, time.monotonic() - start))
 
     def take_spans(self) -> list[Span]:
-        """Return the spans since the last call."""
-        spans, self._spans = self._spans, []
+        """Return the spans since the last call, waits among them."""
+        spans, self._spans, here.spans = self._spans + here.spans, [], []
         return spans
+
+    def usage(self) -> Usage:
+        """Return how this rank has spent its time since `begin`."""
+        return usage(self._seconds, here.seconds, time.monotonic() - self._began)
 
     def close_step(self, metrics: Metrics) -> None:
         """Add the step's seconds and rates to its metrics and begin the next step."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ragen_mega.data.fields import recorded_fields
 from ragen_mega.data.types import Packed, Trajectory, TrajectoryGroup, Turn
-from ragen_mega.storage.sealed_files import read_sealed, write_sealed
+from ragen_mega.storage.sealed_files import read_sealed, seal, unseal, write_sealed
 
 ROLLOUTS = "rollouts"
 FORMAT = 1
@@ -115,6 +115,18 @@ class RolloutStore:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.safetensors"
+
+
+def sealed_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
+    """Return groups as a file without a step and an origin would hold them."""
+    tensors, turns = _pack(groups)
+    return seal(tensors, {"turns": turns})
+
+
+def groups_of(data: bytes) -> list[TrajectoryGroup]:
+    """Return the groups that `sealed_groups` was given. Raises ValueError if bytes have changed."""
+    tensors, facts = unseal(data, "a rollout")
+    return _unpack(tensors, facts["turns"])
 
 
 def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:

@@ -20,19 +20,23 @@ _FACTS = "facts"
 _BLANK = b"0" * 64
 
 
-def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors, none of them named "facts", and facts (JSON values) to `path`; on return they
-    are on disk.
-
-    The SHA-256 in the header is the digest of the file with 64 zeros in the digest's place. Raises
-    OSError, and then leaves no new file.
+def seal(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """Return tensors, none of them named "facts", and facts (JSON values) as bytes. The SHA-256 in
+    the header is the digest of the bytes with 64 zeros in the digest's place.
     """
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     contiguous = {name: value.contiguous() for name, value in tensors.items()}
     blank = save(contiguous | {_FACTS: text}, {"sha256": _BLANK.decode()})
     digest = hashlib.sha256(blank).hexdigest().encode()
+    return blank.replace(_FIELD + _BLANK, _FIELD + digest, 1)
+
+
+def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write what `seal` returns to `path`; on return it is on disk. Raises OSError, and then leaves
+    no new file.
+    """
     try:
-        write_whole(path, blank.replace(_FIELD + _BLANK, _FIELD + digest, 1))
+        write_whole(path, seal(tensors, facts))
         sync(path.parent)
     except OSError as error:
         raise OSError(
@@ -44,11 +48,17 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and facts of a file. Raises ValueError if the file has changed,
     FileNotFoundError if it is not there.
     """
-    data = path.read_bytes()
+    return unseal(path.read_bytes(), path.name)
+
+
+def unseal(data: bytes, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and facts that `seal` was given. Raises ValueError, which calls them
+    `name`, if they have changed.
+    """
     start = data.find(_FIELD) + len(_FIELD)
     digest = data[start : start + len(_BLANK)]
     blank = data[:start] + _BLANK + data[start + len(_BLANK) :]
     if start < len(_FIELD) or hashlib.sha256(blank).hexdigest().encode() != digest:
-        raise ValueError(f"{path.name} does not have the SHA-256 that it states")
+        raise ValueError(f"{name} does not have the SHA-256 that it states")
     tensors = load(data)
     return tensors, json.loads(tensors.pop(_FACTS).numpy().tobytes())

@@ -2,7 +2,9 @@
 resumed run to the bit, and one line for whatever ends it.
 """
 
+import json
 import os
+import re
 import signal
 import time
 from argparse import Namespace
@@ -15,6 +17,7 @@ import torch
 from ragen_mega.commands.replayed_step import replay
 from ragen_mega.config import parse
 from ragen_mega.ranks import collectives
+from ragen_mega.report.metrics import METRICS_FILE, read_metrics
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
@@ -103,6 +106,21 @@ def test_rollouts_are_of_weights_so_many_steps_old_and_corrected(stale: Path) ->
     assert rows[0]["mismatch/logprob_max_abs_diff"] < 1e-5
     assert all(row["mismatch/logprob_max_abs_diff"] > 1e-3 for row in rows[1:])
     assert all(row["actor/importance"] != 1.0 for row in rows[1:])
+
+
+def test_every_second_of_every_rank_has_a_part(stale: Path) -> None:
+    rows, lines = read_metrics(stale / METRICS_FILE), read_metrics(stale / "idleness.jsonl")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS))
+    for row, line in zip(rows, lines, strict=True):
+        shares = {key: value for key, value in row.items() if key.startswith("share/")}
+        trains, samples = line["ranks"]
+        both = sum(trains.values()) + sum(samples.values())
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert shares["share/update"] == pytest.approx(trains["update"] / both, abs=1e-3)
+        assert trains["update"] > 0 and not trains["waiting_weights"]
+        assert samples["rollout"] > 0 and not samples["waiting_samples"] + samples["update"]
+        assert line["text"].startswith("ranks wait ")
+    assert "ranks wait " in json.loads((stale / "summary.json").read_text())["idleness"]
 
 
 def test_samplers_do_not_wait_until_a_step_is_evaluated(output: Path) -> None:
@@ -211,8 +229,11 @@ def test_a_sampler_that_never_answers_ends_the_run(
     processes[0].join()
     said = capfd.readouterr().err
     processes[1].kill()
-    assert processes[0].exitcode == 2 and said.count("\n") == 1
-    assert "no turn for 3 s" in said
+    assert processes[0].exitcode == 2
+    first, own, error = said.splitlines()
+    assert f"the job waits for rank 1 (process {processes[1].pid} on " in first
+    assert own.startswith("  rank 0: ") and ", waits for rollout " in own
+    assert error.startswith("error: ") and re.search("no turn for [3-9] s", error)
 
 
 @pytest.mark.slow

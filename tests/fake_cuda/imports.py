@@ -21,10 +21,9 @@ LAUNCH_SERVER = "sglang.launch_server sglang.srt.entrypoints.http_server".split(
 SERVER = [*LAUNCH_SERVER, *"sglang.srt.managers.scheduler sgl_kernel torch_memory_saver".split()]
 PACKAGES = "transformer_engine.pytorch megatron.core httpx2 liger_kernel cut_cross_entropy".split()
 TRAINER = "ragen_mega.train ragen_mega.engines.embedded.engine ragen_kernels.triton_policy".split()
-TOOLS = [
-    f"tools.benchmarks.{name}"
-    for name in "bench_kernels bench_step bench_reshard bench_mixture fp8_report".split()
-] + ["tools.parity", "tools.sglang_probe"]
+BENCHMARKS = "bench_kernels bench_step bench_update bench_reshard bench_mixture fp8_report".split()
+TOOLS = [f"tools.benchmarks.{name}" for name in BENCHMARKS]
+TOOLS += [f"tools.{name}" for name in "chaos learned parity sglang_probe".split()]
 TESTS = ["tests/kernels", "tests/integration/test_transformer_engine.py"]
 TESTS += [f"tests/integration/test_{name}.py" for name in ("offload", "sglang_engine")]
 MODULES = [*SERVER, *PACKAGES, *TRAINER, *TOOLS, *TESTS]
@@ -78,7 +77,8 @@ def main(site: str, *modules: str) -> int:
         stub_of_driver(Path(folder), Path(site))
         # the script gives servers this stand-in where the package is missing
         Path(folder, "soundfile.py").write_text("")
-        paths = [site, str(ROOT), str(ROOT / "kernels"), str(ROOT / "tools/benchmarks"), folder]
+        own = [str(ROOT / place) for place in ("", "kernels", "tools", "tools/benchmarks")]
+        paths = [site, *own, folder]
         places = {"PYTHONPATH": ":".join(paths), "RAGEN_PRETEND": "1"}
         places["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
         places |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "0", "NVTE_FRAMEWORK": "pytorch"}

@@ -41,8 +41,8 @@ GROUPS = {
 took several times as long.
 """
 PARTS = (
-    "versions step kernels te train bench reshard moe lora step_all bench_all fp8 sgl_train"
-    " parity engines sglang"
+    "versions step step_fp8 update learn repeat kernels te train endure bench reshard moe"
+    " lora learn_seeds step_all bench_all fp8 parity sglang"
 ).split()
 
 pytestmark = [
@@ -120,7 +120,15 @@ def test_the_gpu_check_passes(tmp_path: Path) -> None:
     assert {f"runs/{run.name}/metrics.jsonl" for run in runs} <= names
     assert not any("checkpoint" in name or name.endswith(".safetensors") for name in names)
     assert report["bench_kernels"]["results"]
-    assert [len(read_metrics(run / "metrics.jsonl")) for run in runs] == [3] * 4
+    lengths = {run.name: len(read_metrics(run / "metrics.jsonl")) for run in runs}
+    tasks = {f"{task}_{seed}" for task in ("lookup", "reverse") for seed in range(3)}
+    assert lengths == {"endure": 9} | dict.fromkeys({*tasks, "train"}, 3) | {
+        "repeat_once": 6,
+        "repeat_twice": 6,
+    }
+    assert report["endure"]["server_restarts"] == 1 and not report["endure"]["problems"]
+    assert report["repeat"]["repetition"]["cost_percent"] > -100
+    assert report["update_peer"]["planned_gib"] > 0
     assert report["sglang_probe"]["attempts"][-1]["error"] is None
     for log in ("te", "sglang", "kernels"):
         assert re.search(r"[1-9]\d* passed", (output / f"{log}.log").read_text())

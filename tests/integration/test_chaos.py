@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -182,3 +183,46 @@ def test_ranks_that_share_experts_lose_nothing(tmp_path: Path) -> None:
     report = chaos.run_rounds(tmp_path, layouts, 4, seed=0)
     assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
     assert set(report["kills"]) & {"rollout", "update"}
+
+
+def test_growth_is_that_of_the_last_third() -> None:
+    steps = range(0, 90)
+    assert chaos.growth([(step, 7.0) for step in steps]) == 0
+    assert chaos.growth([(step, 0.5 * step) for step in steps]) == pytest.approx(50)
+    # what is allocated at the beginning does not count, nor do steps too close to tell
+    assert chaos.growth([(step, min(step, 29)) for step in steps]) == 0
+    assert chaos.growth([(step, step) for step in range(12)]) == chaos.growth([]) == 0
+
+
+def rows_of(num_steps: int, **changes: Any) -> list[dict[str, Any]]:
+    """Metrics of a run whose server was replaced once, and of which nothing grows."""
+    usual = {"engine/restarts": 0.0, "memory/train_free_gib": 40.0, chaos.MISMATCH: 0.03}
+    rows = [{"step": step} | usual for step in range(num_steps)]
+    rows[4]["engine/restarts"] = 1.0
+    for name, slope in changes.items():
+        for row in rows:
+            row[name.replace("__", "/")] += slope * row["step"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "problem"),
+    [
+        (rows_of(90), 0.0, None),
+        (rows_of(89), 0.0, "89 steps, 1.0 new servers"),
+        ([row | {"engine/restarts": 0} for row in rows_of(90)], 0.0, "90 steps, 0 new servers"),
+        (rows_of(90), 0.5, "server_mib changed by 50 in 100 steps"),
+        (rows_of(90, memory__train_free_gib=-0.01), 0.0, "memory/train_free_gib changed by 1 "),
+        (rows_of(90, mismatch__logprob_mean_abs_diff=0.001), 0.0, "mismatch/.* changed by 0.1 "),
+    ],
+)
+def test_what_grows_is_seen(rows: list[dict], sizes: float, problem: str | None) -> None:
+    readings = {
+        ("server_mib", 7): [(step, 900 + sizes * step) for step in range(90)],
+        ("server_mib", 3): [(step, 30.0 * step) for step in range(40)],  # killed early
+        ("trainer_files", 2): [(step, 40.0) for step in range(90)],
+    }
+    report = chaos.endured(rows, readings, 90, [])
+    assert len(report["problems"]) == (problem is not None), report
+    assert all(re.match(problem, line) for line in report["problems"])
+    assert report["largest_mismatch"] == pytest.approx(max(row[chaos.MISMATCH] for row in rows))

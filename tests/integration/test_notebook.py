@@ -13,7 +13,7 @@ from ragen_mega import read_run
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_notebook_trains_twice_and_reads_what_it_trained(tmp_path: Path) -> None:
     """The cells run one after another in one process, as a notebook runs them."""
     cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
@@ -30,12 +30,12 @@ def test_the_notebook_trains_twice_and_reads_what_it_trained(tmp_path: Path) -> 
     assert (tmp_path / "compared.svg").stat().st_size > 1000
     first, brief = (read_run(tmp_path / "runs" / name) for name in ("first", "brief"))
     assert first.summary and brief.summary
-    assert [row["step"] for row in first.metrics] == list(range(10))
+    assert [row["step"] for row in first.metrics] == list(range(8))
     assert "reward/my_reward:brief" in brief.metrics[-1]
 
     # The traces tell the same as the exact files of rollouts.
-    last = [episode for episode in first.episodes("step") if episode["step"] == 9]
-    groups = first.rollout(9)
+    last = [episode for episode in first.episodes("step") if episode["step"] == 7]
+    groups = first.rollout(7)
     members = [member for group in groups for member in group.trajectories][: len(last)]
     assert [episode["reward"] for episode in last] == pytest.approx(
         [member.total_reward for member in members], rel=1e-3

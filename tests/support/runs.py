@@ -63,7 +63,7 @@ def launch(output: Path, name: str, num_ranks: int, *flags: str) -> Path:
 def metrics(run: Path) -> list[dict]:
     """What was logged, without what depends on the clock or the process."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/", "engine/")
+    measured = ("time/", "memory/", "engine/", "share/")
     return [
         {
             key: value

@@ -171,7 +171,7 @@ def test_sessions_end_with_their_episode_unless_they_are_shared(server: str) -> 
 def test_one_process_serves_all_episodes_where_no_tool_writes(
     fault: str, only: tuple[str, ...], num_before: int
 ) -> None:
-    """The server counts the calls of its session; a second word makes it a server of its own."""
+    """The server counts the calls of its session; a second word names another server."""
     command = f"{PLAIN} '{fault}' {'alone' if only else 'whole'}"
     for episode in range(2):
         tools = McpTools(command, only=only)

@@ -23,7 +23,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, PlugInError
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.data.compact import compact
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import Metrics
@@ -35,8 +34,10 @@ from ragen_mega.rollout.engine import (
     RolloutEngine,
 )
 from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.idleness import Usage
 from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect, listen
-from ragen_mega.run.separate import Begin, Delivery, End, Order, Part, Sampler, Samplers, packed
+from ragen_mega.run.messages import Begin, Delivery, End, Order, decode, encode
+from ragen_mega.run.separate import Part, Sampler, Samplers, packed
 
 NUM_STEPS = 6
 SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
@@ -99,15 +100,16 @@ class Job:
         """What step `step` orders: rollout, version, and the weights that come with it."""
         digest = hashlib.sha256(f"{step}".encode()).hexdigest()
         self.samplers.order(step, digest, weights(step))
-        self.link.send(None)  # what the samplers get behind it
+        self.link.send(b"end")  # what the samplers get behind it
         orders = []
-        while (order := pickle.loads(self.theirs.receive(10.0))) is not None:
+        while (data := self.theirs.receive(10.0)) != b"end":
+            order = decode(data)
             sent = None if order.weights is None else float(load(order.weights)["weight"][0])
             orders.append((order.rollout, order.version, sent))
         return orders
 
     def deliver(self, step: int) -> None:
-        self.theirs.send(Delivery(step, compact(group(step).trajectories)))
+        self.theirs.send(encode(Delivery(step, [group(step)])))
 
     def take(self, step: int) -> list[TrajectoryGroup]:
         return self.samplers.take(step, Metrics())[0]
@@ -217,9 +219,9 @@ def test_after_a_rollback_nothing_of_the_weights_before_it_is_taken(tmp_path: Pa
     anew = [(2, 2, 2), (3, 2, None), (4, 2, None), (5, 2, None)]
     assert job.order(2) == anew
     assert job.restarted(2, tmp_path).order(2) == anew and not list(tmp_path.iterdir())
-    job.theirs.send(Delivery(4, compact(group(4).trajectories)))  # the samplers were in it
+    job.theirs.send(encode(Delivery(4, [group(4)])))  # the samplers were in it
     for step in (2, 3):
-        job.theirs.send(Delivery(step, compact(group(step + 90).trajectories), rollbacks=1))
+        job.theirs.send(encode(Delivery(step, [group(step + 90)], rollbacks=1)))
     taken = [job.take(2)]
     assert job.order(3) == []
     taken.append(job.take(3))
@@ -237,7 +239,7 @@ def test_what_ends_their_work_is_raised_once_it_is_needed(failure: Exception) ->
     job = Job(config(1))
     job.order(0)
     job.deliver(0)
-    job.theirs.send(failure)
+    job.theirs.send(encode(failure))
     assert job.take(0)
     with pytest.raises(type(failure)):
         job.take(1)
@@ -323,10 +325,10 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
         asked.append(about)
         return engine, None, hf
 
-    theirs.send(Begin(str(tmp_path), "the-run"))
-    theirs.send(Order(12, 7, packed(whole.items())))
-    theirs.send(Order(13, 7, None))
-    theirs.send(End(0))
+    theirs.send(encode(Begin(str(tmp_path), "the-run")))
+    theirs.send(encode(Order(12, 7, packed(whole.items()))))
+    theirs.send(encode(Order(13, 7, None)))
+    theirs.send(encode(End(0)))
     sampler = Sampler(config(0, "--rollout-engine", "sglang"), Part(True, link), prepare)
     with sampler, sampler.awake():
         for order in sampler.orders():
@@ -350,8 +352,8 @@ def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Pat
     sampler = Sampler(
         config(2, "--rollout-engine", "sglang"), Part(True, link), lambda *about: (engine, None, hf)
     )
-    theirs.send(Begin(str(tmp_path), "the-run"))
-    theirs.send(Order(0, 0, content))
+    theirs.send(encode(Begin(str(tmp_path), "the-run")))
+    theirs.send(encode(Order(0, 0, content)))
     seen = []
     with sampler, sampler.awake():
         for order in sampler.orders():
@@ -367,7 +369,7 @@ def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Pat
                 Order(2, 1, None, rollbacks=1),
                 End(0),
             ):
-                theirs.send(message)
+                theirs.send(encode(message))
             theirs.close()
             while not link.is_closed:
                 pass
@@ -394,8 +396,8 @@ def test_the_parts_meet_past_strangers(
         assert strangers[0].recv(1) == b""  # it hangs up
         strangers[1].close()
         theirs = connect(store, tmp_path)  # while the third says nothing
-        theirs.send("there")
-        assert pickle.loads(meeting.result().receive(60.0)) == "there"
+        theirs.send(b"there")
+        assert meeting.result().receive(60.0) == b"there"
     theirs.close()
     assert not list(tmp_path.iterdir())
 
@@ -446,19 +448,40 @@ def test_what_a_stranger_writes_into_the_store_is_not_unpickled(
         assert (type(alarm.given()), str(alarm.given())) == (type(error), str(error))
 
 
+def test_messages_are_those_that_were_sent_and_run_nothing() -> None:
+    used = (Usage({"rollout": 0.1}, {"other": 1.0}),)
+    trajectory = group(3).trajectories[0]
+    trajectory.turns[0].info["score"] = (1, {"of": [0.1]})
+    metrics = {"sampling_seconds": 0.1}
+    sent = Delivery(3, [TrajectoryGroup(3, [trajectory])], metrics, ("a note",), 2, used)
+    messages = [Begin("base", None), Order(1, 2, b"weights", 3), Order(1, 2, None), sent, End(7)]
+    assert [decode(encode(message)) for message in messages] == messages
+    lost = decode(encode(ConnectionError("gone \udcff")))
+    assert (type(lost), str(lost)) == (OSError, "gone \udcff")
+    changed = bytearray(encode(sent))
+    changed[-1] ^= 1
+    for damaged in (bytes(changed), b"", encode(End(7))[:-4], pickle.dumps([1]), b"\0" * 16):
+        with pytest.raises(ValueError):
+            decode(damaged)
+    for kind in ("Popen", "Opened", "Path"):
+        head = json.dumps([kind, {}, False]).encode()
+        with pytest.raises(ValueError, match="damaged"):
+            decode(len(head).to_bytes(8, "little") + head)
+
+
 def test_messages_keep_their_order_whatever_their_size() -> None:
     ours, theirs = links()
     with closing(ours), closing(theirs):
         large = bytes(40_000_000)  # more than any socket buffers
-        for message in (1, large, 2):
+        for message in (b"1", large, b"2"):
             ours.send(message)
-        theirs.send("back")  # while that is under way
-        assert pickle.loads(ours.receive(60.0)) == "back"
-        assert [pickle.loads(theirs.receive(60.0)) for _ in range(3)] == [1, large, 2]
+        theirs.send(b"back")  # while that is under way
+        assert ours.receive(60.0) == b"back"
+        assert [theirs.receive(60.0) for _ in range(3)] == [b"1", large, b"2"]
         assert theirs.receive(0.01) is None
-        ours.send(End(3))
+        ours.send(encode(End(3)))
         ours.close()
-        assert pickle.loads(theirs.receive(60.0)) == End(3)
+        assert decode(theirs.receive(60.0)) == End(3)
         with pytest.raises(LinkLost):
             theirs.receive(60.0)
         assert theirs.is_closed

@@ -29,12 +29,15 @@ from ragen_mega.planning.time import (
     default_play,
     layer,
     passes,
+    ranks_usage,
     rollout,
     sampled_lengths,
     step_seconds,
     total,
     training,
 )
+from ragen_mega.planning.time import sampling as sampling_terms
+from ragen_mega.run.idleness import shares
 from tests.support.plan_command import run_plan
 
 H100 = Machine(HARDWARE["H100"])
@@ -368,7 +371,18 @@ def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int)
         begun = max(sent[max(0, step - staleness)], played[-1] if played else 0.0)
         played.append(begun + sampling)
         sent.append(max(played[-1], sent[-1]) + own)
-    assert total(found) == pytest.approx((sent[-1] - sent[200]) / 200, rel=1e-6)
+    step = (sent[-1] - sent[200]) / 200
+    assert total(found) == pytest.approx(step, rel=1e-6)
+    config = parse([*base, *apart])
+    sampled = sampling_terms(
+        H100, shape, config, 8, default_play(config, environment_seconds=seconds)
+    )
+    predicted = shares(ranks_usage(found, sampled, config, 8))
+    idle = {"samples": 6 * (step - own), "weights": 2 * (step - sampling)}
+    for cause, waited in idle.items():
+        assert predicted[f"waiting_{cause}"] == pytest.approx(waited / 8 / step, abs=1e-6)
+    assert predicted["rollout"] == pytest.approx(2 * sampling / 8 / step, rel=1e-6)
+    assert sum(predicted.values()) == pytest.approx(1.0)
 
 
 def test_the_constants_are_those_that_the_published_rows_give() -> None:

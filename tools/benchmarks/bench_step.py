@@ -2,13 +2,12 @@
 updates, phase by phase.
 
     python tools/benchmarks/bench_step.py --json step.json   # Qwen2.5-0.5B on a GPU, with SGLang
-    python tools/benchmarks/bench_step.py --keep 0.25 -- --sglang-python PYTHON --offload turns
+    python tools/benchmarks/bench_step.py --keep 1 -- --sglang-python PYTHON --offload turns
 
 The paper's protocol on Sokoban: 8 initial states x 16 trajectories, five turns, PPO with a critic,
-32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. Each value of --keep is a
-run of its own through ragen-mega launch on one rank: StarPO-S keeps the quarter of the groups with
-the widest spread of returns (0.25), 1 trains on all. Flags after -- go to the training
-program.
+32 trajectories per optimizer step; bfloat16 on CUDA, float32 on a CPU. The run goes through
+ragen-mega launch on one rank: StarPO-S keeps the quarter of the groups with the widest spread of
+returns (--keep 0.25), 1 trains on all. Flags after -- go to the training program.
 
 Weights are random, so nothing has to be downloaded, and the workload is fixed: the model cannot
 sample a stop token, so every turn has exactly --response-length tokens, and it never solves a room,
@@ -23,8 +22,8 @@ attention, which takes seconds, whenever the number of tokens or trajectories of
 new power of two, as may still happen in the second step. The phases are the program's own timers,
 `other` is the rest: summaries, logging, waiting. Rates: sampled tokens over the seconds of
 rollout and sync; positions of the update, prompts included, over the seconds of advantages and
-update. The original's seconds are arXiv:2504.20073 Fig. 7, total time over 200 steps, one GPU of
-the H100 class.
+update. The original takes 23.5 s with 0.25 and 68.7 s with 1: arXiv:2504.20073 Fig. 7,
+total time over 200 steps, one GPU of the H100 class.
 """
 
 import argparse
@@ -53,14 +52,9 @@ from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
 from ragen_mega.storage.run_directory import FINAL_EXPORT
 
-NUM_TURNS = 5
+NUM_TURNS, RUN = 5, "run"
 WARMUP = 2
 """First steps, which do not count."""
-TARGETS = {0.25: (6.0, 23.5), 1.0: (15.0, 68.7)}
-"""Share of the groups that is kept -> seconds per step (our target, the original's), of
-TARGET_MODEL on TARGET_TRAJECTORIES of TARGET_TOKENS sampled tokens each, or more.
-"""
-TARGET_MODEL, TARGET_TRAJECTORIES, TARGET_TOKENS = "Qwen2.5-0.5B", 128, 338
 _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
@@ -69,13 +63,13 @@ FLAGS = (
         "--model",
         "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
         " which only the shape counts",
-        TARGET_MODEL,
+        "Qwen2.5-0.5B",
     ),
     flag("--steps", "per run; the first two do not count", 6),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),
     flag("--response-length", "sampled tokens a turn", 68),
-    flag("--keep", "of the groups", [0.25, 1.0], type=float, nargs="+", metavar="SHARE"),
+    flag("--keep", "share of the groups that is trained on", 0.25),
     flag(
         "--rollout-engine",
         "what samples; without CUDA embedded",
@@ -87,47 +81,40 @@ FLAGS = (
 )
 
 
-def training_flags(arguments: argparse.Namespace, checkpoint: Path, keep: float) -> list[str]:
-    """Return the flags of one run: no warm start, no checkpoint, one evaluated episode before it,
+def training_flags(arguments: argparse.Namespace, checkpoint: Path) -> list[str]:
+    """Return the flags of the run: no warm start, no checkpoint, one evaluated episode before it,
     and a last step that is not measured, because the final evaluation is part of this step.
     """
     kept = "--filter-strategy none"
-    if keep < 1:
-        kept = f"--filter-strategy top_fraction --filter-value {keep} --filter-keep-zero"
+    if arguments.keep < 1:
+        kept = f"--filter-strategy top_fraction --filter-value {arguments.keep} --filter-keep-zero"
     flags = (
         f"--recipe none --environments sokoban --max-turns {NUM_TURNS} {kept}"
         f" --num-groups {arguments.num_groups} --group-size {arguments.group_size}"
         f" --max-response-length {arguments.response_length} --num-steps {arguments.steps + 1}"
         f" --rollout-engine {arguments.rollout_engine} --save-interval 0 --eval-interval 0"
-        f" --eval-prompts 1 --eval-samples 1 --name {run_name(keep)} --overwrite"
+        f" --eval-prompts 1 --eval-samples 1 --name {RUN} --overwrite"
     ).split()
     flags += ["--bf16"] if torch.cuda.is_available() else []
     places = ("--load", str(checkpoint), "--output", str(arguments.output))
     return [*flags, *places, *arguments.training]
 
 
-def run_name(keep: float) -> str:
-    """Name the run directory."""
-    return f"keep_{100 * keep:g}"
-
-
 def train(
     arguments: argparse.Namespace,
     checkpoint: Path,
-    keep: float,
     report: Callable[[list[dict[str, Any]], list[float]], None],
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Train one run; returns the rows of metrics of its measured steps and the wall-clock seconds
-    between them, which `report` gets after every step that counts. If the run fails, leave with the
-    end of its log.
+) -> None:
+    """Train; `report` gets, after every step that counts, the rows of metrics of all steps and the
+    wall-clock seconds between them. If the run fails, leave with the end of its log.
     """
-    run, log = arguments.output / run_name(keep), arguments.output / f"{run_name(keep)}.log"
+    run, log = arguments.output / RUN, arguments.output / f"{RUN}.log"
     metrics = run / METRICS_FILE
     metrics.unlink(missing_ok=True)
     stamps: list[float] = []
     with log.open("wb") as file:
         process = subprocess.Popen(
-            ranks_command(1, PROGRAM, "train", *training_flags(arguments, checkpoint, keep)),
+            ranks_command(1, PROGRAM, "train", *training_flags(arguments, checkpoint)),
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -135,8 +122,9 @@ def train(
             while process.poll() is None and len(stamps) < arguments.steps:
                 if metrics.exists() and metrics.read_bytes().count(b"\n") > len(stamps):
                     stamps.append(time.monotonic())
-                    if WARMUP < len(stamps) < arguments.steps:
-                        report(read_metrics(metrics)[: len(stamps)], gaps_of(stamps))
+                    if len(stamps) > WARMUP:
+                        gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:])]
+                        report(read_metrics(metrics)[: len(stamps)], gaps)
                 time.sleep(_POLL_SECONDS)
     for directory in (CHECKPOINTS, FINAL_EXPORT):  # they may have been begun before the kill
         shutil.rmtree(run / directory, ignore_errors=True)
@@ -144,20 +132,9 @@ def train(
         print(
             *log.read_text(errors="replace").splitlines()[-_LOG_LINES:], sep="\n", file=sys.stderr
         )
-        print(
-            f"error: training with --keep {keep:g} ended with status {process.returncode}; the end"
-            f" of {log} is above",
-            file=sys.stderr,
+        raise SystemExit(
+            f"error: training ended with status {process.returncode}; the end of {log} is above"
         )
-        raise SystemExit(1)
-    return read_metrics(metrics)[: arguments.steps], gaps_of(
-        stamps
-    )  # another row may have been written meanwhile
-
-
-def gaps_of(stamps: Sequence[float]) -> list[float]:
-    """Return the seconds from each stamp to the next."""
-    return [later - earlier for earlier, later in zip(stamps, stamps[1:])]
 
 
 @contextmanager
@@ -181,7 +158,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def summarize(
-    model: str, keep: float, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
+    model: str, rows: Sequence[Mapping[str, Any]], gaps: Sequence[float]
 ) -> dict[str, Any]:
     """Summarize the time of a run per step; the first steps do not count. `gaps` are the wall-clock
     seconds of all steps but the first.
@@ -196,19 +173,10 @@ def summarize(
     known = [sum(row[key] for key in names if key in row) for row in counted]
     phases["other"] = median([gap - part for gap, part in zip(gaps, known, strict=True)])
     sampled = median([row["rollout/sampled_tokens"] for row in counted])
-    is_comparable = (
-        model == TARGET_MODEL
-        and num_trajectories == TARGET_TRAJECTORIES
-        and sampled >= TARGET_TOKENS * num_trajectories
-    )
-    target, original = TARGETS.get(keep, (None, None)) if is_comparable else (None, None)
     return {
-        "keep": keep,
         "seconds": seconds,
         "spread": spread(gaps),
         "all_seconds": list(gaps),
-        "target_seconds": target,
-        "original_seconds": original,
         "phases": {
             name: {"seconds": value, "share": value / seconds} for name, value in phases.items()
         },
@@ -269,31 +237,23 @@ def is_phase(key: str) -> bool:
 
 def tables(report: Mapping[str, Any]) -> str:
     """Return the report as text."""
-    runs = report["runs"]
-    totals = [
-        (
-            f"{run['keep']:.0%}",
-            f"{run['seconds']:.2f}",
-            f"{run['spread']['min']:.2f} - {run['spread']['max']:.2f}",
-            *(run[key] or "-" for key in ("target_seconds", "original_seconds")),
-            *(f"{run[f'{stage}_tokens_per_second']:.0f}" for stage in ("rollout", "train")),
-        )
-        for run in runs
-    ]
+    totals = (
+        f"{report['seconds']:.2f}",
+        f"{report['spread']['min']:.2f} - {report['spread']['max']:.2f}",
+        *(f"{report[f'{stage}_tokens_per_second']:.0f}" for stage in ("rollout", "train")),
+    )
     phases = [
-        (f"{run['keep']:.0%}", name, f"{phase['seconds']:.2f}", f"{phase['share']:.0%}")
-        for run in runs
-        for name, phase in sorted(run["phases"].items(), key=lambda item: -item[1]["seconds"])
+        (name, f"{phase['seconds']:.2f}", f"{phase['share']:.0%}")
+        for name, phase in sorted(report["phases"].items(), key=lambda item: -item[1]["seconds"])
     ]
-    head = ("keep", "s/step", "spread", "target", "original", "rollout tok/s", "train tok/s")
     return "\n\n".join(
         (
             f"{report['model']} ({report['num_parameters'] / 1e6:.1f} M parameters, random) on"
-            f" {report['hardware']}, {report['rollout_engine']} rollouts,"
-            f" {runs[0]['num_trajectories']:.0f} trajectories a step,"
-            f" {runs[0]['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory",
-            table(head, totals),
-            table(("keep", "phase", "s", "share"), phases),
+            f" {report['hardware']}, {report['rollout_engine']} rollouts, {report['keep']:.0%} of"
+            f" {report['num_trajectories']:.0f} trajectories a step trained on,"
+            f" {report['sampled_tokens_per_trajectory']:.1f} sampled tokens a trajectory",
+            table(("s/step", "spread", "rollout tok/s", "train tok/s"), [totals]),
+            table(("phase", "s", "share"), phases),
         )
     )
 
@@ -305,8 +265,8 @@ def main(arguments: argparse.Namespace) -> None:
             f"--steps must be at least {WARMUP + 1}, because the first {WARMUP} do not count, not"
             f" {arguments.steps}"
         )
-    if bad := [share for share in arguments.keep if not 0 < share <= 1]:
-        raise ValueError(f"--keep must hold shares above 0 and up to 1, not {bad[0]:g}")
+    if not 0 < arguments.keep <= 1:
+        raise ValueError(f"--keep must be a share above 0 and up to 1, not {arguments.keep:g}")
     checkpoint = arguments.output / "checkpoint"
     arguments.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = provenance() | {
@@ -315,28 +275,24 @@ def main(arguments: argparse.Namespace) -> None:
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "response_length": arguments.response_length,
         "num_turns": NUM_TURNS,
+        "keep": arguments.keep,
         "training_flags": arguments.training,
-        "runs": [],
     }
+
+    def publish_so_far(rows: list[dict[str, Any]], gaps: list[float]) -> None:
+        """Write after every step, so that a later failure loses nothing."""
+        report.update(summarize(arguments.model, rows, gaps))
+        if arguments.json:
+            write_json(arguments.json, report)
+
     try:
         hf = model_config(arguments.model)
         print(f"writing a random {arguments.model} to {checkpoint}", flush=True)
         report["num_parameters"] = write_checkpoint(hf, "sokoban", checkpoint, dtype=torch.bfloat16)
-        for keep in arguments.keep:
-            done = list(report["runs"])
-
-            def keep_result(
-                rows: list[dict[str, Any]], gaps: list[float], keep=keep, done=done
-            ) -> None:
-                """Publish the result after every step, so that a later failure loses nothing."""
-                report["runs"] = [*done, summarize(arguments.model, keep, rows, gaps)]
-                if arguments.json:
-                    write_json(arguments.json, report)
-
-            keep_result(*train(arguments, checkpoint, keep, keep_result))
+        train(arguments, checkpoint, publish_so_far)
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
-        if report["runs"]:
+        if "seconds" in report:
             publish(arguments, report, tables(report))
 
 

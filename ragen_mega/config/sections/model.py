@@ -34,9 +34,8 @@ class ModelConfig(Section):
     the policy starts from).
     """
     teacher_prompt_examples: Natural | None = None
-    """Worked examples in the prompts behind which the teacher scores the policy's tokens, so that
-    the policy learns without examples what they teach (default: as many as the policy's prompts
-    show).
+    """Worked examples in the prompts behind which the teacher scores the policy's tokens (default:
+    the policy's), so that the policy learns without examples what they teach.
     """
     teacher_prompt_examples_file: Annotated[
         PathName | None, OnlyWith("teacher_prompt_examples", "--teacher-prompt-examples 2")

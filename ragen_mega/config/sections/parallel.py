@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from ragen_mega.config.sections.section import Count, Natural, OnlyWith, Positive, Section
+from ragen_mega.config.sections.section import (
+    Count,
+    Natural,
+    NonNegative,
+    OnlyWith,
+    Positive,
+    Section,
+)
 
 OffloadMode = Literal["none", "rollout", "turns"]
 Recompute = Literal["none", "selective", "full"]
@@ -86,6 +93,10 @@ class ParallelConfig(Section):
     ] = 1800.0
     """Seconds without a finished turn after which ranks that only sample count as lost (placement
     separate).
+    """
+    report_waits_after: NonNegative = 300.0
+    """Seconds without progress of a rank after which all ranks print where they are, and which rank
+    they wait for; again after twice as long, and so on; 0 for never.
     """
     offload: OffloadMode = "none"
     """State that is moved to host memory: nothing (none); parameters, gradients and optimizer state

@@ -29,6 +29,7 @@ class JSONClient:
 
     def __init__(self, port: int, api_key: str) -> None:
         self.port = port
+        self.address = f"{HOST}:{port}"
         self.api_key = api_key
         self._blocking = self._open(httpx2.Client)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
@@ -61,7 +62,7 @@ class JSONClient:
 
     def _open(self, kind: type[_Client]) -> _Client:
         return kind(
-            base_url=f"http://{HOST}:{self.port}",
+            base_url=f"http://{self.address}",
             headers={"Authorization": f"Bearer {self.api_key}"},
             limits=_LIMITS,
             timeout=None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient
+from ragen_mega.ranks.waits import here
 
 _MAX_SEED = 2**31 - 1
 
@@ -96,6 +97,12 @@ class Requests:
         """Return the server's answer. Raises ConnectionLost also when the server hangs."""
         request = asyncio.ensure_future(client.post("/generate", body))
         self._last_answer = time.monotonic()
+        with here.requesting(f"/generate to {client.address}"):
+            return await self._answer(client, request)
+
+    async def _answer(
+        self, client: JSONClient, request: asyncio.Future[dict[str, Any]]
+    ) -> dict[str, Any]:
         try:
             while not (await asyncio.wait({request}, timeout=self._hang_timeout))[0]:
                 silent = time.monotonic() - self._last_answer

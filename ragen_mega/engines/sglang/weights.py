@@ -43,6 +43,7 @@ from ragen_mega.engines.sglang.weight_loader import (
 from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks.waits import here
 from ragen_mega.rollout.engine import EngineError, EngineShard
 
 BUCKET_BYTES = 128 * 2**20
@@ -162,7 +163,8 @@ class WeightTransfer(ABC):
     def wait_for_all_ranks(self) -> None:
         """Wait for all ranks of the server."""
         if self._group is not None:
-            dist.barrier(group=self._group)
+            with here.waiting("ranks", "the ranks of a server"):
+                dist.barrier(group=self._group)
 
     def close(self) -> None:
         """Give the memory of all ranks back, for good. Safe to call again."""
