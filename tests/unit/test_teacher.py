@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.algorithm.credit import estimate_advantages, taught
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig, parse
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize
@@ -154,10 +154,10 @@ class World:
     def read(self, name: str) -> Tensor | None:
         return self.model.state_dict().get(name)
 
-    def policy(self) -> MegatronPolicy:
+    def policy(self, lora: LoraConfig | None = None) -> MegatronPolicy:
         policy = MegatronPolicy(
             self.hf, initialize(ParallelConfig()), ParallelConfig(), TrainConfig(), LossConfig(),
-            temperature=TEMPERATURE, keep_reference=True,
+            temperature=TEMPERATURE, keep_reference=True, lora=lora,
         )  # fmt: skip
         policy.load_weights(self.read)
         return policy
@@ -194,8 +194,8 @@ def restated_prompt(world: World) -> list[int]:
     return world.renderer.start(episode.start(1_000_003, outcome_seed=5))
 
 
-@pytest.mark.parametrize("is_restated", [False, True])
-def test_log_ratios_are_those_of_transformers(is_restated: bool, monkeypatch) -> None:
+@pytest.mark.parametrize(("is_restated", "rank"), [(False, 0), (True, 0), (True, 2)])
+def test_log_ratios_are_those_of_transformers(is_restated: bool, rank: int) -> None:
     """A teacher that is shifted by a token, or scored at another temperature, fails this."""
     given = ["--teacher-prompt-examples", "2", "--teacher-system-prompt", "Be right."]
     world = World(*(given if is_restated else ["--teacher-load", "/some/model"]))
@@ -203,7 +203,12 @@ def test_log_ratios_are_those_of_transformers(is_restated: bool, monkeypatch) ->
     prompt = restated_prompt(world) if is_restated else [*members[0].first_prompt]
     assert (len(prompt) > len(members[0].first_prompt) + 20) == is_restated
     expected = world.expected(prompt, members) + 1  # of a policy that is always at -1
-    teacher = world.teacher(world.policy() if is_restated else world.frozen())
+    policy = world.policy(LoraConfig(lora_rank=rank) if rank else None)
+    with torch.no_grad():
+        for weight in policy.local_weights():  # the teacher is what the policy started from
+            if weight.requires_grad:
+                weight.add_(0.1)
+    teacher = world.teacher(policy if is_restated else world.frozen())
     batch, log = scored(world, teacher)
     found = batch.teacher_log_ratios
     assert found is not None and not found[~batch.loss_mask].any()

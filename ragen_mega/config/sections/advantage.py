@@ -23,7 +23,7 @@ class AdvantageConfig(Section):
     judges by their URLs and rewards of your own, e.g. "environment + 0.1*format +
     my_module:my_reward". The term teacher adds the log-ratios of a teacher (--teacher-load,
     --teacher-prompt-examples, --teacher-system-prompt) to the advantage of each token, e.g.
-    "environment + 0.1*teacher", or teacher alone with --advantage-estimator none.
+    "environment + 0.1*teacher", or teacher alone with the estimator none.
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
