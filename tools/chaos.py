@@ -22,10 +22,10 @@ the run is finished. Exit code 1 if any of these fails:
     python tools/chaos.py --endure 200 --sglang-python PYTHON --json endure.json
 
 With --endure one run of so many steps is disturbed twice: a process of its server is killed after
-a third of them, the rank after two thirds. Resident memory and open files of every process are
-read once a second. `growth` is how much the median of the last third of what was read of a process
-lies above that of the third before it, for 100 steps; so is that of the run's own memory metrics
-and of the mismatch between engine and trainer. The exit code is then 1 if a step is missing, the
+a third of the steps, the rank after two thirds. Resident memory and open files of every process are
+read once a second. `growth` compares, for 100 steps, the median of the last third of the readings
+with the median of the third before it. The run's own memory metrics and the mismatch between engine
+and trainer are compared likewise. The exit code is then 1 if a step is missing, the
 server was not replaced, a process outlived the kill or something grew by more than its limit.
 """
 
@@ -549,7 +549,7 @@ def endured(
     left: Sequence[str],
 ) -> dict[str, Any]:
     """Report what the metrics of a run and the readings of its processes have shown so far, with
-    its problems if it were over, `left` those of processes that outlived the kill. A killed process
+    its problems if it were over, `left` the problems with processes that outlived the kill. A killed process
     counts only if it has lived as long as others.
     """
     named = {key for row in rows for key in row if key.startswith("memory/")} | {MISMATCH}

@@ -3,10 +3,10 @@
     python tools/learned.py --json learned.json runs/reverse_0 runs/lookup_0
     python tools/learned.py --repeats --goal 0 runs/plain runs/once runs/twice
 
-Each run is a directory with metrics.jsonl. Success is that of a step's sampled trajectories; the
-minutes to the goal are those of all steps up to the first that reaches it. With --repeats the last
-two runs are one run twice: the first step whose row differs is named, clocks and memory left out,
-and the rollouts of the last are timed against those of the first. Exit code 1 for a run whose last
+Each run is a directory with metrics.jsonl. A step's success counts its sampled trajectories; the
+minutes to the goal are the time of all steps up to the first that reaches it. With --repeats the
+last two runs are one run twice: the first step whose row differs is named, clocks and memory left
+out, and the last run's rollouts are timed against the first run's. Exit code 1 for a run whose last
 step is below --goal or whose mean mismatch is above --mismatch.
 """
 
@@ -47,7 +47,7 @@ def learned(rows: Sequence[dict[str, Any]], goal: float) -> dict[str, Any]:
 
 
 def repetition(*runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the last two runs with each other, and their rollouts with those of the first."""
+    """Compare the last two runs with each other, and the last one's rollouts with the first one's."""
     of_runs = (
         [{key: row[key] for key in row if not CLOCKED.match(key)} for row in rows]
         for rows in runs[1:]
