@@ -549,8 +549,8 @@ def endured(
     left: Sequence[str],
 ) -> dict[str, Any]:
     """Report what the metrics of a run and the readings of its processes have shown so far, with
-    its problems if it were over, `left` the problems with processes that outlived the kill. A killed process
-    counts only if it has lived as long as others.
+    its problems if it were over, `left` the problems with processes that outlived the kill. A
+    killed process counts only if it has lived as long as others.
     """
     named = {key for row in rows for key in row if key.startswith("memory/")} | {MISMATCH}
     values = {key: [(row["step"], row[key]) for row in rows if key in row] for key in named}

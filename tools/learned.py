@@ -47,7 +47,7 @@ def learned(rows: Sequence[dict[str, Any]], goal: float) -> dict[str, Any]:
 
 
 def repetition(*runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the last two runs with each other, and the last one's rollouts with the first one's."""
+    """Compare the last two runs with each other, and the last rollouts with the first run's."""
     of_runs = (
         [{key: row[key] for key in row if not CLOCKED.match(key)} for row in rows]
         for rows in runs[1:]
