@@ -302,9 +302,10 @@ def test_an_error_of_a_tool_is_its_answer_and_keeps_the_session(is_shared: bool)
     for code in (-32602, -32603, -32601, -32600, -32000, -32001, 7):
         refusing = McpTools(f"{PLAIN} 'refuses {code}'", is_shared=is_shared)
         assert ask(refusing, "add", a=1) == "Error: no such arguments"
-        (session,) = [s for s in refusing._sessions.values() if f"refuses {code}'" in s._server]
+        sessions = adapter._shared if is_shared else refusing._sessions
+        (session,) = [s for s in sessions.values() if f"refuses {code}'" in s._server]
         assert ask(refusing, "add", a=2) == "Error: no such arguments"
-        assert session in refusing._sessions.values() and not session.is_over
+        assert session in sessions.values() and not session.is_over
         refusing.close()
 
 
