@@ -282,7 +282,7 @@ def test_programs_start_in_the_directory_of_the_run(
 def test_a_server_of_the_protocols_authors() -> None:
     pytest.importorskip("mcp_server_time", reason="needs mcp 2.3, and verifiers takes 2.0.0 alone")
     time_server = f"{sys.executable} -m mcp_server_time --local-timezone UTC"
-    tools = McpTools(time_server, PLAIN, only=["convert_time", "add"])
+    tools = McpTools(time_server, PLAIN, only=["convert_time", "add"], is_shared=False)
     assert [tool["function"]["name"] for tool in tools.tools] == ["convert_time", "add"]
     noon = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
     said = json.loads(ask(tools, "convert_time", **noon))
@@ -292,6 +292,8 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
     tools.close()
     assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
+    # Its tools are read-only by its own word, so one process serves all episodes unless told.
+    assert McpTools(time_server)._is_shared == {time_server: True}
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
