@@ -282,7 +282,7 @@ def test_programs_start_in_the_directory_of_the_run(
 def test_a_server_of_the_protocols_authors() -> None:
     pytest.importorskip("mcp_server_time", reason="needs mcp 2.3, and verifiers takes 2.0.0 alone")
     time_server = f"{sys.executable} -m mcp_server_time --local-timezone UTC"
-    tools = McpTools(time_server, PLAIN, only=["convert_time", "add"])
+    tools = McpTools(time_server, PLAIN, only=["convert_time", "add"], is_shared=False)
     assert [tool["function"]["name"] for tool in tools.tools] == ["convert_time", "add"]
     noon = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
     said = json.loads(ask(tools, "convert_time", **noon))
@@ -292,6 +292,8 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
     tools.close()
     assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
+    # Its tools are read-only by its own word, so one process serves all episodes unless told.
+    assert McpTools(time_server)._is_shared == {time_server: True}
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -302,9 +304,10 @@ def test_an_error_of_a_tool_is_its_answer_and_keeps_the_session(is_shared: bool)
     for code in (-32602, -32603, -32601, -32600, -32000, -32001, 7):
         refusing = McpTools(f"{PLAIN} 'refuses {code}'", is_shared=is_shared)
         assert ask(refusing, "add", a=1) == "Error: no such arguments"
-        (session,) = [s for s in refusing._sessions.values() if f"refuses {code}'" in s._server]
+        sessions = adapter._shared if is_shared else refusing._sessions
+        (session,) = [s for s in sessions.values() if f"refuses {code}'" in s._server]
         assert ask(refusing, "add", a=2) == "Error: no such arguments"
-        assert session in refusing._sessions.values() and not session.is_over
+        assert session in sessions.values() and not session.is_over
         refusing.close()
 
 
