@@ -6,12 +6,15 @@ PEFT's names: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ragen_mega.config.sections.lora import LoraConfig
 from ragen_mega.models.cuts import ROW, Cut
 from ragen_mega.models.family import Weight
-from ragen_mega.models.layout import Slot
 from ragen_mega.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from ragen_mega.models.layout import Slot
 
 PREFIX = "base_model.model."
 """PEFT's prefix of Hugging Face names."""
@@ -68,8 +71,10 @@ def layer_weights(shape: ModelShape, lora: LoraConfig) -> tuple[Weight, ...]:
     return tuple(part for pair in pairs for part in pair)
 
 
-def adapter_slots(shape: ModelShape, lora: LoraConfig) -> Iterator[Slot]:
+def adapter_slots(shape: ModelShape, lora: LoraConfig) -> "Iterator[Slot]":
     """Yield every parameter of the adapters of a policy, in order."""
+    from ragen_mega.models.layout import Slot  # it imports torch, which checks of flags do without
+
     for layer in range(shape.num_layers):
         for weight in layer_weights(shape, lora):
             for expert in shape.experts(weight):

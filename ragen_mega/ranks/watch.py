@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ragen_mega.ranks.waits import here
 
+_SECONDS_TO_END = 5.0
 _POLL_SECONDS = 1.0
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_TO_TELL = 20.0
@@ -47,8 +48,12 @@ class Watch:
         self._node = os.environ.get("GROUP_RANK", "0")
         self._since = time.monotonic()  # when the main thread moved last
         self._wanted, self._told, self._ended = (threading.Event() for _ in range(3))
-        for work in (self._look, self._listen):
-            threading.Thread(target=work, daemon=True, name="watch").start()
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name="watch")
+            for work in (self._look, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, seconds: float = 0.0, *, only_if_still: bool = False) -> bool:
         """Have all ranks report; return whether they have within this time. `only_if_still`: they
@@ -60,8 +65,11 @@ class Watch:
         return self._told.wait(seconds)
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching. A thread that uses the store when the process ends would abort it."""
         self._ended.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_SECONDS_TO_END)
 
     def _look(self) -> None:
         last, due = None, self._patience

@@ -94,7 +94,7 @@ class AdvantageConfig(Section):
 
     def _check_teacher(self) -> None:
         """Check that an estimator has rewards, and that a teacher alone has none to estimate."""
-        name, is_alone = self.advantage_estimator, not any(self.reward_terms.values())
+        name, is_alone = self.advantage_estimator, not self.reward_terms
         if is_alone and name != "none":
             raise ValueError(
                 f"reward {self.reward} leaves advantage_estimator {name} no rewards; set"
