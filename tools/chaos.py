@@ -81,7 +81,7 @@ TRAINING_FLAGS = f"""
 """.split()
 ENDURING_FLAGS = """
     --hidden-size 256 --ffn-hidden-size 512 --eval-interval 0 --eval-prompts 4 --lr 1e-5
-    --critic-lr 1e-4 --save-interval 10
+    --critic-lr 1e-4
 """.split()  # heads have 64 channels, as the kernels of servers want them
 MISMATCH = "mismatch/logprob_mean_abs_diff"
 # end of a name -> the most that may be added in 100 steps
@@ -583,8 +583,10 @@ def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
     """Train to the end with one kill of a server and one of the rank, and write the report after
     every reading. Returns the exit code, 1 after a problem.
     """
-    flags = [*TRAINING_FLAGS, *ENDURING_FLAGS, "--num-steps", str(num_steps)]
-    run = Victim(output, "endure", layout, flags + ["--bf16"] * torch.cuda.is_available())
+    # a checkpoint lies between the two kills, so that the row that counts the new server stays
+    sizes = ("--num-steps", str(num_steps), "--save-interval", str(max(1, num_steps // 20)))
+    flags = [*TRAINING_FLAGS, *ENDURING_FLAGS, *sizes, *["--bf16"] * torch.cuda.is_available()]
+    run = Victim(output, "endure", layout, flags)
     launcher, readings = run.start(), defaultdict[tuple[str, int], list[tuple[float, float]]](list)
     left, kills = list[str](), {num_steps // 3: "server", 2 * num_steps // 3: "trainer"}
     while launcher.poll() is None:
@@ -598,7 +600,7 @@ def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
         if step:
             rows = read_metrics(run.directory / METRICS_FILE)
             write_json(json, endured(rows, readings, num_steps, left))
-        if step >= min(kills, default=num_steps):
+        if kills and step >= min(kills):
             target = kills.pop(min(kills))
             for process in (servers if target == "server" else run.ranks(launcher.pid))[-1:]:
                 kill(process)
