@@ -64,7 +64,7 @@ def mark_tensor_parallel(chunks: Chunks) -> None:
 def load_weights(
     chunks: Chunks,
     read: Callable[[str], Tensor | None],
-    start: Callable[[nn.Parameter, Tensor], None] = lambda parameter, values: None,
+    start: Callable[[nn.Parameter, Tensor], None] | None = None,
 ) -> None:
     """Fill this rank's chunks of a model. `read(name)` returns a full Hugging Face tensor or None
     if there is none; `start` gets each parameter with its values before they are rounded to its
@@ -75,7 +75,11 @@ def load_weights(
     """
     for slot, parameter in held(chunks):
         if slot.names != (VALUE_HEAD,) or read(VALUE_HEAD) is not None:
-            start(parameter, _fill(slot, parameter, read, chunks[-1].tp_group))
+            # a weight that stays as it is needs no bits below bfloat16
+            spreads = start is not None and parameter.requires_grad
+            values = _fill(slot, parameter, read, chunks[-1].tp_group, spreads=spreads)
+            if start is not None:
+                start(parameter, values)
 
 
 def load_adapters(chunks: Chunks, read: Callable[[str], Tensor | None]) -> None:
@@ -96,6 +100,8 @@ def _fill(
     parameter: nn.Parameter,
     read: Callable[[str], Tensor | None],
     tp: dist.ProcessGroup,
+    *,
+    spreads: bool = False,
 ) -> Tensor:
     tensors = [read(name) for name in slot.names]
     found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
@@ -105,7 +111,7 @@ def _fill(
             f" for, not {found}; is the checkpoint complete, and of this model?"
         )
     whole = [
-        spread_bits(tensor, name) if parameter.dtype == torch.bfloat16 else tensor
+        spread_bits(tensor, name) if spreads and parameter.dtype == torch.bfloat16 else tensor
         for name, tensor in zip(slot.names, tensors)
         if tensor is not None
     ]

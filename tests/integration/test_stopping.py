@@ -170,6 +170,20 @@ def test_a_signal_that_its_sender_doubles_counts_once(tmp_path):
     assert process.returncode == 143
 
 
+def patch_launcher(tmp_path, monkeypatch) -> None:
+    """Have `job` start a launcher whose guardian waits two seconds."""
+    launcher = tmp_path / "patched.py"
+    launcher.write_text(
+        "import sys\nfrom ragen_mega.commands import guardian, launch\n"
+        "guardian.SECONDS_TO_WAIT = 2.0\nsys.exit(launch.main(sys.argv[1:]))\n"
+    )
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "LAUNCH",
+        (sys.executable, "-P", str(launcher), "--nproc-per-node", "2"),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ranks_that_compute_get_the_time_that_they_need(tmp_path, monkeypatch):
@@ -188,16 +202,7 @@ def test_ranks_that_compute_get_the_time_that_they_need(tmp_path, monkeypatch):
         os.write(1, b"checkpoint\\n")
         sys.exit(stop.exit_code)
     """
-    launcher = tmp_path / "patched.py"
-    launcher.write_text(
-        "import sys\nfrom ragen_mega.commands import guardian, launch\n"
-        "guardian.SECONDS_TO_WAIT = 2.0\nsys.exit(launch.main(sys.argv[1:]))\n"
-    )
-    monkeypatch.setattr(
-        sys.modules[__name__],
-        "LAUNCH",
-        (sys.executable, "-P", str(launcher), "--nproc-per-node", "2"),
-    )
+    patch_launcher(tmp_path, monkeypatch)
     with job(tmp_path, program) as process:
         family_of(process)
         process.send_signal(signal.SIGTERM)
@@ -218,16 +223,7 @@ def test_ranks_that_compute_do_not_outlive_a_killed_launcher(tmp_path, monkeypat
         while True:
             pass
     """
-    launcher = tmp_path / "patched.py"
-    launcher.write_text(
-        "import sys\nfrom ragen_mega.commands import guardian, launch\n"
-        "guardian.SECONDS_TO_WAIT = 2.0\nsys.exit(launch.main(sys.argv[1:]))\n"
-    )
-    monkeypatch.setattr(
-        sys.modules[__name__],
-        "LAUNCH",
-        (sys.executable, "-P", str(launcher), "--nproc-per-node", "2"),
-    )
+    patch_launcher(tmp_path, monkeypatch)
     with job(tmp_path, program) as process:
         family = family_of(process)
         process.send_signal(signal.SIGKILL)
