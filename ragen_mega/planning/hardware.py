@@ -201,7 +201,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _T
 @dataclass(frozen=True)
 class Constants:
     """The shares of the peaks that programs reach, and the seconds that they lose besides, fitted
-    to published steps (`ragen_mega.planning.validation.fit`).
+    to published steps (docs/benchmarks/predictor.md).
     """
 
     product: float = 0.64
@@ -240,6 +240,12 @@ class Constants:
     """Seconds of a step of reinforcement learning outside its phases, for each of its tokens: the
     host's data, rewards, logs.
     """
+
+
+INTERVAL = (0.964, 2.90)
+"""How many times the predicted seconds a step of reinforcement learning took: the range of four of
+five published numbers on which no constant was fitted.
+"""
 
 
 @dataclass(frozen=True)
