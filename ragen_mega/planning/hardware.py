@@ -277,7 +277,7 @@ class Machine:
         return self.constants.link * min(hardware.nvlink, cards * hardware.network)
 
 
-def find_machine(name: str, constants: Constants | None = None) -> Machine:
+def find_machine(name: str) -> Machine:
     """Find a row of the table, in any letter case, or read a .json file with the fields of
     `Hardware`. Raises ValueError for neither.
     """
@@ -295,4 +295,4 @@ def find_machine(name: str, constants: Constants | None = None) -> Machine:
                 f"--hardware {name} must be an object with the fields"
                 f" {', '.join(entry.name for entry in fields(Hardware))} ({error}); correct it"
             ) from None
-    return Machine(hardware, constants or Constants())
+    return Machine(hardware)

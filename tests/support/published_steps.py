@@ -98,7 +98,7 @@ def read_points() -> list[Point]:
 def predicted(point: Point, constants: Constants) -> float:
     """Predict a number, in its unit."""
     row, sizes = point.row, point.sizes
-    machine = find_machine(row.get("hardware", "H100"), constants)
+    machine = replace(find_machine(row.get("hardware", "H100")), constants=constants)
     if point.kind == "decode":
         prompt, answer, batch, tp = (
             row[name] for name in ("prompt_tokens", "output_tokens", "batch", "tp")
