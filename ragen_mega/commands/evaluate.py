@@ -58,10 +58,9 @@ def main(arguments: argparse.Namespace) -> None:
             words += [setting, str(value)]
     settings = read_words(words)
     recorded = read_recorded(Path(load)) if is_run(Path(load)) else {}
-    if not recorded:
-        check_model_directory("--load", load, needs_tokenizer=True)
     asked, own = settings.get("environment", {}), recorded.get("environment", {})
     if not (asked.get("environments") or own):
+        check_model_directory("--load", load, needs_tokenizer=True)  # perhaps there is nothing
         raise ValueError(
             f"--environment is needed where --load is no run, as {load}; write e.g. --environment"
             " sokoban, or --tasks, --agent or --recipe as in training"
@@ -78,6 +77,8 @@ def main(arguments: argparse.Namespace) -> None:
         names = [*parse_shares(own["environments"])]
     for name in names:
         ENVIRONMENTS.get(name)
+    if not recorded:
+        check_model_directory("--load", load, needs_tokenizer=True)
     with waiting("importing torch and the engine"):  # only here: flags are checked before
         from ragen_mega.ranks import collectives
         from ragen_mega.report.metrics import write_json
