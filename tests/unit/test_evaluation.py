@@ -261,7 +261,9 @@ def test_flags_of_training_set_what_an_evaluation_plays(
     assert played.environment == trained.environment.located()
     assert (played.rollout, played.parallel) == (trained.rollout, trained.parallel)
     with pytest.raises(SystemExit):
-        evaluate.main(["--load", "own/my-model", "--environment", "bandit", "--agent-reward", "a:b"])
+        evaluate.main(
+            ["--load", "own/my-model", "--environment", "bandit", "--agent-reward", "a:b"]
+        )
 
 
 def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
