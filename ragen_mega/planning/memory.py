@@ -685,11 +685,11 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     if phase == "score":
         return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
+        fewer = "lower --group-size, --num-groups or --max-context-length"
         if setting.engine == "embedded":
-            fewer = "lower --group-size, --num-groups or --max-context-length"
             return [fewer, "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
-        return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+        return [*unload, "lower --kv-cache-tokens", fewer, "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
     shards_sequence = layout.sequence_parallel or layout.tensor_model_parallel_size == 1
     advice = {
