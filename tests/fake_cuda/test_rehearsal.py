@@ -4,6 +4,7 @@ part of tools/gpu_check.sh.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,6 +80,26 @@ def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
     (last,) = done.stdout.strip().splitlines()[-1:]
     may_skip = build.transformer_engine() is None
     assert re.search(r"[1-9]\d* passed", last) and (may_skip or "skipped" not in last), said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_full_disk_is_no_bus_error(tmp_path: Path) -> None:
+    """Processes of one device map a file each, which must have its room on the disk."""
+    script = f"""
+        mount -t tmpfs -o size=64k tmpfs {tmp_path} || exit 99
+        dd if=/dev/zero of={tmp_path}/filled bs=1k 2>/dev/null
+        exec {sys.executable} -c "import torch; torch.ones(9, device='cuda')"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script],
+        env=environment(1, RAGEN_FAKE_CUDA_SHARED=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 99:
+        pytest.skip("this machine mounts no disk")
+    assert done.returncode == 1 and "No space left on device" in done.stderr, done
 
 
 @pytest.mark.slow
