@@ -259,12 +259,13 @@ def test_the_server_is_private(engine: SGLangEngine, monkeypatch: pytest.MonkeyP
         pids = [engine.server.pid, *supervisor.descendants(engine.server.pid)]
         assert len(pids) >= 4  # supervisor, HTTP server, scheduler, detokenizer
         client = engine.server.client
+        key = client._authorization.removeprefix("Bearer ")
         for pid in pids:
-            assert client.api_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         addresses = listening_addresses(pids)
         assert addresses and set(addresses) == {"0100007F"}, addresses  # 127.0.0.1
         with pytest.raises(RequestRefused, match="401"):
-            type(client)(client.port, "wrong").call("GET", "/model_info", timeout=60)
+            type(client)(client.address, "Bearer wrong").call("GET", "/model_info", timeout=60)
     for path in engine.server.settings.directory.glob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
