@@ -28,8 +28,10 @@ _store: dist.Store | None = None
 """Store in which the ranks of the job find each other."""
 
 
-def start(timeout_minutes: float = 30.0) -> None:
-    """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
+def start(timeout_minutes: float = 30.0, *, interface: str | None = None) -> None:
+    """Join the job that torchrun started, or a job of one process without torchrun; idempotent. A
+    job on one node listens on the loopback, or on `interface`, if engines elsewhere have to be
+    reached.
 
     Raises ValueError on a rank that has no GPU where others have one, and where others than
     torchrun promise ranks.
@@ -46,7 +48,7 @@ def start(timeout_minutes: float = 30.0) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if is_alone:  # no other node has to reach this one, and nobody else may
-        name = launcher.loopback()
+        name = interface or launcher.loopback()
         os.environ.update({launcher.GLOO_INTERFACE: name, launcher.NCCL_INTERFACE: name})
     if not launcher.is_rank():
         os.environ.update(

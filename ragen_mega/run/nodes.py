@@ -51,9 +51,27 @@ def join_job(config: StarPOConfig) -> None:
     """
     if num_nodes() > 1:
         _agree(config)
-    collectives.start()
+    collectives.start(interface=_interface_of_engines(config))
     about = collectives.rank(), collectives.world_size(), config.parallel.report_waits_after
     watch.begin(collectives.board(), *about)
+
+
+def _interface_of_engines(config: StarPOConfig) -> str | None:
+    """Return the interface by which a job on one node reaches engines on others; None for none.
+    Engines and ranks then also agree on NCCL's memory, which SGLang sets so.
+    """
+    if not (given := config.rollout.given_engines):
+        return None
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    try:
+        local = address_towards(given[0].rpartition(":")[0])
+    except OSError as error:
+        raise ValueError(
+            f"engine_addresses names {given[0]}, which this machine does not find"
+            f" ({error.strerror}); correct --engine-addresses"
+        ) from None
+    name = next(name for name, those in _addresses().items() if local in those)
+    return None if name == loopback() or num_nodes() > 1 else name
 
 
 def _agree(config: StarPOConfig) -> None:
