@@ -436,8 +436,8 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none for
-    one elsewhere, and on a GPU for the embedded engine, which uses the CPU.
+    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none
+    for one elsewhere, and on a GPU for the embedded engine, which uses the CPU.
     """
     if setting.engine == "elsewhere" or (setting.engine == "embedded" and not setting.on_host):
         return 0, 0

@@ -248,6 +248,15 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
     return [memoryview(part.numpy()) for part in incoming.split(arriving.tolist())]
 
 
+def from_main(memory: Tensor | None, num_bytes: int) -> Tensor:
+    """Return the bytes [num_bytes] uint8 that rank 0 has as `memory`, on every rank. Collective."""
+    held = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
+    if world_size() > 1:
+        with here.waiting("ranks", "bytes of rank 0"):
+            dist.broadcast(held, src=0, group=_control_group)
+    return held
+
+
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """Return the element-wise maximum of a CPU tensor over all ranks."""
     if world_size() > 1:

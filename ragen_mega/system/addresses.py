@@ -57,9 +57,7 @@ def address_towards(host: str) -> str:
     """Return the address of this machine that connections to `host` come from. Raises OSError for a
     name that nobody knows.
     """
-    family, kind, _, _, address = socket.getaddrinfo(
-        host.strip("[]"), 1, type=socket.SOCK_DGRAM
-    )[0]
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

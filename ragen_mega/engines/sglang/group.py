@@ -85,9 +85,7 @@ class Together:
                 try:
                     error = self._ends.get(timeout=seconds)
                 except Empty:
-                    raise ConnectionLost(
-                        f"{self._what}: not done within {seconds:.0f} s"
-                    ) from None
+                    raise ConnectionLost(f"{self._what}: not done within {seconds:.0f} s") from None
                 if isinstance(error, RequestRefused | ConnectionLost):
                     raise error
                 if error is not None:

@@ -1,5 +1,5 @@
-"""JSON over HTTP to a server: a coroutine for many requests at once, and a blocking call. Connections
-are reused.
+"""JSON over HTTP to a server: a coroutine for many requests at once, and a blocking call, over
+connections that are reused.
 """
 
 import asyncio
