@@ -171,16 +171,17 @@ def users_server(model: Path, directory: Path, *flags: str) -> Iterator[tuple[st
     directory.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    kind = str(DTYPE).removeprefix("torch.")
+    own = "--mem-fraction-static 0.3" if IS_CUDA else "--attention-backend torch_native"
     arguments = f"""
-        --model-path {model} --device cpu --dtype float32 --host 127.0.0.1 --port {port}
-        --attention-backend torch_native --sampling-backend pytorch --grammar-backend none
-        --disable-cuda-graph --sleep-on-idle --skip-server-warmup --skip-tokenizer-init
-        --max-total-tokens 8192 --max-running-requests 16 --log-level warning
+        --model-path {model} --device {DEVICE} --dtype {kind} --host 127.0.0.1 --port {port} {own}
+        --sampling-backend pytorch --grammar-backend none --skip-server-warmup --sleep-on-idle
+        --skip-tokenizer-init --max-total-tokens 8192 --max-running-requests 16
+        --context-length {MAX_CONTEXT + 16} --log-level warning --disable-cuda-graph
     """
     log = directory / "server.log"
-    names = ("PATH", "HOME", "TMPDIR", "LANG")
-    environment = {name: os.environ[name] for name in names if name in os.environ}
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = settings(directory).environment(directory / "rendezvous")
+    del environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(PYTHON), "-m", "sglang.launch_server", *arguments.split(), *flags],

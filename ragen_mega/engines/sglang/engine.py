@@ -86,6 +86,7 @@ class SGLangEngine(RolloutEngine):
                 model_config,
                 dtype,
                 num_engine_ranks=size,
+                address=settings.address,
                 bucket_bytes=bucket_bytes,
                 patience=settings.hang_timeout,
                 group=group,

@@ -29,7 +29,7 @@ from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.ranks.collectives import device
 from ragen_mega.ranks.waits import here
-from ragen_mega.system.addresses import address_towards
+from ragen_mega.system.addresses import address_towards, is_local
 
 _SECONDS_TO_LEAVE = 5.0
 """Time in which an engine must answer that it leaves a group; one that hangs does not."""
@@ -42,13 +42,16 @@ class Bucket(NamedTuple):
     dtypes: list[str]
     shapes: list[list[int]]
     flat: Tensor
-    """[bytes] uint8, on the device of this rank."""
+    """[bytes] uint8, where the backend of the group sends from."""
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> "Bucket":
+    def of(
+        cls, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+    ) -> "Bucket":
+        """Copy tensors into a bucket on `device`."""
         names, parts = zip(*tensors, strict=True)
         kind = str(dtype).removeprefix("torch.")
-        flat = [part.detach().to(device(), dtype).contiguous().view(-1) for part in parts]
+        flat = [part.detach().to(device, dtype).contiguous().view(-1) for part in parts]
         return cls(
             [*names],
             [kind] * len(names),
@@ -106,18 +109,25 @@ class GroupTransfer:
         dtype: torch.dtype,
         *,
         num_engine_ranks: int = 0,
+        address: str = "",
         bucket_bytes: int = BUCKET_BYTES,
         patience: float = 60.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`num_engine_ranks` is 0 on a rank that does not send; `patience` are the seconds in which
-        the engine must take a bucket, or join the group.
+        """`num_engine_ranks` is 0 on a rank that does not send. `address` is the engine's;
+        `patience` are the seconds in which it must take a bucket, or join the group.
         """
         shape = ModelShape.of(model_config)
         self._expected, self._is_tied = expected_tensors(shape), shape.is_tied
         self.num_bytes = 0  # of this rank's device that the engine takes
         self._dtype, self._num_engine_ranks = dtype, num_engine_ranks
         self._bucket_bytes, self._patience, self._group = bucket_bytes, patience, group
+        # NCCL refuses two ranks on one device, where this rank and an engine of its machine may be
+        is_on_gpus = torch.cuda.is_available() and (
+            torch.cuda.device_count() > 1 or not is_local(f"http://{address}")
+        )
+        self._backend = "nccl" if is_on_gpus else "gloo"
+        self._device = device() if is_on_gpus else torch.device("cpu")
         self._joined: tuple[str, dist.ProcessGroup, dist.Store] | None = None
 
     def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
@@ -135,7 +145,7 @@ class GroupTransfer:
                 complete(named, self._expected), lambda one: one[1].nbytes, self._bucket_bytes
             ):
                 if self._num_engine_ranks:
-                    yield Bucket.of(tensors, self._dtype)
+                    yield Bucket.of(tensors, self._dtype, self._device)
         except ValueError:
             for _ in weights:
                 continue
@@ -208,20 +218,19 @@ class GroupTransfer:
                 host, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=listener.detach(), use_libuv=True,
             )  # fmt: skip
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
             body = {
                 "master_address": host,
                 "master_port": port,
                 "rank_offset": 1,
                 "world_size": size,
                 "group_name": name,
-                "backend": backend,
+                "backend": self._backend,
             }
             formed: list[dist.ProcessGroup] = []
             Together(
                 f"/init_weights_update_group of {client.address} with {host}:{port}",
                 lambda: post(client, "/init_weights_update_group", body),
-                lambda: formed.append(_form(backend, store, name, size, timeout)),
+                lambda: formed.append(_form(self._backend, store, name, size, timeout)),
             ).wait(self._patience)
             self._joined = name, formed[0], store
         return self._joined[:2]
@@ -230,7 +239,8 @@ class GroupTransfer:
         if self._joined is None:
             return
         (name, group, _), self._joined = self._joined, None
-        end = c10d._abort_process_group if torch.cuda.is_available() else dist.destroy_process_group
+        # NCCL's call ends kernels that wait for an engine; what waits over gloo ends by itself.
+        end = c10d._abort_process_group if self._backend == "nccl" else dist.destroy_process_group
         with suppress(RuntimeError, ValueError):  # it may have failed
             end(group)
         if client is not None:
