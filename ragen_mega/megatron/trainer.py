@@ -354,11 +354,16 @@ class Trainer(Passes):
         routings = self._routings(micros, counts=True)
         results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
         counted = sums_of(routings[: len(parts)], self.shape, collectives.device())
-        nodes = [_num_nodes(batch, parts)]
+        forests = [micro.forest for micro in micros]
+        counts = [
+            sum(forest.num_nodes - forest.padding for forest in forests[: len(parts)]),
+            sum(sum(forest.received) for forest in forests),
+        ]
         if replays := ROUTES in batch.further_fields:
-            nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+            counts.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+            counts[-1] *= self.groups.cp.rank() == 0
         totals, square, counted, numbers, values = self._exchange(
-            batch, micros, results, counted, nodes, num_metrics
+            batch, micros, results, counted, counts, num_metrics
         )
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
@@ -367,14 +372,16 @@ class Trainer(Passes):
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
-        computed = (numbers / batch.num_positions).tolist()
+        computed, received, *unshared = numbers.tolist()
         metrics = {
             "grad_norm": float(norm),
             "skipped": float(not math.isfinite(norm)),
-            "computed_share": computed[0],
+            "computed_share": computed / batch.num_positions,
         }
+        if self.groups.cp.size() > 1:
+            metrics["context_gbytes"] = received * self._bytes_of_keys / 1e9
         if replays:
-            metrics["routing_unshared"] = computed[0] - computed[1]
+            metrics["routing_unshared"] = (computed - sum(unshared)) / batch.num_positions
         if counted.numel():
             metrics |= routing_metrics(counted, self.shape, replays=replays)
         return totals, values, metrics
@@ -385,6 +392,12 @@ class Trainer(Passes):
         """
         self.memory.require("gradients")
         return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
+
+    @property
+    def _bytes_of_keys(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        width = 2 * self.shape.kv_size * self.shape.num_layers
+        return width * self.chunks[0].config.params_dtype.itemsize
 
     @property
     def lr(self) -> float:
@@ -409,28 +422,27 @@ class Trainer(Passes):
         micros: list[Microbatch],
         results: list[Any],
         counted: Tensor,
-        nodes: list[int],
+        counts: list[int],
         num_metrics: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the metric sums [M], the square of the gradient norm [1], what routers have
-        counted, the numbers of nodes and the values [T] of a pass, exchanged among all ranks. The
+        counted, the sums of the counts and the values [T] of a pass, exchanged among all ranks. The
         host waits for the device once.
         """
         found = torch.cat([self._squared_norm(), counted.flatten()])
-        sizes = [1, counted.numel(), num_metrics, len(nodes)]
+        sizes = [1, counted.numel(), num_metrics, len(counts)]
         positions = torch.empty(0, dtype=torch.int64)
         totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
         if self._reports and results:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
             positions, values = _joined(micros, [values for _, values in results])
             found = torch.cat([found, sums, values.double()])
-            if self.groups.cp.rank() == 0:
-                totals[-len(nodes) :] = torch.tensor(nodes)
+            totals[-len(counts) :] = torch.tensor(counts)
         found, values = found.cpu().tensor_split([sum(sizes[:3])])
         totals[: len(found)], whole[positions] = found, values.float()
         values = _on_all_ranks(whole, batch.loss_mask)
-        square, counts, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
-        return totals, square, counts.view_as(counted), numbers, values
+        square, routed, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
+        return totals, square, routed.view_as(counted), numbers, values
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
         """Yield what the model keeps, and what its training does."""

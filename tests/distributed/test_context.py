@@ -1,19 +1,28 @@
 """Context parallelism: the runs of a forest on several ranks compute what one rank computes."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core import parallel_state
+from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
 
+from ragen_mega.config import ParallelConfig
 from ragen_mega.data.balance import Cost, even_runs
-from ragen_mega.data.forest import PrefixOrder
+from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.packing import ContextRank, Share, microbatch, part_of
-from ragen_mega.data.types import TokenBatch
+from ragen_mega.data.types import TokenBatch, counts_of, offsets_of
 from ragen_mega.megatron.attention import attend, schedule_of
 from ragen_mega.megatron.cpu.attention import forest_attention
+from ragen_mega.megatron.initialize import initialize
+from ragen_mega.megatron.layers import PackedForest
+from ragen_mega.ranks import collectives
+from tests.support.forked_ranks import on_ranks
 from tests.unit.test_forest import TEXTS, batch_of, branching, by_chain
 
 CPU = torch.device("cpu")
@@ -101,3 +110,108 @@ def test_attention_of_the_parts_is_that_of_the_whole(way: str, size: int) -> Non
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         for one, other in zip(gradients, truth, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def rows_of(whole: torch.Tensor, forests: list[Forest], rank: int) -> torch.Tensor:
+    """The rows of a context-parallel rank's nodes."""
+    start = sum(forest.num_nodes for forest in forests[:rank])
+    return whole[start : start + forests[rank].num_nodes]
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_exchange_keys_and_their_gradients(size: int) -> None:
+    """Attention of random forests in float64, with padding and with ranks that have no nodes; a
+    key is sent to several ranks, whose gradients add up.
+    """
+
+    def work() -> None:
+        initialize(ParallelConfig(context_parallel_size=size))
+        group = parallel_state.get_context_parallel_group()
+        rank, num_repeated = group.rank(), 0
+        for seed, (count, longest) in enumerate(((1, 2), (1, 40), (9, 20), (14, 90))):
+            batch = batch_of(branching(seed, count, longest))
+            share = share_of(batch)
+            whole = part_of(batch, share).forest
+            contexts = [ContextRank(index, size, Cost(1, 1, 0), 0) for index in range(size)]
+            forests = [part_of(batch, share, context).forest for context in contexts]
+            generator = torch.Generator().manual_seed(seed)
+            query, key, value, weight = (
+                torch.randn(whole.num_nodes, heads, 8, dtype=torch.float64, generator=generator)
+                for heads in (4, 2, 2, 4)
+            )
+            inputs = [x.requires_grad_() for x in (query, key, value)]
+            expected = forest_attention(*inputs, whole, 1.0)
+            truth = torch.autograd.grad((expected * weight.flatten(1)).sum(), inputs)
+            forest = forests[rank].padded(4)
+            pad = [0, 0, 0, 0, 0, forest.padding]
+            own = [F.pad(rows_of(x.detach(), forests, rank), pad).requires_grad_() for x in inputs]
+            packed = PackedForest.of(forest, CPU)
+            packed.context = group
+            keys, values = packed.with_received(*own[1:])
+            assert len(keys) == len(forest.ends) == forest.num_nodes + sum(forest.received)
+            output = forest_attention(own[0], keys, values, forest, 1.0)
+            scale = F.pad(rows_of(weight, forests, rank), pad).flatten(1)
+            gradients = torch.autograd.grad((output * scale).sum(), own)
+            real = forest.num_nodes - forest.padding
+            for found, exact in zip((output, *gradients), (expected, *truth), strict=True):
+                exact = rows_of(exact.detach(), forests, rank)
+                torch.testing.assert_close(found[:real], exact, rtol=0, atol=1e-11)
+            nodes = np.concatenate([[], *forests[rank].sent])
+            num_repeated += len(nodes) - len(np.unique(nodes))
+        repeated = int(collectives.sum_over_ranks(torch.tensor(num_repeated)))
+        assert size == 2 or repeated
+
+    on_ranks(work, size)
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("gspo", [True, False])
+def test_sequences_on_several_ranks_have_one_ratio(gspo: bool) -> None:
+    """GSPO's ratio and the importance of a whole sequence, whose tokens two ranks have."""
+    objective = PolicyObjective(
+        surrogate="gspo" if gspo else "clip",
+        importance_cap=1.2,
+        importance_mode="mask",
+        importance_floor=0.8,
+        importance_level="sequence",
+    )
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, offsets = 30, torch.tensor([0, 11, 12, 20, 30])
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return scale * torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    hidden, head = drawn(num_tokens, 6), drawn(9, 6)
+    labels = torch.randint(0, 9, (num_tokens,), generator=generator)
+    exact = logprob_entropy(hidden @ head.t(), labels)[0].detach()
+    old = exact + drawn(num_tokens, scale=0.1)
+    rollout = old + drawn(num_tokens, scale=0.02)
+    advantages, weights = drawn(num_tokens), torch.rand(num_tokens, generator=generator)
+
+    def loss(kept: torch.Tensor, cu_seqlens: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        rows = hidden[kept].requires_grad_()
+        terms = (x[kept] for x in (labels, old, advantages, weights))
+        value, stats = linear_policy_loss(
+            rows,
+            head,
+            *terms,
+            objective,
+            rollout_logprobs=rollout[kept],
+            cu_seqlens=cu_seqlens,
+            context_group=group,
+        )
+        return [torch.autograd.grad(value, rows)[0], stats.ratio, stats.importance]
+
+    expected = loss(torch.ones(num_tokens, dtype=torch.bool), offsets, None)
+    assert 0 < int((expected[2] == 0).sum()) < num_tokens
+
+    def work() -> None:
+        initialize(ParallelConfig(context_parallel_size=2))
+        group = parallel_state.get_context_parallel_group()
+        kept = (torch.arange(num_tokens) < 15) == (group.rank() == 0)
+        found = loss(kept, offsets_of(counts_of(kept, offsets)), group)
+        for one, truth in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, truth[kept].to(one.dtype), rtol=1e-6, atol=1e-9)
+
+    on_ranks(work, 2)
