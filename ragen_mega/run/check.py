@@ -54,9 +54,10 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     config, _ = with_name(config.located())
     check_environments(config.environment)
     _check_agent_functions(config)
-    trainers = config.parallel.num_trainers(num_ranks)
-    for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
-        config.rollout.num_engines(part, min(part, ranks_per_node))
+    trainers, own = config.parallel.num_trainers(num_ranks), config.at_trainers.rollout
+    own.num_engines(trainers, min(trainers, ranks_per_node))  # evaluations too
+    if samplers := config.parallel.rollout_ranks:
+        config.rollout.num_engines(samplers, min(samplers, ranks_per_node))
     if config.environment.prompt_examples_file is not None:
         for name in config.environment.evaluated:
             read_conversations(config.environment.prompt_examples_file, name)
@@ -70,7 +71,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))
     _check_models(config)
     _check_warm_start(config)
-    if config.rollout.rollout_engine == "sglang":
+    if own.rollout_engine == "sglang" and not own.given_engines:
         _check_sglang(config.rollout.sglang_python)
     asked = (
         config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"

@@ -15,16 +15,18 @@ from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import cost
 from ragen_mega.planning.hardware import HARDWARE, INTERVAL, Constants, Machine
-from ragen_mega.planning.memory import GIB, Room, Setting, plan
+from ragen_mega.planning.memory import GIB, Room, Setting, plan, state_of
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     ADAM_BYTES,
     ALL_REDUCE,
     EXPOSED,
     TILE,
+    AdapterSizes,
     Play,
     Sizes,
     TrainingLayout,
+    adapter_sizes,
     decode_step,
     default_play,
     layer,
@@ -328,6 +330,51 @@ def test_a_step_has_the_passes_of_its_algorithm() -> None:
     assert wide < plain["rollout"]["reading weights"]
     tokens = 8 * 16 * 5 * (320 + 200)  # of all trajectories, whatever the filter keeps
     assert plain["other"]["overhead"] == pytest.approx(H100.constants.overhead * tokens)
+
+
+def test_adapters_spare_the_gradients_of_what_is_frozen() -> None:
+    """By hand: rank 8 beside the attention of a 7B, on two tensor-parallel ranks of eight."""
+    shape = shape_of("Qwen2.5-7B")
+    base = "--recipe none --bf16 --rollout-engine sglang --tensor-model-parallel-size 2".split()
+    base += "--rollout-tensor-parallel-size 2 --kl-kind k3 --kl-coef 0.1".split()
+
+    def phases(*flags: str) -> dict[str, dict[str, float]]:
+        config = parse([*base, *flags])
+        return step_seconds(H100, shape, config, 8, default_play(config))
+
+    full, small = phases(), phases(*"--lora-rank 8 --lora-targets attention".split())
+    update, before = small["update actor"], full["update actor"]
+    assert update["matrix products"] == pytest.approx(2 / 3 * before["matrix products"])
+    assert update["LM head"] == pytest.approx(2 / 3 * before["LM head"])
+    assert update["attention"] == before["attention"]
+    # A of q, k and v is whole, B has half of the rows; A of the projection has half of the columns
+    held = 28 * 8 * (3 * 3584 + 2304 + 1792 + 3584)
+    assert sum(a.elements for a in adapters_of(shape, base)) * 28 == held
+    adam = ADAM_BYTES * held / 4 / H100.memory + H100.constants.update
+    assert update["optimizer"] == pytest.approx(adam)
+    copied = small["reference"].get("host link", 0.0), full["reference"]["host link"]
+    assert copied[0] == 0.0 < copied[1]
+    assert small["sync"] == full["sync"]
+    sent = phases(*"--lora-rank 8 --lora-targets attention --lora-sync adapter".split())
+    whole = 4 * 28 * 8 * (3 * 3584 + 3584 + 2 * 512 + 2 * 3584)
+    assert sent["sync"]["weights into engine"] == pytest.approx(whole / H100.constants.sync)
+    assert sent["rollout"]["prompts"] > 1.5 * small["rollout"]["prompts"]
+    every = phases("--lora-rank", "8")["update actor"]
+    assert 1 < every["adapters"] / update["adapters"] < 40
+
+
+def adapters_of(shape: ModelShape, flags: list[str]) -> list[AdapterSizes]:
+    config = parse([*flags, *"--lora-rank 8 --lora-targets attention".split()])
+    return [*adapter_sizes(shape, Setting.from_config(config, 8))]
+
+
+def test_adapters_of_experts_count_those_of_a_rank() -> None:
+    shape = shape_of("Qwen3-30B-A3B")
+    flags = "--recipe none --bf16 --lora-rank 4 --expert-model-parallel-size 4".split()
+    setting = Setting.from_config(parse(flags), 4)
+    found = sum(adapter.elements for adapter in adapter_sizes(shape, setting)) * shape.num_layers
+    state = state_of(shape, setting, 0, is_critic=False)
+    assert found == state.parameters / 4
 
 
 @pytest.mark.parametrize("minibatch", [48, 80, 100, 500])
