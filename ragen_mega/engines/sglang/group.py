@@ -65,13 +65,14 @@ class Together:
 
     def __init__(self, what: str, *calls: Callable[[], None]) -> None:
         self._what, self._num_calls = what, len(calls)
+        self._device = device()  # which a thread does not inherit
         self._ends: SimpleQueue[Exception | None] = SimpleQueue()
         for call in calls:  # a thread that hangs must not keep the process from ending
             threading.Thread(target=self._run, args=(call,), daemon=True, name="group").start()
 
     def _run(self, call: Callable[[], None]) -> None:
         if torch.cuda.is_available():
-            torch.cuda.set_device(device())
+            torch.cuda.set_device(self._device)
         try:
             call()
         except Exception as error:

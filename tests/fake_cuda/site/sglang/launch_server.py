@@ -389,6 +389,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     numbers = ("port", "base-gpu-id", "max-total-tokens", "random-seed", "tp-size", "ep-size")
     for name in VALUES:
         parser.add_argument(f"--{name}", type=int if name in numbers else str, default=0)
+    parser.set_defaults(tp_size=1, ep_size=1)
     return parser.parse_args(argv)
 
 
