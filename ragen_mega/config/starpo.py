@@ -70,6 +70,11 @@ class StarPOConfig(Sections):
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
 
     @property
+    def context_per_rank(self) -> int:
+        """Return the tokens of the longest trajectory that each context-parallel rank computes."""
+        return -(-self.rollout.max_context_length // self.parallel.context_parallel_size)
+
+    @property
     def has_kl(self) -> bool:
         """Return whether a KL to the reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"

@@ -53,7 +53,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """
     config, _ = with_name(config.located())
     check_environments(config.environment)
-    _check_example(config)
+    _check_agent_functions(config)
     trainers, own = config.parallel.num_trainers(num_ranks), config.at_trainers.rollout
     own.num_engines(trainers, min(trainers, ranks_per_node))  # evaluations too
     if samplers := config.parallel.rollout_ranks:
@@ -118,9 +118,20 @@ def check_environments(config: EnvironmentConfig) -> None:
                 pass
 
 
-def _check_example(config: StarPOConfig) -> None:
-    """Raise ValueError if a warm start would imitate an agent without an example."""
+def _check_agent_functions(config: StarPOConfig) -> None:
+    """Raise ValueError for a reward or an example of agents that cannot be called, and if a warm
+    start would imitate an agent without an example.
+    """
     agents, warm = [*filter(is_agent, config.environment.evaluated)], config.warm_start
+    if agents:
+        from ragen_mega.agents.runner import EXAMPLES, REWARDS  # as `import_agents`
+
+        for registry, name, taken in (
+            (REWARDS, config.agent.agent_reward, ["episode"]),
+            (EXAMPLES, config.agent.agent_example, ["messages", "tools"]),
+        ):
+            if name is not None:
+                registry.check_call(name, registry.get(name), *taken)
     is_imitated = warm.sft_steps > 0 and warm.sft_file is None
     if config.model.load is None:
         is_imitated = warm.warm_start_from is None

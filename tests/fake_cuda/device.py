@@ -213,9 +213,10 @@ _published: list[ctypes.c_int64] = []  # they keep the file mapped
 
 
 def _publish_memory(folder: Path) -> None:
-    """Keep this process's allocated bytes in a file of the folder."""
+    """Keep this process's allocated bytes in a file of the folder. Raises OSError on a full disk."""
     with (folder / str(os.getpid())).open("w+b") as file:
-        file.truncate(8)
+        file.write(bytes(8))  # a hole that finds no room when it is first written is a bus error
+        file.flush()
         _published.append(ctypes.c_int64.from_buffer(mmap.mmap(file.fileno(), 8)))
     native.count_allocated_at(ctypes.addressof(_published[-1]))
 
