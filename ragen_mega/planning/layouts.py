@@ -79,7 +79,11 @@ def layouts(
         if num_ranks % (tp * pp * cp) or num_ranks // pp % ep or cut_error(shape, cut):
             continue
         engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
-        if num_ranks % engine_tp or samplers % engine_tp or server_error(shape, engine_tp, engine_ep):
+        if (
+            num_ranks % engine_tp
+            or samplers % engine_tp
+            or server_error(shape, engine_tp, engine_ep)
+        ):
             continue
         parallel = replace(
             config.parallel,
