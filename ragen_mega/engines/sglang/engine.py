@@ -94,7 +94,7 @@ class SGLangEngine(RolloutEngine):
             self.server = GivenServer(settings, model_config)
         else:
             self.shard = EngineShard(0, size, settings.expert_parallel_size)
-            self._transfer = TRANSFERS[transfer](
+            served = TRANSFERS[transfer](
                 model_config,
                 self.shard,
                 dtype,
@@ -102,7 +102,8 @@ class SGLangEngine(RolloutEngine):
                 group=group,
                 bucket_bytes=bucket_bytes,
             )
-            self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
+            self._transfer = served
+            self.server = SGLangServer(settings, model_config, weights=served.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
@@ -260,8 +261,8 @@ class SGLangEngine(RolloutEngine):
                     # The first to notice restarts it; the others find a new server.
                     if num_starts == self.server.num_starts and not self._replace(str(error)):
                         raise WeightsLost(
-                            f"the SGLang server was lost ({self._why_lost}), and no copy of its weights is"
-                            " kept (--weight-transfer ipc, --engine-addresses)"
+                            f"the SGLang server was lost ({self._why_lost}), and no copy of its"
+                            " weights is kept (--weight-transfer ipc, --engine-addresses)"
                         ) from error
         finally:
             self._active.discard(session)

@@ -102,8 +102,6 @@ class GroupTransfer:
     transfer, form `group`; the first of them sends, and the others only pass the stream on.
     """
 
-    directory = None
-
     def __init__(
         self,
         model_config: PretrainedConfig,
@@ -259,8 +257,8 @@ def _form(
     (`init_custom_process_group`): torch has no public function for it.
     """
     group, _ = c10d._new_process_group_helper(
-        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name,
-        timeout=timeout,
+        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), timeout=timeout,
+        group_name=name,  # type: ignore[arg-type] # torch's own alias of str
     )  # fmt: skip
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
