@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 _FORK = multiprocessing.get_context("fork")
 ABOUT = {
     "version": "0.5.17", "tp_size": 1, "ep_size": 1, "dp_size": 1, "pp_size": 1,
-    "quantization": None, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "dtype": "auto", "quantization": None, "speculative_algorithm": None, "disaggregation_mode": "null",
     "max_req_input_len": 400, "max_total_num_tokens": 8192,
     "architectures": ["Qwen2ForCausalLM"], "preferred_sampling_params": None,
 }  # fmt: skip

@@ -211,6 +211,7 @@ class Server:
             "enable_memory_saver": self.arguments.enable_memory_saver,
             "max_req_input_len": int(self.arguments.context_length),
             "version": "0.5.17",
+            "dtype": self.arguments.dtype,
             **dict.fromkeys(("tp_size", "ep_size", "dp_size", "pp_size"), 1),
             **dict.fromkeys(("quantization", "speculative_algorithm")),
             "disaggregation_mode": "null",
