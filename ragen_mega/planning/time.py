@@ -502,7 +502,7 @@ def hand_over(machine: Machine, shape: ModelShape, setting: Setting) -> Terms:
     """Compute the seconds in which engines get the weights of ranks that train beside them."""
     cut, reached = setting.parallel.cut, machine.constants
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes all of it
+    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes the whole adapter
         sizes = expected_adapters(shape, setting.lora).values()
         weights = FP32 * sum(map(math.prod, sizes))
     is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'

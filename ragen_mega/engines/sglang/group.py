@@ -4,8 +4,8 @@ each of which the engine's ranks cut by themselves.
 
 Read in SGLang 0.5.17: model_executor/model_runner_components/weight_updater.py. The calls are, in
 this order, `/init_weights_update_group` once, `/update_weights_from_distributed` for each bucket,
-`/update_weight_version`, and after an error `/destroy_weights_update_group`. SGLang's rank 0 of the
-group is always the sender, so every rank that sends has a group of its own.
+`/update_weight_version`, and after an error `/destroy_weights_update_group`. To SGLang rank 0 of a
+group is always the sender, so every rank that sends has another group.
 """
 
 import secrets
@@ -75,7 +75,7 @@ class Together:
             torch.cuda.set_device(self._device)
         try:
             call()
-        except Exception as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self._ends.put(error)
         else:
             self._ends.put(None)
