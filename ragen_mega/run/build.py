@@ -222,7 +222,7 @@ def build_run(
 def example_notes(config: EnvironmentConfig, renderer: ChatRenderer) -> list[str]:
     """Return a line for each environment whose prompts show examples."""
     return [
-        f"{name}: every prompt shows {config.prompt_examples} examples, which take"
+        f"{name}: worked examples in every prompt: {config.prompt_examples}, of"
         f" {len(renderer.start(shown))} tokens"
         for name in config.evaluated
         if (shown := prompt_examples(config, name))
