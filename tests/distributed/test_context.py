@@ -192,7 +192,7 @@ def test_sequences_on_several_ranks_have_one_ratio(gspo: bool) -> None:
     labels = torch.randint(0, 9, (num_tokens,), generator=generator)
     exact = logprob_entropy(hidden @ head.t(), labels)[0].detach()
     old = exact + drawn(num_tokens, scale=0.1)
-    rollout = old + drawn(num_tokens, scale=0.02)
+    rollout = old + drawn(num_tokens, scale=0.05)
     advantages, weights = drawn(num_tokens), torch.rand(num_tokens, generator=generator)
 
     def loss(kept: torch.Tensor, cu_seqlens: torch.Tensor, group: Any) -> list[torch.Tensor]:
