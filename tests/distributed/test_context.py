@@ -262,7 +262,12 @@ def trained(parallel: ParallelConfig, batch: TokenBatch, folder: Path) -> dict[s
     options = TrainConfig(
         lr=1e-3, clip_grad=1e6, max_tokens_per_microbatch=30, shared_prefixes="on"
     )
-    loss = LossConfig(policy_loss="gspo", importance_cap=1.3, importance_level="sequence")
+    loss = LossConfig(
+        policy_loss="gspo",
+        loss_aggregation="seq-mean-token-mean",
+        importance_cap=1.3,
+        importance_level="sequence",
+    )
     policy = MegatronPolicy(model.config, groups, parallel, options, loss, temperature=0.7)
     critic = MegatronCritic(model.config, groups, parallel, options, loss)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
