@@ -309,7 +309,9 @@ def test_models_train_as_on_one_rank(size: int, tmp_path: Path) -> None:
         lambda: trained(ParallelConfig(context_parallel_size=size), batch, tmp_path) and None, size
     )
     found = torch.load(tmp_path / str(size))
-    assert found.keys() == expected.keys() and expected["computed_share"] < 1
+    assert found.keys() == expected.keys()
+    # a microbatch of several ranks is larger, and shares more
+    assert found.pop("computed_share") < expected.pop("computed_share") < 1
     for name, truth in expected.items():
         scale = max(1.0 if name == "logprobs" else 0.0, float(truth.abs().max()), 1e-6)
         assert float((found[name] - truth).abs().max()) <= 2e-5 * scale, name
