@@ -8,14 +8,15 @@
 #     kernels, te and train run together, all others alone. step: seconds per StarPO-S step of a 0.5B
 #     model with SGLang and where they go, step_fp8 in FP8, step_all with all trajectories kept;
 #     update: seconds, MFU and memory of the trainer alone, in another project's published setting
-#     first; learn: SmolLM2-135M learns two tasks with SGLang, learn_seeds in two more seeds; repeat:
-#     whether a run with deterministic servers repeats to the bit, and its cost; endure: 200 steps,
-#     a killed server, a killed trainer, memory and handles; train: the whole recipe bandit; reshard:
-#     a weight sync of 7B against the device's copies; moe: a layer of experts as wide as
-#     Qwen3-30B-A3B's against its products, the sync of a quarter of its layers, steps of a small
-#     mixture; lora: steps of a 7B with adapters of actor and critic, beside full ones of a 1.5B, and
-#     the plan of its memory; sglang: a real server against transformers, its sleep, its death. The first of them
-#     that uses SGLang finds out with which settings it serves here: tools/sglang_probe.py.
+#     first, and with 32,768 tokens of context, alone and as a forest of four trajectories; learn:
+#     SmolLM2-135M learns two tasks with SGLang, learn_seeds in two more seeds; repeat: whether a run
+#     with deterministic servers repeats to the bit, and its cost; endure: 200 steps, a killed server,
+#     a killed trainer, memory and handles; train: the whole recipe bandit; reshard: a weight sync of
+#     7B against the device's copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its
+#     products, the sync of a quarter of its layers, steps of a small mixture; lora: steps of a 7B
+#     with adapters of actor and critic, its memory beside the plan, and full steps of a 1.5B; sglang:
+#     a real server against transformers, its sleep, its death. The first of them that uses SGLang
+#     finds out with which settings it serves here: tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
 # package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300". Without a
@@ -173,7 +174,7 @@ JSON
     case "$1" in
         te) echo -k same_weights ;;
         fp8) echo --model "$shape" --tokens 256 --length 64 --recipes tensorwise ;;
-        update) echo --model "$shape" --length 64 --trajectories 2 --repetitions 1 ;;
+        update) echo --model "$shape" --length 64 --repetitions 1 $([ "$2" = 1 ] || echo --prompt 48) ;;
         experts) echo --model "$output/mixture" --tokens 64 --repetitions 1 ;;
         moe_sync) echo --model "$output/mixture" --repeats 1 ;;
         reshard) echo --model Qwen2.5-0.5B --num-layers 1 --bucket-mb 4 --repeats 1 ;;
@@ -299,12 +300,13 @@ sglang() {
         tests/integration/test_sglang_engine.py tests/integration/test_exports_in_sglang.py
 }
 
-starpo_steps() { # NAME SHARE MODEL [FLAG...]: seconds per StarPO-S step, and where they go
+# Seconds per StarPO-S step, and where they go; `workload` may hold flags of the benchmark.
+starpo_steps() { # NAME SHARE MODEL [FLAG...]
     local servers cautious=
     servers="$(sglang_python)" || return 1
     ! again "$1" || cautious="--shared-prefixes off --transformer-impl local"
     "$python" tools/benchmarks/bench_step.py --json "$output/$1.json" --output "$output/$1" --keep "$2" \
-        --model "$3" $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
+        --model "$3" ${workload:-} $(smaller step) --rollout-engine sglang -- --sglang-python "$servers" \
         --weight-transfer "$(sed -n 1p "$output/.sglang/works")" $cautious "${@:4}"
 }
 step() { starpo_steps step 0.25 Qwen2.5-0.5B; }
@@ -313,19 +315,22 @@ step_fp8() {
 }
 step_all() { starpo_steps step_all 1 Qwen2.5-0.5B; } # all trajectories are kept
 
-timed_update() { # NAME MODEL LENGTH TRAJECTORIES [FLAG...]: optimizer steps of the trainer alone
+# Optimizer steps of the trainer alone, on trajectories whose first PROMPT tokens are one prompt's.
+timed_update() { # NAME MODEL LENGTH TRAJECTORIES PROMPT [FLAG...]
     "$python" tools/benchmarks/bench_update.py --json "$output/update_$1.json" --model "$2" \
-        --length "$3" --trajectories "$4" $(smaller update) -- --advantage-estimator grpo "${@:5}"
+        --length "$3" --trajectories "$4" --prompt "$5" $(smaller update "$5") -- \
+        --advantage-estimator grpo "${@:6}"
 }
 
-update() { # prime-rl's published setting, as it is and as one would run it here; the limit; FP8
+update() { # prime-rl's published setting, as it is and as one would run it here; 32k; FP8
     require transformer_engine.pytorch || return 1
     local failed=0
-    timed_update peer Qwen3-0.6B 16384 2 --recompute full || failed=1
-    timed_update peer_free Qwen3-0.6B 16384 2 --recompute none || failed=1
-    timed_update long Qwen3-0.6B 32768 1 --recompute full || failed=1
-    timed_update wide Qwen2.5-3B 16384 1 --recompute full || failed=1
-    timed_update wide_fp8 Qwen2.5-3B 16384 1 --recompute full --fp8 hybrid && return "$failed"
+    timed_update peer Qwen3-0.6B 16384 2 1 --recompute full || failed=1
+    timed_update peer_free Qwen3-0.6B 16384 2 1 --recompute none || failed=1
+    timed_update long Qwen3-0.6B 32768 1 1 --recompute full || failed=1
+    timed_update forest Qwen3-0.6B 32768 4 24576 --recompute full || failed=1
+    timed_update wide Qwen2.5-3B 16384 1 1 --recompute full || failed=1
+    timed_update wide_fp8 Qwen2.5-3B 16384 1 1 --recompute full --fp8 hybrid && return "$failed"
 }
 
 reshard() { # which share of the device's copy bandwidth a weight sync of 7B reaches
@@ -351,9 +356,12 @@ JSON
         --output "$output/moe_step" && return "$failed"
 }
 
-lora() { # a 7B with adapters: peak memory beside the recipe's plan, seconds beside all weights of a 1.5B
-    starpo_steps lora 0.25 Qwen2.5-7B --lora-rank 32 --max-tokens-per-microbatch 4096 &&
-        starpo_steps lora_full 0.25 Qwen2.5-1.5B
+# A 7B with adapters of actor and critic, and all weights of a 1.5B: memory beside the plan, and
+# seconds. Half of the trajectories and fewer steps, since weights of 15 GB are written and read.
+lora() {
+    local workload="--steps 4 --num-groups 4" failed=0
+    starpo_steps lora 0.25 Qwen2.5-7B --lora-rank 32 --max-tokens-per-microbatch 4096 || failed=1
+    starpo_steps lora_full 0.25 Qwen2.5-1.5B && return "$failed"
 }
 
 # Transformer Engine's layers against the local ones with the same weights, FP8 recipes, checkpoints

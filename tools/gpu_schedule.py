@@ -55,7 +55,7 @@ PARTS = (
     TimedPart("versions", 30),
     TimedPart("step", 260),  # a fresh machine reads packages slowly
     TimedPart("step_fp8", 120),
-    TimedPart("update", 180),
+    TimedPart("update", 200),
     TimedPart("learn", 260),
     TimedPart("repeat", 150),
     TimedPart("kernels", 100, together=True),
@@ -65,7 +65,7 @@ PARTS = (
     TimedPart("bench", 80),
     TimedPart("reshard", 40),
     TimedPart("moe", 120),
-    TimedPart("lora", 400),
+    TimedPart("lora", 380),
     TimedPart("learn_seeds", 400),
     TimedPart("step_all", 110),
     TimedPart("bench_all", 80),

@@ -115,7 +115,7 @@ class Setting:
             max_context=rollout.max_context_length,
             has_critic=config.advantage.uses_critic,
             has_reference=config.needs_reference,
-            engine=rollout.rollout_engine,
+            engine="elsewhere" if rollout.given_engines else rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
             num_sessions=rollout.sessions_per_engine(num_engines),
             engine_tp=rollout.rollout_tensor_parallel_size,
@@ -454,10 +454,10 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none on
-    a GPU for the embedded engine, which uses the CPU.
+    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none
+    for one elsewhere, and on a GPU for the embedded engine, which uses the CPU.
     """
-    if setting.engine == "embedded" and not setting.on_host:
+    if setting.engine == "elsewhere" or (setting.engine == "embedded" and not setting.on_host):
         return 0, 0
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
@@ -482,7 +482,7 @@ def stage_phases(
         layers = sum(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
         in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(cut.tp, cut.ep))
     if setting.on_host:
-        base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
+        base = {"program": PROGRAM * (2 if setting.engine == "sglang" else 1)}
         # each rank has an equal part of the checkpoint
         staged = staged_bytes(shape, setting, stage) // setting.dp
         base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
@@ -704,11 +704,11 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     if phase == "score":
         return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
+        fewer = "lower --group-size, --num-groups or --max-context-length"
         if setting.engine == "embedded":
-            fewer = "lower --group-size, --num-groups or --max-context-length"
             return [fewer, "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
-        return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+        return [*unload, "lower --kv-cache-tokens", fewer, "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
     shards_sequence = layout.sequence_parallel or layout.tensor_model_parallel_size == 1
     advice = {

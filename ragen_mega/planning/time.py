@@ -10,13 +10,16 @@ from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.balance import Cost
+from ragen_mega.models.cuts import ROW
+from ragen_mega.models.lora import adapted, expected_adapters
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
 from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
@@ -42,6 +45,12 @@ ALL_REDUCE = 1e-5
 """Assumed: seconds of a small all-reduce in a decode step, which a graph starts."""
 EXPOSED = 0.3
 """Assumed: share of overlapped communication that is waited for all the same."""
+LAUNCHES_OF_ADAPTERS = 2.0
+"""Assumed: kernels of a layer with adapters over the kernels of one without."""
+PREFILL_WITH_ADAPTERS = 0.55
+"""Speed at which SGLang reads prompts with adapters, over its speed without: published as 40 to 50%
+slower (github.com/sgl-project/sglang/issues/25095).
+"""
 _STAGES = {"rollout": "rollout", "sync": "sync", "offload": "handover", "other": "other"}
 """Phase -> stage of the trainer's loop; every other phase is a part of an update."""
 BUCKETS = 32
@@ -120,6 +129,23 @@ class Sizes:
         return cost.per_token + labels * cost.per_label + cost.per_pair * length / 2
 
 
+class AdapterSizes(NamedTuple):
+    """The sizes, on a rank, of the low-rank matrices A and B beside one weight of a layer."""
+
+    inner: float
+    width: float
+    """Numbers of a token between A and B: the rank, for each of the weight's tensors."""
+    columns: float
+    rank: float
+    experts: float = 0.0
+    """Experts that have such a weight each; 0 of a weight that every token passes."""
+
+    @property
+    def elements(self) -> float:
+        """Count the elements of all that stand beside the weight."""
+        return (self.experts or 1) * (self.width * self.inner + self.rank * self.columns)
+
+
 @dataclass(frozen=True)
 class TrainingLayout:
     """A layout of training, and its precision."""
@@ -140,6 +166,8 @@ class TrainingLayout:
     recompute: str = "none"
     """Part that is computed again: none, selective (the feed-forward part) or full."""
     itemsize: int = BF16
+    adapters: tuple[AdapterSizes, ...] = ()
+    """Adapters beside a layer's frozen weights, which alone train; empty: all weights train."""
 
     @property
     def num_gpus(self) -> int:
@@ -186,6 +214,12 @@ def layer(
     # the exponentials of a narrow head take as long (figures 5 and 6 of arXiv:2407.08608)
     attended = ATTENTION * 1.5 * sizes.head_dim / (sizes.head_dim + 64)
     attended *= machine.hardware.peak(itemsize)
+    added = 0.0
+    for inner, width, columns, _, number in cut.adapters:
+        rows = routed / number if number else tokens
+        low = product(machine, rows, inner, width, replace(cut, fp8=False))
+        low += product(machine, rows, width, columns, replace(cut, fp8=False))
+        added += (number or 1) * (low + rows * columns * itemsize / machine.memory)  # the sum
     waited = EXPOSED if cut.overlaps else 1.0
     gathered = (2 if sizes.num_experts else 4) * (tp - 1) / tp * tokens * h * itemsize
     sent = 2 * routed * (cut.ep - 1) / cut.ep * h * itemsize  # there and back
@@ -195,6 +229,7 @@ def layer(
             number * product(machine, rows, inner, columns, cut)
             for number, rows, inner, columns in products
         ),
+        "adapters": added,
         "attention": 2 * tokens * length * heads / attended,
         "element-wise": itemsize * passes / machine.memory,
         "tensor parallelism": waited * gathered / machine.link(tp),
@@ -234,7 +269,8 @@ def passes(
     beside = whole - single["attention"] - single["context parallelism"]
     around = mlp / (mlp + sizes.attention_weights) * beside
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
-    backward = dict.fromkeys(single, 2.0) | {"attention": 2.5}
+    frozen = bool(cut.adapters)  # whose gradients nobody computes
+    backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
     backward |= dict.fromkeys(
         ("tensor parallelism", "expert parallelism", "context parallelism"), 1.0
     )
@@ -243,10 +279,11 @@ def passes(
         for name, seconds in single.items()
     }
     terms["recomputation"] = micros * layers * again
-    started = micros * layers * (1 + (2 + again / whole) * is_trained) * machine.constants.launch
+    launches = machine.constants.launch * (LAUNCHES_OF_ADAPTERS if frozen else 1.0)
+    started = micros * layers * (1 + (2 + again / whole) * is_trained) * launches
     terms["launches"] = max(0.0, started - sum(terms.values()))  # the host runs ahead of the GPU
     body = sum(terms.values())
-    last = micros * (1 + 2 * is_trained) * head(machine, sizes, cut, labels * tokens)
+    last = micros * (1 + (2 - frozen) * is_trained) * head(machine, sizes, cut, labels * tokens)
     most = math.ceil(layers)  # of a stage; the last one has those that are left, and the LM head
     left = sizes.num_layers - most * (cut.pp - 1)
     slowest = max(most * body, left * body + last * layers) / layers
@@ -280,11 +317,14 @@ def training(
     held = dense / (cut.tp * cut.pp) + experts / (
         cut.pp * (cut.ep if sizes.num_experts else cut.tp)
     )
-    ring = (cut.dp - 1) / cut.dp * held * (FP32 + cut.itemsize)
+    updated, itemsize = sizes.total / cut.num_gpus, cut.itemsize
+    if cut.adapters:  # which are float32
+        held = sizes.num_layers / cut.pp * sum(adapter.elements for adapter in cut.adapters)
+        updated, itemsize = held / cut.dp, FP32
+    ring = (cut.dp - 1) / cut.dp * held * (FP32 + itemsize)
     ring /= machine.link(cut.num_gpus // cut.pp, cut.tp)
     hidden = sum(terms.values()) / micros
     terms["data parallelism"] = max(EXPOSED * ring, ring - hidden)
-    updated = sizes.total / cut.num_gpus
     terms["optimizer"] = ADAM_BYTES * updated / machine.memory + machine.constants.update
     if cut.parks_optimizer:
         terms["optimizer"] += 2 * (MOMENTS + FP32) * updated / machine.host_link
@@ -429,7 +469,21 @@ def rollout(
     return terms
 
 
-def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
+def adapter_sizes(shape: ModelShape, setting: Setting) -> Iterator[AdapterSizes]:
+    """Yield the sizes of the adapters beside the weights of a layer."""
+    cut, rank = setting.parallel.cut, setting.lora.rank
+    if not rank:
+        return
+    for weight in adapted(shape, setting.lora):
+        columns, inner = shape.whole(weight)
+        is_expert, is_row = weight.cut.group == "expert", weight.cut == ROW
+        tp = 1 if is_expert else cut.tp
+        experts = shape.num_local(weight, cut.ep) if is_expert else 0
+        size = (inner / tp, columns) if is_row else (inner, columns / tp)
+        yield AdapterSizes(size[0], rank * len(weight.tensors), size[1], rank, experts)
+
+
+def cut_of(config: StarPOConfig, shape: ModelShape, setting: Setting) -> TrainingLayout:
     """Read the layout and precision in which a run trains."""
     layout = config.parallel
     return TrainingLayout(
@@ -440,6 +494,7 @@ def cut_of(config: StarPOConfig, setting: Setting) -> TrainingLayout:
         fp8=layout.fp8 != "none",
         recompute=layout.recomputation,
         itemsize=setting.itemsize,
+        adapters=tuple(adapter_sizes(shape, setting)),
     )
 
 
@@ -449,9 +504,12 @@ def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_sampler
     """
     cut, reached = setting.parallel.cut, machine.constants
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+    whole = shape.engine_weights(setting.itemsize, 1)
+    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes all of it
+        sizes = expected_adapters(shape, setting.lora).values()
+        weights = whole = FP32 * sum(map(math.prod, sizes))
     terms = {"weights into engine": weights / reached.sync}
     if num_samplers:
-        whole = shape.engine_weights(setting.itemsize, 1)
         return terms | {"weights to samplers": min(2, num_samplers) * whole / CONNECTION}
     is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'
         setting.engine_ep == cut.ep if shape.num_experts else setting.engine_tp == cut.tp
@@ -489,12 +547,15 @@ def sampling(
     sessions = rolled.sessions_per_engine(
         rolled.num_engines(samplers, min(samplers, machine.hardware.node))
     )
-    return dict(
+    terms = dict(
         rollout(
             machine, Sizes.of(shape), play, sessions=sessions, room=rolled.kv_cache_size(sessions),
             tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
+    if setting.lora.lora_sync == "adapter":
+        terms["prompts"] /= PREFILL_WITH_ADAPTERS
+    return terms
 
 
 def ranks_usage(
@@ -526,7 +587,7 @@ def step_seconds(
     """
     trainers = config.parallel.num_trainers(num_gpus)
     setting, sizes, rolled = Setting.from_config(config, trainers), Sizes.of(shape), config.rollout
-    cut = cut_of(config, setting)
+    cut = cut_of(config, shape, setting)
     if (cut.fp8 or setting.engine_fp8) and not machine.hardware.fp8:
         raise ValueError(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
@@ -562,6 +623,7 @@ def step_seconds(
         phases["old log-probabilities"] = scored()
     if setting.has_reference:  # it takes the place of the actor's parameters, which come back
         moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters
+        moved *= not setting.lora.rank  # the base is there
         phases["reference"] = scored() | {"host link": moved / machine.host_link}
     if setting.teacher is not None:
         phases["teacher"] = passes(

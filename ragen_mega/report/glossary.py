@@ -163,6 +163,9 @@ GLOSSARY = {
     "engine/reissued": "Requests that were asked again for that.",
     "engine/ready": "Rollouts that lay ready when the trainers asked for one (placement separate)."
     " Always 0: they wait for the samplers, and more --rollout-ranks would help.",
+    "engine/sending_seconds": "Seconds that sending weights to ranks which only sample took, beside"
+    " the training.",
+    "engine/weights_gbytes": "Gigabytes of weights that came to ranks which only sample.",
     "engine/sampling_seconds": "Seconds that the ranks which only sample took for the rollout.",
     "engine/waiting_seconds": "Seconds that they had waited for its weights. Large: the trainers"
     " are slower, and fewer --rollout-ranks would do.",

@@ -213,9 +213,10 @@ _published: list[ctypes.c_int64] = []  # they keep the file mapped
 
 
 def _publish_memory(folder: Path) -> None:
-    """Keep this process's allocated bytes in a file of the folder."""
+    """Keep this process's allocated bytes in a file of the folder. Raises OSError on a full disk."""
     with (folder / str(os.getpid())).open("w+b") as file:
-        file.truncate(8)
+        file.write(bytes(8))  # a hole that finds no room when it is first written is a bus error
+        file.flush()
         _published.append(ctypes.c_int64.from_buffer(mmap.mmap(file.fileno(), 8)))
     native.count_allocated_at(ctypes.addressof(_published[-1]))
 
@@ -455,6 +456,17 @@ def _install_nccl() -> None:
             _nccl_groups.append(group)
         return group
 
+    helper = c10d._new_process_group_helper
+
+    def form(
+        size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any
+    ) -> Any:
+        """As programs form a group with ranks of other jobs."""
+        group, *store = helper(size, rank, ranks, as_gloo(backend), *args, **options)
+        if "nccl" in str(backend):
+            _nccl_groups.append(group)
+        return group, *store
+
     def forget(group: dist.ProcessGroup | None = None) -> None:
         destroy(group)
         for groups in (_nccl_groups, _groups_that_met):
@@ -464,6 +476,7 @@ def _install_nccl() -> None:
     replacements: dict[str, Any] = dict(
         init_process_group=init,
         new_group=new,
+        _new_process_group_helper=form,
         destroy_process_group=forget,
         get_backend=lambda group=None: "nccl" if _is_nccl(group) else get_backend(group),
         is_nccl_available=lambda: True,

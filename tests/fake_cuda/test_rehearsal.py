@@ -4,6 +4,7 @@ part of tools/gpu_check.sh.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -81,8 +82,28 @@ def test_passes_on_the_fake_device(group: str, tmp_path: Path) -> None:
     assert re.search(r"[1-9]\d* passed", last) and (may_skip or "skipped" not in last), said
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+def test_a_full_disk_is_no_bus_error(tmp_path: Path) -> None:
+    """Processes of one device map a file each, which must have its room on the disk."""
+    script = f"""
+        mount -t tmpfs -o size=64k tmpfs {tmp_path} || exit 99
+        dd if=/dev/zero of={tmp_path}/filled bs=1k 2>/dev/null
+        exec {sys.executable} -c "import torch; torch.ones(9, device='cuda')"
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script],
+        env=environment(1, RAGEN_FAKE_CUDA_SHARED=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 99:
+        pytest.skip("this machine mounts no disk")
+    assert done.returncode == 1 and "No space left on device" in done.stderr, done
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(9000)
 def test_the_gpu_check_passes(tmp_path: Path) -> None:
     """The script as it runs on a GPU, with its own environment, ranks and servers, and small
     shapes; every part does what it is for, and what is worth keeping is in one file.
@@ -90,7 +111,7 @@ def test_the_gpu_check_passes(tmp_path: Path) -> None:
     if build.transformer_engine() is None:
         pytest.skip("there is no Transformer Engine: python tests/fake_cuda/build.py says why")
     python, output = write_python(tmp_path, tmp_path / "shared"), tmp_path / "out"
-    command = ["bash", "tools/gpu_check.sh", "--small", "--minutes", "60", "--output", str(output)]
+    command = ["bash", "tools/gpu_check.sh", "--small", "--minutes", "150", "--output", str(output)]
     done = subprocess.run(
         [*command, "--pack", str(tmp_path / "kept.tar.gz"), *PARTS],
         cwd=ROOT,
@@ -98,7 +119,7 @@ def test_the_gpu_check_passes(tmp_path: Path) -> None:
             1,
             SITE=str(build.HERE / "site"),
             PYTHON=str(python),
-            SHARES=" ".join(f"{part}=1000" for part in PARTS),
+            SHARES=" ".join(f"{part}=2500" for part in PARTS),
             RAGEN_FAKE_CUDA_GIB="16",  # the plan counts 4.5 for CUDA, NCCL and an engine alone
             RAGEN_FAKE_CUDA_SHARED=str(tmp_path / "shared"),
         ),

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ragen_mega.data.types import TokenBatch
+from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import Sizes
@@ -87,3 +89,35 @@ def test_the_trainer_alone_is_timed(estimator: str, tmp_path: Path) -> None:
     sizes = Sizes.of(ModelShape.of(model_config(str(tmp_path))))
     assert report["teraflops"] == pytest.approx(rate * sizes.flops(48) / 1e12)
     assert 0 < report["planned_gib"] < 2
+
+
+def test_a_common_prompt_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four trajectories in one microbatch: 32 common positions, and 16 of each."""
+    shape = {
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    batches = list[TokenBatch]()
+    update = MegatronPolicy.update
+
+    def record(policy: MegatronPolicy, batch: TokenBatch) -> dict[str, float]:
+        batches.append(batch)
+        metrics = update(policy, batch)
+        assert metrics["computed_share"] == (32 + 4 * 16) / (4 * 48)
+        return metrics
+
+    monkeypatch.setattr(MegatronPolicy, "update", record)
+    flags = f"--length 48 --trajectories 4 --prompt 32 --repetitions 1 --json {tmp_path / 'o.json'}"
+    estimate = ["--", "--advantage-estimator", "grpo"]
+    bench_update.main(["--model", str(tmp_path), *flags.split(), *estimate])
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert report["training_flags"] == estimate[1:] and len(batches) == 3
+    assert batches[0].loss_mask.view(4, 48).sum(1).tolist() == [16 + 1] * 4
+    sizes, seconds = Sizes.of(ModelShape.of(model_config(str(tmp_path)))), report["seconds"]
+    assert report["tokens_per_second"] == pytest.approx(4 * 48 / seconds["actor"]["median"])
+    whole = report["teraflops"] * 1e12 * seconds["actor"]["median"]
+    pairs = 32**2 / 2 + 4 * sum(range(32, 48))  # but for half a pair of each position
+    labels = 4 * 16 * sizes.cost.per_label
+    by_hand = 96 * sizes.cost.per_token + labels + sizes.cost.per_pair * pairs
+    assert whole == pytest.approx(by_hand, rel=2e-3)

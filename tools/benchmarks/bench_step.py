@@ -22,7 +22,8 @@ attention, which takes seconds, whenever the number of tokens or trajectories of
 new power of two, as may still happen in the second step. The phases are the program's own timers,
 `other` is the rest: summaries, logging, waiting. Rates: sampled tokens over the seconds of
 rollout and sync; positions of the update, prompts included, over the seconds of advantages and
-update. The original takes 23.5 s with 0.25 and 68.7 s with 1: arXiv:2504.20073 Fig. 7,
+update. On a GPU `memory` sets what the device held at the end of each phase beside the plan. The
+original takes 23.5 s with 0.25 and 68.7 s with 1: arXiv:2504.20073 Fig. 7,
 total time over 200 steps, one GPU of the H100 class.
 """
 
@@ -39,12 +40,15 @@ from typing import Any
 
 import psutil
 import torch
-from harness import JSON, provenance, publish, spread, table
+from harness import JSON, model_flag, provenance, publish, spread, table
 from random_models import write_checkpoint
+from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE
+from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import Sizes
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
@@ -59,12 +63,7 @@ _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
-        " which only the shape counts",
-        "Qwen2.5-0.5B",
-    ),
+    model_flag("Qwen2.5-0.5B"),
     flag("--steps", "per run; the first two do not count", 6),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),
@@ -199,6 +198,21 @@ def summarize(
     }
 
 
+def memory(
+    config: StarPOConfig, hf: PretrainedConfig, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Return phase -> most GiB of the device that all processes held at its end, when torch has
+    given nothing back yet, and those of `ragen-mega plan`.
+    """
+    all_gib, found = torch.cuda.mem_get_info()[1] / GIB, dict[str, dict[str, float]]()
+    for name, terms in plan(ModelShape.of(hf), Setting.from_config(config, 1)).items():
+        phase, planned = name.split()[0], sum(terms.values()) / GIB  # `train` of actor and critic
+        measured = all_gib - min(row[f"memory/{phase}_end_free_gib"] for row in rows)
+        planned = max(planned, found.get(phase, {}).get("planned", 0.0))
+        found[phase] = {"measured": measured, "planned": planned}
+    return found
+
+
 def rate_of(rows: Sequence[Mapping[str, Any]], amount: str, seconds: str) -> float | None:
     """Return the median of an amount over its seconds; None where a step does not say both."""
     if not all(amount in row and row.get(seconds) for row in rows):
@@ -282,6 +296,9 @@ def main(arguments: argparse.Namespace) -> None:
     def publish_so_far(rows: list[dict[str, Any]], gaps: list[float]) -> None:
         """Write after every step, so that a later failure loses nothing."""
         report.update(summarize(arguments.model, rows, gaps))
+        if torch.cuda.is_available():
+            config = parse(training_flags(arguments, checkpoint))
+            report["memory"] = memory(config, hf, rows)
         if arguments.json:
             write_json(arguments.json, report)
 

@@ -6,12 +6,14 @@ memory beside the plan.
         -- --fp8 hybrid --advantage-estimator gae
 
 Random weights of the model's shape train on trajectories of random tokens, all of which count as
-sampled. Flags after -- go to the training program; with an estimator that needs a critic, the
-critic is there and trains too. `seconds` is the wall clock of one optimizer step of each model,
-median of the repetitions. Tokens a second and MFU are the actor's; MFU counts causal attention
-once and no recomputation, as prime-rl's benchmark does. `memory_gib` is what the
-process holds of the device at the end, which is its peak, since torch returns nothing;
-`planned_gib` is the largest training phase of `ragen-mega plan`.
+sampled. With --prompt they have so many first tokens in common, which are computed once, in one
+microbatch, and only the others are sampled. Flags after -- go to the training program; with an
+estimator that needs a critic, the critic is there and trains too. `seconds` is the wall clock of
+one optimizer step of each model, median of the repetitions. Tokens a second, of all trajectories,
+and MFU are the actor's; MFU counts causal attention and a common prompt once and no recomputation,
+as prime-rl's benchmark does. `memory_gib` is what the process holds of the device at the end, which
+is its peak, since torch returns nothing; `planned_gib` is the largest training phase of
+`ragen-mega plan`.
 
 prime-rl's own number is benchmarks/baselines/benchmark-1xh100-Qwen--Qwen3-0.6B-rl-full-1gpu-
 Recompute-flash_attention_3-16384-cp1-ep1.json in its repository: Qwen3-0.6B, two microbatches of
@@ -26,7 +28,7 @@ from functools import partial
 import torch
 from bench_step import bfloat16_peak
 from fp8_report import free, random_batch
-from harness import JSON, interleave, provenance, publish, seconds_of, spread, table
+from harness import JSON, interleave, model_flag, provenance, publish, seconds_of, spread, table
 from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
@@ -43,13 +45,10 @@ from ragen_mega.ranks import collectives
 
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json",
-        "Qwen3-0.6B",
-    ),
+    model_flag("Qwen3-0.6B"),
     flag("--length", "tokens of a trajectory, which is a microbatch", 16384),
     flag("--trajectories", "of an optimizer step", 2),
+    flag("--prompt", "first tokens of all trajectories; 1 if they have none in common", 1),
     flag("--repetitions", "that count", 5),
     ("training", {"nargs": "*", "metavar": "-- FLAGS", "help": "of the training program"}),
 )
@@ -63,7 +62,8 @@ def jobs(
     """
     length, seed = arguments.length, config.train.seed
     common = (hf, initialize(config.parallel, seed), config.parallel, config.train, config.loss)
-    batch = random_batch(arguments.trajectories * length, length, hf.vocab_size, seed)
+    positions = arguments.trajectories * length
+    batch = random_batch(positions, length, hf.vocab_size, seed, prompt=arguments.prompt)
     mask = batch.loss_mask.float()
     batch = batch.with_fields(advantages=mask, values=0 * mask, returns=mask)
     models: list[MegatronPolicy | MegatronCritic] = [MegatronPolicy(*common, temperature=1.0)]
@@ -77,32 +77,37 @@ def jobs(
 
 @command(__doc__, *FLAGS)
 def main(arguments: argparse.Namespace) -> None:
-    length, hf = str(arguments.length), model_config(arguments.model)
+    length, hf = arguments.length, model_config(arguments.model)
     on_host, shape = not torch.cuda.is_available(), ModelShape.of(hf)
-    tokens = ("--max-context-length", length, "--max-tokens-per-microbatch", length)
+    shared, count = arguments.prompt * (arguments.prompt > 1), arguments.trajectories
+    computed = shared + count * (length - shared) if shared else length
+    tokens = ["--max-context-length", str(length), "--max-tokens-per-microbatch", str(computed)]
+    tokens += ["--shared-prefixes", "on"] * bool(shared)
     config = parse(["--recipe", "none", *["--bf16"][on_host:], *tokens, *arguments.training])
     work = jobs(arguments, config, hf)
     free()  # the random weights
     readings = interleave(work, arguments.repetitions, warmups=2)
     shutdown()
     seconds = {name: spread(of_model) for name, of_model in readings.items()}
-    rate = arguments.trajectories * arguments.length / seconds["actor"]["median"]
-    operations, peak = rate * Sizes.of(shape).flops(arguments.length), bfloat16_peak()
+    median, sizes, peak = seconds["actor"]["median"], Sizes.of(shape), bfloat16_peak()
+    # a position attends to half of its trajectory on average, one behind a prompt to more
+    operations = count * (length - shared) * sizes.flops(length + shared)
+    operations = (operations + shared * sizes.flops(shared, 0.0)) / median
+    sharing = count * length / computed if shared else 1.0
+    setting = Setting.from_config(config, 1, sharing=sharing, on_host=on_host)
     free_bytes, all_bytes = (0, 0) if on_host else torch.cuda.mem_get_info()
     report = provenance() | {
         "model": arguments.model,
         "length": arguments.length,
         "trajectories": arguments.trajectories,
+        "prompt": arguments.prompt,
         "training_flags": arguments.training,
         "seconds": seconds,
-        "tokens_per_second": rate,
+        "tokens_per_second": count * length / median,
         "teraflops": operations / 1e12,
         "mfu": peak and operations / peak,
         "memory_gib": (all_bytes - free_bytes) / GIB,
-        "planned_gib": max(
-            sum(terms.values())
-            for terms in training(shape, Setting.from_config(config, 1, on_host=on_host)).values()
-        )
+        "planned_gib": max(sum(terms.values()) for terms in training(shape, setting).values())
         / GIB,
     }
     rows = [(name, f"{value:.4g}") for name, value in report.items() if isinstance(value, float)]

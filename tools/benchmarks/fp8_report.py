@@ -69,19 +69,26 @@ def layouts(
     )
 
 
-def random_batch(num_tokens: int, length: int, vocab_size: int, seed: int) -> TokenBatch:
-    """`num_tokens` positions of random tokens in trajectories of `length` positions, every label
-    sampled.
+def random_batch(
+    num_tokens: int, length: int, vocab_size: int, seed: int, *, prompt: int = 1
+) -> TokenBatch:
+    """`num_tokens` positions of random tokens in trajectories of `length` positions, whose first
+    `prompt` tokens are the same, if there are several, and whose others are sampled.
     """
     generator = torch.Generator().manual_seed(seed)
     trajectories: list[Trajectory] = []
+    common = list[int]()
     for start in range(0, num_tokens, length):
         tokens = torch.randint(
             0, vocab_size, (min(length, num_tokens - start) + 1,), generator=generator
         ).tolist()
+        common = common or tokens[:prompt] * (prompt > 1)
+        tokens[: len(common)] = common
         trajectory = Trajectory(group_id=len(trajectories))
-        trajectory.append_observation(tokens[:1])
-        trajectory.append_action(Completion(tokens[1:], [0.0] * (len(tokens) - 1), "length"))
+        trajectory.append_observation(tokens[:prompt])
+        trajectory.append_action(
+            Completion(tokens[prompt:], [0.0] * (len(tokens) - prompt), "length")
+        )
         trajectories.append(trajectory)
     return pack(trajectories)
 
