@@ -111,7 +111,8 @@ def main(arguments: argparse.Namespace) -> None:
         "teraflops": operations / 1e12,
         "mfu": peak and operations / peak,
         "memory_gib": (all_bytes - free_bytes) / GIB,
-        "planned_gib": max(sum(terms.values()) for terms in training(shape, setting).values()) / GIB,
+        "planned_gib": max(sum(terms.values()) for terms in training(shape, setting).values())
+        / GIB,
     }
     rows = [(name, f"{value:.4g}") for name, value in report.items() if isinstance(value, float)]
     publish(arguments, report, table((arguments.model, "of the actor"), rows))

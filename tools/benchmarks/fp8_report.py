@@ -86,7 +86,9 @@ def random_batch(
         tokens[: len(common)] = common
         trajectory = Trajectory(group_id=len(trajectories))
         trajectory.append_observation(tokens[:prompt])
-        trajectory.append_action(Completion(tokens[prompt:], [0.0] * (len(tokens) - prompt), "length"))
+        trajectory.append_action(
+            Completion(tokens[prompt:], [0.0] * (len(tokens) - prompt), "length")
+        )
         trajectories.append(trajectory)
     return pack(trajectories)
 
