@@ -12,7 +12,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +79,37 @@ def test_python_can_be_executed(source: str, tmp_path: Path) -> None:
 
 def test_pages_with_python_run_elsewhere_have_some() -> None:
     assert set(ELSEWHERE) <= {page for page, _ in blocks("python")}
+
+
+def test_the_lookup_agent_pays_for_each_new_piece_and_for_the_code() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import lookup_agent
+
+    def played(seed: int, answer: Callable[[list], str]) -> tuple[dict, list]:
+        asked: list = []
+
+        def create(model: str, messages: list) -> SimpleNamespace:
+            asked.append(messages)
+            message = SimpleNamespace(content=answer(messages))
+            return SimpleNamespace(
+                id=f"call-{len(asked)}", choices=[SimpleNamespace(message=message)]
+            )
+
+        chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+        return lookup_agent.run({"seed": seed}, SimpleNamespace(chat=chat)), asked
+
+    lengths, turns = set(), set()
+    for seed in range(100):
+        result, asked = played(seed, lambda messages: lookup_agent.ideal(messages, []))
+        assert result["reward"] == 1 and result["success"]
+        pieces = len(result["calls"])
+        assert len(asked) - pieces in (1, 2)  # the code, and the stranger in half of the episodes
+        lengths.add(pieces)
+        turns.add(len(asked) - pieces)
+        # Who asks the first person again and again gets one piece, unless it is the stranger.
+        result, asked = played(seed, lambda messages: "ask " + messages[5]["content"].split()[4])
+        assert not result["success"] and len(result["calls"]) <= 1 and len(asked) == pieces + 3
+    assert lengths == {1, 2, 3, 4} and turns == {1, 2}
 
 
 def test_studies_are_definitions_whose_flags_are_known(tmp_path: Path) -> None:

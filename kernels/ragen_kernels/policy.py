@@ -326,6 +326,7 @@ def linear_policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    context_group: ProcessGroup | None = None,
     temperature: float = 1.0,
     vocab_start: int = 0,
     vocab_valid: int | None = None,
@@ -355,6 +356,8 @@ def linear_policy_loss(
         rollout_logprobs: [T], needed with `objective.importance_cap`.
         cu_seqlens: [S + 1] int offsets, needed by an objective over sequences, which must be whole;
             they consist of their tokens of nonzero weight.
+        context_group: ranks that together have the tokens of the S sequences, each some of them.
+            None: all tokens are here.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -386,7 +389,7 @@ def linear_policy_loss(
             return now if repeats is None else now[_sharing(repeats, now.device)]
 
         assert cu_seqlens is not None  # `check_inputs`
-        terms = over_sequences(terms, current, rows, cu_seqlens, objective)
+        terms = over_sequences(terms, current, rows, cu_seqlens, objective, context_group)
     loss, outputs = _LinearPolicyLoss.apply(
         hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats
     )

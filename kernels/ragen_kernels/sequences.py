@@ -11,7 +11,9 @@ importance, and with the sum of these differences the product over its sequence.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, TokenTerms
 
@@ -22,6 +24,7 @@ def over_sequences(
     rows: Tensor,
     cu_seqlens: Tensor,
     objective: PolicyObjective,
+    group: ProcessGroup | None = None,
 ) -> TokenTerms:
     """Return the terms of M tokens under which the token objective is the one over sequences.
 
@@ -30,8 +33,9 @@ def over_sequences(
         current: log-probabilities [M] under the current weights; only called where they are needed.
         rows: [M] positions of the tokens, in any order.
         cu_seqlens: [S + 1] offsets of the sequences among the positions.
+        group: ranks that have other tokens of the same S sequences, for an all-reduce of [S] a sum.
     """
-    sums = _SequenceSums(rows, cu_seqlens)
+    sums = _SequenceSums(rows, cu_seqlens, group)
     old, rollout = terms.old_logprobs, terms.rollout_logprobs
     if objective.surrogate == "gspo" and old is not None:  # without them every ratio is 1
         now = current().double()
@@ -53,7 +57,8 @@ def over_sequences(
 class _SequenceSums:
     """Sums over the tokens of each sequence, without atomics: the same in every run."""
 
-    def __init__(self, rows: Tensor, cu_seqlens: Tensor) -> None:
+    def __init__(self, rows: Tensor, cu_seqlens: Tensor, group: ProcessGroup | None) -> None:
+        self.group = group
         ends = cu_seqlens.to(rows.dtype)
         self.order = rows.argsort()
         self.offsets = torch.searchsorted(rows[self.order], ends)  # [S + 1] among the sorted rows
@@ -62,4 +67,6 @@ class _SequenceSums:
     def __call__(self, values: Tensor) -> Tensor:
         """[M] -> [M], for each token the sum over its sequence."""
         sums = torch.segment_reduce(values[self.order], "sum", offsets=self.offsets, unsafe=True)
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
         return sums[self.owners]

@@ -13,13 +13,13 @@ from itertools import chain
 from typing import Any
 
 from ragen_mega.agents.call_tree import CALL, Call
+from ragen_mega.agents.runner import EXAMPLES
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory, in_groups
 from ragen_mega.environments.messages import ChatMessage, read_message, written
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
-from ragen_mega.extensions.registry import Registry
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.collector import collect
@@ -36,7 +36,6 @@ from ragen_mega.rollout.tasks import (
     tasks_for_group,
 )
 
-EXAMPLES = Registry("agent example", "--agent-example", {})
 MOST_EPISODES = 2048
 """Number of different episodes; the warm start repeats them."""
 _OTHERS = 64

@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any, Self
 
 from ragen_mega.agents.call_tree import Call
@@ -23,10 +23,8 @@ from ragen_mega.rollout.player import (
     Attempt,
     OpenEnvironment,
     Player,
-    PlaySettings,
     SharedEngine,
 )
-from ragen_mega.rollout.renderer import ChatRenderer
 
 
 class Clock(contextlib.AbstractContextManager["Clock"]):
@@ -79,16 +77,15 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
 class AgentPlayer(Player):
     """Plays episodes of agents with a shared engine, each call of `play` at its own pace."""
 
-    def __init__(
-        self,
-        engine: SharedEngine,
-        renderer: ChatRenderer,
-        settings: PlaySettings,
-        advance: Advance,
-    ) -> None:
-        super().__init__(engine, renderer, settings, advance)
-        self._clocks: defaultdict[str, list[Clock]] = defaultdict(list)  # by agent
-        self._further_session = partial(next, itertools.count(-1, -1))
+    @cached_property
+    def _clocks(self) -> defaultdict[str, list[Clock]]:
+        """Clocks of the episodes that are played at present, by agent."""
+        return defaultdict(list)
+
+    @cached_property
+    def _further_sessions(self) -> Iterator[int]:
+        """Numbers of sessions that no trajectory has."""
+        return itertools.count(-1, -1)
 
     def restart_clocks(self) -> None:
         """Let the time of all episodes count anew: nothing was played in the meantime."""
@@ -115,7 +112,7 @@ class AgentPlayer(Player):
         answers = settings.answers or _Sessions(
             self._shared,
             self._advance,
-            self._further_session,
+            self._further_sessions,
             attempt.session,
             trajectory.weight_version,
         )
@@ -215,12 +212,12 @@ class _Sessions:
         self,
         engine: SharedEngine,
         advance: Advance,
-        further_session: Callable[[], int],
+        further_sessions: Iterator[int],
         own: int,
         version: int,
     ) -> None:
         """`own`: session of the episode; `version`: weights at its start."""
-        self._shared, self._advance, self._further_session = engine, advance, further_session
+        self._shared, self._advance, self._further_sessions = engine, advance, further_sessions
         self._own, self._version = own, version
         self._busy: set[int] = set()
 
@@ -230,7 +227,7 @@ class _Sessions:
         """Sample as soon as turns may begin; see `served_episode.Answers`."""
         engine = self._shared.engine
         await self._shared.wait_for_turn(self._own)
-        session = self._own if self._own not in self._busy else self._further_session()
+        session = self._own if self._own not in self._busy else next(self._further_sessions)
         self._busy.add(session)
         try:
             completion = None

@@ -33,6 +33,7 @@ from ragen_mega.system.web_client import ask
 
 AGENTS = Registry("agent", "--agent", {})
 REWARDS = Registry("agent reward", "--agent-reward", {})
+EXAMPLES = Registry("agent example", "--agent-example", {})
 _VARIABLES = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 """Variables of the environment that name the door in the processes of agents."""
 _NOWHERE = "http://127.0.0.1:9/v1"
@@ -246,6 +247,10 @@ def import_agent(
         required(server, "agents", purpose="agents")
     if "://" in agent:
         return None, False
+    if agent.startswith(("http:", "https:")):
+        raise ValueError(
+            f"--agent {agent} must be an address such as http://127.0.0.1:8000/run; correct it"
+        )
     function = AGENTS.get(agent)
     takes_client = _takes_client(agent, function)
     if takes_client:

@@ -20,10 +20,10 @@ from ragen_mega.config import EnvironmentConfig, EvaluationConfig, StarPOConfig
 from ragen_mega.config.cli import read_words
 from ragen_mega.config.recorded import is_run, read_recorded
 from ragen_mega.config.sections.environment import parse_shares
-from ragen_mega.ranks import collectives
+from ragen_mega.environments.registry import ENVIRONMENTS
+from ragen_mega.models.directory import check_model_directory
 from ragen_mega.report.console import Console, set_titles
-from ragen_mega.report.metrics import write_json
-from ragen_mega.run.evaluation import PLAYED, evaluate_sets
+from ragen_mega.system.outputs import waiting
 
 FLAGS = (
     flag(
@@ -60,6 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
     recorded = read_recorded(Path(load)) if is_run(Path(load)) else {}
     asked, own = settings.get("environment", {}), recorded.get("environment", {})
     if not (asked.get("environments") or own):
+        check_model_directory("--load", load, needs_tokenizer=True)  # perhaps there is nothing
         raise ValueError(
             f"--environment is needed where --load is no run, as {load}; write e.g. --environment"
             " sokoban, or --tasks, --agent or --recipe as in training"
@@ -74,6 +75,14 @@ def main(arguments: argparse.Namespace) -> None:
         names = EnvironmentConfig(**asked).evaluated
     else:
         names = [*parse_shares(own["environments"])]
+    for name in names:
+        ENVIRONMENTS.get(name)
+    if not recorded:
+        check_model_directory("--load", load, needs_tokenizer=True)
+    with waiting("importing torch and the engine"):  # only here: flags are checked before
+        from ragen_mega.ranks import collectives
+        from ragen_mega.report.metrics import write_json
+        from ragen_mega.run.evaluation import PLAYED, evaluate_sets
     results = evaluate_sets(
         load,
         names,

@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address
@@ -82,7 +83,9 @@ def _launch(argv: Sequence[str], folder: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    args = run.parse_args(list(argv))
+    parser = run.get_args_parser()
+    parser.usage = SUPPRESS  # of a hundred lines, before the error
+    args = parser.parse_args(list(argv))
     if args.numa_binding is None and can_bind():
         args.numa_binding = "node"  # host memory and copies beside the GPU of each rank
     if args.module:

@@ -6,7 +6,6 @@ is rented or built.
     ragen-mega plan --model Qwen3-14B --num-gpus 16 --search
     ragen-mega plan --model Qwen2.5-7B --num-gpus 8 --bf16 --tensor-model-parallel-size 4 \\
         --rollout-engine sglang
-    ragen-mega plan --validate                # predicted beside published
 
 All other flags are flags of training. They come after the flags of --recipe, which is planned as it
 is, or of the model's own recipe (for a directory, of the recipe whose model is nearest in size).
@@ -19,7 +18,6 @@ import argparse
 import math
 
 from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
-from ragen_mega.planning import validation
 from ragen_mega.planning.answer import answer
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.report.metrics import write_json
@@ -63,7 +61,6 @@ FLAGS = (
         "list the layouts of these GPUs that fit, the fastest by prediction first",
         False,
     ),
-    flag("--validate", "print predicted beside published steps, and stop", False),
     JSON,
 )
 
@@ -79,9 +76,7 @@ NUMBERS = {
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible number or a flag that nothing reads."""
-    if arguments.validate and arguments.others:
-        raise ValueError(f"--validate takes no flags of training: {arguments.others[0]}; drop them")
+    """Raise ValueError for an impossible number."""
     for name, (least, rule) in NUMBERS.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value < math.inf:
@@ -92,13 +87,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
-    if arguments.validate:
-        result = validation.report()
-        print(validation.markdown(result))
-    else:
-        with waiting("predicting the layouts"):
-            result, text = answer(arguments)
-        print(text)
+    with waiting("predicting the layouts"):
+        result, text = answer(arguments)
+    print(text)
     if arguments.json:
         write_json(arguments.json, result)
-    return 0 if result.get("fits", True) else 1
+    return 0 if result["fits"] else 1

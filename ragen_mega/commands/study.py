@@ -93,7 +93,10 @@ def main(arguments: argparse.Namespace) -> int | None:
         study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
     for arm in study.arms:
         # a wrong flag is said before anything runs
-        check_environments(parse(flags_of(study, arm, match)).environment)
+        try:
+            check_environments(parse(flags_of(study, arm, match)).environment)
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name} of {arguments.study}: {error}") from None
     first = arguments.first_seed or 0
     seeds: Sequence[int] = range(first, first + num_seeds)
     if arguments.report:

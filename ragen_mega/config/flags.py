@@ -168,6 +168,14 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
+            before = [*argv][[*argv].index(word) - 1] if word in argv else ""
+            if before.removeprefix("--").replace("-", "_") in {
+                setting.name for setting in all_flags() if setting.is_switch
+            }:
+                raise ValueError(
+                    f"{before} is a switch and takes no value, not {word!r}; write {before}, or"
+                    f" --no-{before.removeprefix('--')} to turn it off"
+                )
             raise ValueError(
                 f"unexpected {word!r}: flags begin with --; --help lists all, docs/coming_from.md"
                 " those that stand for settings of other trainers"

@@ -208,6 +208,10 @@ def _check_routing(config: Sections) -> None:
         )
 
 
+_OWN_SERVERS = ("sglang_python", "sglang_arguments", "rollout_deterministic", "weight_transfer")
+"""Settings of servers that the run starts itself."""
+
+
 def _check_placement(config: Sections) -> None:
     """Check that samples of earlier weights can be trained on."""
     rollout, loss, staleness = config.rollout, config.loss, config.rollout.max_staleness
@@ -216,6 +220,12 @@ def _check_placement(config: Sections) -> None:
             f"curriculum_success {config.environment.curriculum_success} chooses tasks by the"
             " success of the step before, which placement separate samples ahead of; drop one of"
             " them"
+        )
+    own = [name for name in _OWN_SERVERS if getattr(rollout, name) not in (None, False, "auto")]
+    if rollout.given_engines and config.parallel.placement == "colocated" and own:
+        raise ValueError(
+            f"{own[0]} is for servers of the run, and engine_addresses names all that sample; drop"
+            f" {flag_of(own[0])}, or start the engines so"
         )
     if rollout.carry_over > 0 and staleness < 2:
         raise ValueError(
@@ -308,6 +318,11 @@ def _check_lora(config: Sections) -> None:
         raise ValueError(
             "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
             " drop --lora-sync"
+        )
+    if config.rollout.given_engines:
+        raise ValueError(
+            "lora_sync adapter is for engines of the run, and engine_addresses names others; drop"
+            " --lora-sync"
         )
     if config.rollout.rollout_engine == "sglang" and "attention" not in config.lora.targets:
         raise ValueError(

@@ -5,7 +5,7 @@ JSON.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ragen_mega.config.rules import Sections, check_rules, section_types
 
@@ -70,6 +70,11 @@ class StarPOConfig(Sections):
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"
 
     @property
+    def context_per_rank(self) -> int:
+        """Return the tokens of the longest trajectory that each context-parallel rank computes."""
+        return -(-self.rollout.max_context_length // self.parallel.context_parallel_size)
+
+    @property
     def has_kl(self) -> bool:
         """Return whether a KL to the reference policy takes part."""
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
@@ -96,6 +101,16 @@ class StarPOConfig(Sections):
         return {step: episodes for step in regular if step} | {
             num_steps: episodes * plan.eval_samples
         }
+
+    @property
+    def at_trainers(self) -> Self:
+        """Return the settings of ranks that train: with placement separate the engines that the
+        user has started are for the ranks that sample.
+        """
+        if self.parallel.placement == "colocated":
+            return self
+        own = dataclasses.replace(self.rollout, engine_addresses=None)
+        return dataclasses.replace(self, rollout=own)
 
     @property
     def run_directory(self) -> Path:

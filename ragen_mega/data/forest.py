@@ -5,10 +5,15 @@ A position is what the model computes for a token behind all tokens before it, s
 every trajectory that begins with the same tokens. Sorted by their tokens, each trajectory shares
 with the one before it as much as with any before it: it adds a chain of nodes below a path that is
 already there. Nodes are numbered in that order, which is depth first.
+
+Context parallelism divides the nodes among ranks, in runs of that order. The only nodes of other
+ranks that the nodes of a run attend to are the path above its first node, whose keys and values
+travel to the run's rank.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -123,7 +128,9 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 
 class Chain(NamedTuple):
-    """The nodes `start` to `start + length` - 1, each the child of the one before."""
+    """The nodes `start` to `start + length` - 1, each the child of the one before. Where a forest
+    is cut among ranks, a path numbers the keys of the rank: the keys of other ranks' nodes first.
+    """
 
     start: int
     length: int
@@ -138,28 +145,34 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """N distinct positions of T positions of trajectories, depth first. In host memory."""
+    """N distinct positions of T positions of trajectories, depth first. In host memory.
+
+    Under context parallelism these are the nodes of one rank, which attend to M keys: of the nodes
+    of other ranks above them, then of their own.
+    """
 
     chains: list[Chain]
     sources: np.ndarray
     """[T] node of each position."""
     ends: np.ndarray
-    """[N] the node behind all descendants: i attends to j if j <= i < ends[j]."""
-    padding: int
+    """[M] the key behind all descendants: i attends to j if j <= i < ends[j]."""
+    padding: int = 0
     """Number of last nodes, which stand for no position."""
+    received: Sequence[int] = ()
+    """Number of keys that come from each context-parallel rank; empty where none sends any."""
+    sent: Sequence[np.ndarray] = ()
+    """Nodes whose keys go to each context-parallel rank."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int], *, multiple: int = 1) -> "Forest":
         """Build the forest of trajectories in the order of a `PrefixOrder`, with padding as a
         further tree up to a multiple of nodes.
         """
-        num_nodes = sum(lengths) - sum(shared)
-        padding = -num_nodes % multiple
-        sources = np.empty(sum(lengths) + padding, np.int64)
-        ends = np.empty(num_nodes + padding, np.int64)
+        sources = np.empty(sum(lengths), np.int64)
+        ends = np.empty(sum(lengths) - sum(shared), np.int64)
         chains: list[Chain] = []
         path, offset, start = sources[:0], 0, 0
-        for length, common in [*zip(lengths, shared), *[(padding, 0)] * bool(padding)]:
+        for length, common in zip(lengths, shared):
             ends[path[common:]] = start
             before, path = path, sources[offset : offset + length]
             path[:common] = before[:common]
@@ -168,11 +181,56 @@ class Forest:
                 chains.append(Chain(start, length - common, path))
             offset, start = offset + length, start + length - common
         ends[path] = start
-        return cls(chains, sources[: len(sources) - padding], ends, padding)
+        return cls(chains, sources, ends).padded(multiple)
+
+    def padded(self, multiple: int) -> "Forest":
+        """Return the forest with a further tree of padding up to a multiple of nodes, at least one
+        node.
+        """
+        start, num_keys = self.num_nodes, len(self.ends)
+        padding = -start % multiple or (0 if start else multiple)
+        if not padding:
+            return self
+        path = np.arange(num_keys, num_keys + padding)
+        ends = np.append(self.ends, [num_keys + padding] * padding)
+        tree = Chain(start, padding, path)
+        return replace(self, chains=[*self.chains, tree], ends=ends, padding=padding)
+
+    def cut(self, bounds: Sequence[int], rank: int) -> "Forest":
+        """Return the part of a context-parallel rank, whose nodes are `bounds[rank]` to
+        `bounds[rank + 1]` - 1 of a forest without padding. Parts may be empty.
+        """
+        above = [self._above(*run) for run in pairwise(bounds)]
+        (first, end), given = bounds[rank : rank + 2], above[rank]
+
+        def keys(nodes: np.ndarray) -> np.ndarray:
+            return np.where(nodes < first, np.arange(len(nodes)), nodes - first + len(given))
+
+        chains = []
+        for chain in self.chains:
+            start, stop = max(chain.start, first), min(chain.start + chain.length, end)
+            if start < stop:
+                path = keys(chain.path[: chain.shared + stop - chain.start])
+                chains.append(Chain(start - first, stop - start, path))
+        nodes = np.concatenate([given, np.arange(first, end)])
+        ends = np.minimum(self.ends[nodes], end) - first + len(given)
+        sources = self.sources[(first <= self.sources) & (self.sources < end)] - first
+        if not sum(map(len, above)):
+            return Forest(chains, sources, ends)
+        sent = [path[(first <= path) & (path < end)] - first for path in above]
+        received = [int(((a <= given) & (given < b)).sum()) for a, b in pairwise(bounds)]
+        return Forest(chains, sources, ends, received=received, sent=sent)
+
+    def _above(self, first: int, end: int) -> np.ndarray:
+        """Return the nodes above the first of a run, from the root on."""
+        if first == end:
+            return self.sources[:0]
+        chain = self.chains[bisect_right(self.chains, first, key=lambda chain: chain.start) - 1]
+        return chain.path[: chain.shared + first - chain.start]
 
     @property
     def num_nodes(self) -> int:
-        return len(self.ends)
+        return len(self.ends) - sum(self.received)
 
     @property
     def is_shared(self) -> bool:

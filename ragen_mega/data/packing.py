@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.balance import TOKENS, Cost, balanced_split
+from ragen_mega.data.balance import TOKENS, Cost, balanced_split, even_runs
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, filled_by_trajectories, recorded_fields
 from ragen_mega.data.forest import Forest, PrefixOrder
 from ragen_mega.data.types import (
@@ -162,8 +162,7 @@ def count_minibatches(num_trajectories: int, minibatch_size: int) -> int:
 
 def costs_of(batch: TokenBatch, cost: Cost) -> list[int]:
     """Return the costs [S] of the trajectories, each computed by itself."""
-    active = batch.loss_mask if batch.weights is None else batch.weights != 0
-    labels = counts_of(active, batch.cu_seqlens).tolist()
+    labels = counts_of(_active(batch), batch.cu_seqlens).tolist()
     if batch.cu_segments is None:
         return [cost.of(*sizes) for sizes in zip(batch.lengths.tolist(), labels)]
     segments = [cost.of(size) for size in batch.cu_segments.diff().tolist()]
@@ -353,15 +352,57 @@ def _balanced(
     return [[ids[i] for i in part] for part in best]
 
 
-def microbatch(
-    batch: TokenBatch, share: Share, *, multiple: int, device: torch.device
-) -> Microbatch:
-    """Return the given trajectories on `device`, their input padded to a multiple of nodes."""
-    whole = batch.select(share.ids)
-    forest = Forest.of(whole.lengths.tolist(), share.shared, multiple=multiple)
+class ContextRank(NamedTuple):
+    """The context-parallel rank that computes a part of each microbatch."""
+
+    rank: int = 0
+    size: int = 1
+    cost: Cost = TOKENS
+    """Cost of which each rank gets about the same share."""
+    max_nodes: int = 0
+    """Number of nodes that a rank computes at most, as long as the ranks together have room."""
+
+
+ALONE = ContextRank()
+
+
+class Part(NamedTuple):
+    """The positions of a microbatch that one rank computes."""
+
+    batch: TokenBatch
+    positions: Tensor  # [T] int64 in the whole batch
+    forest: Forest
+
+
+def part_of(batch: TokenBatch, share: Share, context: ContextRank = ALONE) -> Part:
+    """Return what a context-parallel rank computes of the given trajectories: a run of nodes, and
+    all positions that they stand for, with their labels.
+    """
+    whole, positions = batch.select(share.ids), batch.positions(share.ids)
+    forest = Forest.of(whole.lengths.tolist(), share.shared)
+    if context.size == 1:
+        return Part(whole, positions, forest)
+    cost, sources = context.cost, torch.from_numpy(forest.sources)
+    active = _active(whole)
+    pairs = torch.stack([sources[active], whole.labels[active]]).unique(dim=1)[0].numpy()
+    costs = cost.per_token + cost.per_pair * (forest.depths().numpy() + 1)
+    costs = costs + cost.per_label * np.bincount(pairs, minlength=forest.num_nodes)
+    bounds = even_runs(costs, context.size, context.max_nodes)
+    first, end = bounds[context.rank : context.rank + 2]
+    kept = (first <= sources) & (sources < end)
+    return Part(whole.at(kept), positions[kept], forest.cut(bounds, context.rank))
+
+
+def _active(batch: TokenBatch) -> Tensor:
+    """Return [T] whether a position has a weight; without weights, whether it is under the mask."""
+    return batch.loss_mask if batch.weights is None else batch.weights != 0
+
+
+def microbatch(part: Part, *, multiple: int, device: torch.device) -> Microbatch:
+    """Return a part of a batch on `device`, its input padded to a multiple of nodes."""
+    whole, forest = part.batch, part.forest.padded(multiple)
     nodes = torch.from_numpy(forest.sources)
-    active = whole.loss_mask if whole.weights is None else whole.weights != 0
-    rows, sources, edges = active.nonzero().squeeze(1), None, None
+    rows, sources, edges = _active(whole).nonzero().squeeze(1), None, None
     if forest.is_shared:
         sources = move(nodes, device)
         base = int(whole.labels.max()) + 1
@@ -385,6 +426,7 @@ def microbatch(
             }
         ),
         forest=forest,
+        positions=part.positions,
         input_ids=move(forest.per_node(whole.tokens), device),
         depths=move(forest.depths(), device),
         sources=sources,

@@ -489,6 +489,13 @@ class TokenBatch:
             **selected,
         )
 
+    def at(self, kept: Tensor) -> TokenBatch:
+        """Return the batch of the positions under a mask [T], of the same trajectories, each of
+        which is one segment.
+        """
+        selected = {name: value[kept] for name, value in self.tensors() if name in TOKEN_FIELDS}
+        return self._with(cu_seqlens=offsets_of(counts_of(kept, self.cu_seqlens)), **selected)
+
     def by_segment(self) -> TokenBatch:
         """Return the same positions as a batch of segments, for computations that treat each
         segment by itself.
@@ -537,6 +544,8 @@ class Microbatch(TokenBatch):
     """
 
     forest: Forest
+    positions: Tensor
+    """[T] int64 positions in the batch, in host memory."""
     input_ids: Tensor  # [N] int64
     depths: Tensor  # [N] int64, position ids of the nodes
     sources: Tensor | None

@@ -122,6 +122,14 @@ def make(name: str, **options: Any) -> Environment:
     attributes = _check_options(name, constructor, options)
     member = ENVIRONMENTS.member(name)
     members = () if member is None else (member,)
+    given = {option: value for option, value in options.items() if option not in attributes}
+    try:
+        inspect.signature(constructor).bind(*members, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"environment {name} cannot be built: {error}; give it by --environment-options, as"
+            f" '{{\"{name}\": {{...}}}}', or let the constructor have a default"
+        ) from None
 
     def build() -> Environment:
         if not attributes:

@@ -168,15 +168,20 @@ class Registry:
         try:
             thing = pkgutil.resolve_name(path)
         except Exception as error:
-            remedy = "check the name, and that the module is installed or in the working directory"
+            module_name = path.partition(":")[0]
+            remedy = "mend the module"
             if isinstance(error, ImportError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
+            elif isinstance(error, ModuleNotFoundError) and error.name:
+                remedy = f"install {error.name}, which {module_name} imports, or mend the import"
+                if f"{module_name}.".startswith(f"{error.name}."):
+                    remedy = "check the name, and that the module is installed or in this directory"
+            elif path.count(":") > 1:
+                remedy = "write module:name, with a whole number behind a further colon for shares"
             known, colon, _ = name.partition(":")
             if colon and known in self.names():
                 remedy = f"{known} is a name itself, and only a whole number may follow its colon"
-            elif isinstance(error, AttributeError) and (
-                module := sys.modules.get(path.split(":")[0])
-            ):
+            elif isinstance(error, AttributeError) and (module := sys.modules.get(module_name)):
                 own = [
                     key
                     for key, value in vars(module).items()

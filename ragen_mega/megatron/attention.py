@@ -41,6 +41,7 @@ class QueryRun(NamedTuple):
     start: int
     stop: int
     path: np.ndarray
+    """Keys of the path."""
     size: int
     """Queries that it is padded to; 0 for a causal call without a path."""
 
@@ -63,7 +64,7 @@ class Schedule(NamedTuple):
     queries: Tensor | None
     """Node of every query, call by call; None: they are in order."""
     keys: Tensor | None
-    """Node of every key, call by call; None: they are in order."""
+    """Number of every key, call by call; None: they are in order."""
     outputs: Tensor | None  # [N] place of each node among the queries
 
 
@@ -103,26 +104,28 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
         else:
             groups.append([run])
     calls, all_queries, all_keys = [], [], []
+    given = sum(forest.received)  # keys of nodes that other ranks compute
     ends = move(torch.from_numpy(np.append(forest.ends, 0)), device)
     for group in groups:
         first = group[0]
         num_queries = first.size or first.stop - first.start
         num_keys = len(first.path) + num_queries
-        # a padded query repeats the first, a padded key is the node behind the last, of nobody
+        # a padded query repeats the first, a padded key is the key behind the last, of nobody
         queries = np.empty((len(group), num_queries), np.int64)
-        keys = np.full((len(group), num_keys), forest.num_nodes)
+        keys = np.full((len(group), num_keys), len(forest.ends))
         for row, run in enumerate(group):
             nodes, depth = np.arange(run.start, run.stop), len(run.path)
             queries[row] = run.start
             queries[row, : len(nodes)] = nodes
             keys[row, :depth] = run.path
-            keys[row, depth : depth + len(nodes)] = nodes
+            keys[row, depth : depth + len(nodes)] = nodes + given
         all_queries.append(queries)
         all_keys.append(keys)
         mask = None
         if first.size:
             q, k = (move(torch.from_numpy(x), device) for x in (queries, keys))
-            sees = (k[:, None] <= q[:, :, None]) & (q[:, :, None] < ends[k][:, None])
+            q = q[:, :, None] + given
+            sees = (k[:, None] <= q) & (q < ends[k][:, None])
             mask = torch.zeros(sees.shape, device=device).masked_fill_(~sees, -torch.inf)
             mask = mask.unsqueeze(1)
         calls.append(AttentionCall(len(group), num_queries, num_keys, mask))
@@ -131,7 +134,7 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
     queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))
     outputs = np.empty(forest.num_nodes, np.int64)
     outputs[queries[::-1]] = np.arange(len(queries))[::-1]  # the first query of each node wins
-    keys = keys.clip(max=forest.num_nodes - 1)
+    keys = keys.clip(max=len(forest.ends) - 1)
     return Schedule(
         calls, *(move(torch.from_numpy(x.copy()), device) for x in (queries, keys, outputs))
     )
@@ -147,7 +150,7 @@ def is_quadratic(query: Tensor, mask: Tensor | None) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float | None
 ) -> Tensor:
-    """Return the attention of the nodes of a forest: query [N, heads, dim], key and value [N,
+    """Return the attention of the nodes of a forest: query [N, heads, dim], key and value [M,
     kv_heads, dim] to [N, heads * dim].
     """
     calls = schedule.calls

@@ -164,7 +164,7 @@ def _shard(slot: Slot, parameter: nn.Parameter, trainer: Trainer) -> ShardedBase
     above = [(axis, number, length) for axis, (number, length) in stacks]
     rank, size = (0, 1) if slot.group == "expert" else (groups.tp.rank(), groups.tp.size())
     is_whole, axis = slot.group == "dense" and cut.axis is None, cut.axis or 0
-    copies = groups.expt_dp if slot.group == "expert" else groups.dp
+    copies = groups.expt_dp if slot.group == "expert" else groups.dp_cp
     replica = (0, rank if is_whole else 0, copies.rank())
 
     def block(data: Tensor, number: int, num_blocks: int) -> ShardedTensor:

@@ -8,12 +8,12 @@ from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron import cpu, precision
 from ragen_mega.ranks import collectives, watch
 
-_groups_are_for: tuple[dist.ProcessGroup | None, int, int, int] | None = None
+_groups_are_for: tuple[dist.ProcessGroup | None, int, int, int, int] | None = None
 """The job and the layout that megatron-core's groups were built for."""
 
 
 def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollection:
-    """Build the tensor-, pipeline-, expert- and data-parallel groups of this job and return them.
+    """Build the tensor-, pipeline-, expert-, context- and data-parallel groups of this job.
 
     Groups of the same layout are reused: each set has its own threads, which poll for the life of
     the process. Raises ValueError when the layout does not fit the number of ranks, or this machine
@@ -29,6 +29,7 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         parallel.expert_model_parallel_size,
+        parallel.context_parallel_size,
     )
     if not parallel_state.model_parallel_is_initialized() or _groups_are_for != wanted:
         parallel_state.destroy_model_parallel()
@@ -36,6 +37,7 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
             expert_tensor_parallel_size=1,  # experts are whole, see models/cuts.py
             create_gloo_process_groups=False,
         )

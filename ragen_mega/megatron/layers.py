@@ -35,11 +35,13 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 
 from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
+from ragen_mega.megatron.context import exchange_keys
 from ragen_mega.megatron.routing import MixtureLayer, Routing
 from ragen_mega.ranks import collectives
 
@@ -53,6 +55,8 @@ class PackedForest(PackedSeqParams):
     forest: Forest = field(kw_only=True)
     routing: Routing | None = None
     """The experts that the nodes go through; None: the routers choose, or there are none."""
+    context: ProcessGroup | None = None
+    """Ranks that compute the other parts of the forest, if it is cut."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the nodes' rotary angles [N, 1, head_dim / 2], for local layers."""
 
@@ -62,6 +66,20 @@ class PackedForest(PackedSeqParams):
         longest = max(len(chain.path) for chain in forest.chains)
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
+
+    def with_received(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [M, kv_heads, head_dim] of the forest from the keys and values [N,
+        kv_heads, head_dim] of its nodes. Collective over the context-parallel ranks.
+        """
+        if not self.forest.received:
+            return key, value
+        return exchange_keys(key, value, self.sent, self.forest, self.context)
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """Nodes whose keys go to other ranks, rank by rank."""
+        nodes = torch.from_numpy(np.concatenate(self.forest.sent))
+        return move(nodes, self.cu_seqlens_q.device)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -264,6 +282,7 @@ class EngineAttention(TEDotProductAttention):
         packed_seq_params: PackedForest,
     ) -> Tensor:  # [N, heads/tp * head_dim]
         packed, paths = packed_seq_params.chains
+        key, value = packed_seq_params.with_received(key, value)
         if paths is not None:
             key, value = key.index_select(0, paths), value.index_select(0, paths)
             attn_mask_type = _BottomRight.padding_causal_bottom_right
@@ -306,6 +325,7 @@ class PackedAttention(MegatronModule):
             "packed sequences are the only data layout"
         )
         query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
+        key, value = packed_seq_params.with_received(key, value)
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:

@@ -7,6 +7,7 @@ arXiv:2407.10671, arXiv:2505.09388.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LoraConfig, ParallelConfig
@@ -298,10 +300,14 @@ class ValueHead(nn.Linear):
         return values.flatten()
 
 
-def model_inputs(batch: Microbatch, routing: Routing | None = None) -> dict[str, Any]:
-    """Return the arguments of `QwenModel.forward` for one packed microbatch."""
+def model_inputs(
+    batch: Microbatch, routing: Routing | None = None, context: ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `QwenModel.forward` for one packed microbatch. `context`: the ranks
+    that compute the other parts of its forest.
+    """
     packed = PackedForest.of(batch.forest, batch.input_ids.device)
-    packed.routing = routing
+    packed.routing, packed.context = routing, context
     return dict(
         input_ids=batch.input_ids.unsqueeze(0),
         position_ids=batch.depths.unsqueeze(0),
@@ -328,6 +334,9 @@ def build_model(
     or the chunks of a critic, with a scalar head in place of the vocabulary. With `lora` all but
     adapters and a critic's head is frozen, and may be shared with another model, `base`.
     """
+    # the layers take whole sequences: megatron-core would rotate keys as it cuts sequences itself
+    groups = copy(groups)
+    groups.cp = groups.expt_tp
     build = partial(QwenModel, hf, config, groups, is_critic)
     with NoMemory() if base is not None else nullcontext():
         chunks = Chunks(map(build, range(_num_chunks(config))))

@@ -202,6 +202,7 @@ class MegatronPolicy(Scorer):
                 ref_logprobs=micro.ref_logprobs,
                 rollout_logprobs=micro.rollout_logprobs,
                 cu_seqlens=micro.cu_seqlens,
+                context_group=self.groups.cp if self.groups.cp.size() > 1 else None,
                 temperature=self.temperature,
                 **self.head.vocab_arguments(),
             )

@@ -29,7 +29,15 @@ from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weight
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data.balance import Cost
 from ragen_mega.data.fields import ROUTES
-from ragen_mega.data.packing import Share, costs_of, microbatch, parts_of, shares
+from ragen_mega.data.packing import (
+    ContextRank,
+    Share,
+    costs_of,
+    microbatch,
+    part_of,
+    parts_of,
+    shares,
+)
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.adam import find_updated, update_in_parts
@@ -115,10 +123,10 @@ class Passes:
                 routings = self._routings(micros, records=routes is not None)
                 outputs = self._run(micros, compute, routings, forward_only=True)[: len(parts)]
             if routes is not None:
-                for part, micro, routing in zip(parts, micros, filter(None, routings)):
-                    routing.write(routes, batch.positions(part.ids), micro.forest.sources)
+                for micro, routing in zip(micros[: len(parts)], filter(None, routings)):
+                    routing.write(routes, micro.positions, micro.forest.sources)
             if self._reports and parts:
-                positions, values = _joined(batch, parts, outputs)
+                positions, values = _joined(micros, outputs)
                 result[positions] = values.cpu()
         return _on_all_ranks(result, batch.loss_mask)
 
@@ -137,7 +145,9 @@ class Passes:
         return self.groups.pp.size() if len(self.chunks) > 1 else 1
 
     def _parts(self, batch: TokenBatch) -> list[Share]:
-        """Return this data-parallel rank's microbatches."""
+        """Return this data-parallel rank's microbatches, which its context-parallel ranks compute
+        together.
+        """
         dp, stages = self.groups.dp, self.groups.pp.size()
         cost, most_nodes = self.cost, self.most_nodes
         costs = costs_of(batch, cost)
@@ -150,7 +160,7 @@ class Passes:
         if not ids:
             return []
         return parts_of(
-            batch, ids, self.max_tokens,
+            batch, ids, self.max_tokens * self.groups.cp.size(),
             cost=cost, costs=costs, most_nodes=most_nodes, num_stages=stages,
         )  # fmt: skip
 
@@ -170,15 +180,19 @@ class Passes:
             number = int(collectives.max_over_ranks(torch.tensor(number)))
         number += -number % self._at_once
         idle = [Share([int(batch.lengths.argmin())], [0])] * (number - len(parts))
-        if self.groups.pp.size() > 1 and number:
-            sizes = [_num_nodes(batch, [part]) for part in parts + idle]
-            multiple = -(-max(sizes) // multiple) * multiple
-        cut = partial(microbatch, multiple=multiple, device=collectives.device())
+        cp = self.groups.cp
+        cut = partial(
+            part_of, context=ContextRank(cp.rank(), cp.size(), self.cost, self.max_tokens)
+        )
         weightless = batch.with_fields(weights=torch.zeros(batch.num_positions)) if idle else batch
+        own = [cut(batch, part) for part in parts] + [cut(weightless, part) for part in idle]
+        if self.groups.pp.size() > 1 and number:
+            longest = max(part.forest.num_nodes for part in own)
+            multiple = max(1, -(-longest // multiple)) * multiple
         if (routes := batch.further_fields.get(ROUTES)) is not None and parts:
             positions = torch.cat([batch.positions(part.ids) for part in parts])
             check_routes(routes[positions], self.shape)
-        return [cut(batch, part) for part in parts] + [cut(weightless, part) for part in idle]
+        return [microbatch(part, multiple=multiple, device=collectives.device()) for part in own]
 
     def _routings(self, micros: list[Microbatch], **options: bool) -> list[Routing | None]:
         """Return the routing of each microbatch on this rank; None in a model without experts."""
@@ -203,7 +217,8 @@ class Passes:
 
         def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
             micro, routing = next(iterator)
-            return model(**model_inputs(micro, routing)), partial(loss_function, micro)
+            inputs = model_inputs(micro, routing, self.groups.cp)
+            return model(**inputs), partial(loss_function, micro)
 
         def loss_function(micro: Microbatch, output: Tensor, non_loss_data: bool = False) -> Any:
             if non_loss_data:
@@ -217,7 +232,8 @@ class Passes:
             data_iterator=[zip(micros, routings) for _ in self.models],
             model=self.models,
             num_microbatches=len(micros),
-            seq_length=micros[0].forest.num_nodes,  # the same for all, since stages exchange them
+            # the same for all, since stages exchange them; megatron-core divides it
+            seq_length=micros[0].forest.num_nodes * self.groups.cp.size(),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -253,7 +269,7 @@ class Trainer(Passes):
         reduction = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
-            overlap_grad_reduce=groups.dp.size() > 1,
+            overlap_grad_reduce=groups.dp_cp.size() > 1,
         )
         # passes of other chunks hide the reduction of a later one
         self.models = [
@@ -338,11 +354,16 @@ class Trainer(Passes):
         routings = self._routings(micros, counts=True)
         results = self._run(micros, loss, routings, forward_only=False)[: len(parts)]
         counted = sums_of(routings[: len(parts)], self.shape, collectives.device())
-        nodes = [_num_nodes(batch, parts)]
+        forests = [micro.forest for micro in micros]
+        counts = [
+            sum(forest.num_nodes - forest.padding for forest in forests[: len(parts)]),
+            sum(sum(forest.received) for forest in forests),
+        ]
         if replays := ROUTES in batch.further_fields:
-            nodes.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+            counts.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
+            counts[-1] *= self.groups.cp.rank() == 0
         totals, square, counted, numbers, values = self._exchange(
-            batch, parts, results, counted, nodes, num_metrics
+            batch, micros, results, counted, counts, num_metrics
         )
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
@@ -351,14 +372,16 @@ class Trainer(Passes):
         if square <= torch.finfo(torch.float32).max and math.isfinite(totals[0]):
             with cpu.stepping(self.optimizers):
                 _, norm, _ = self.optimizer.step()
-        computed = (numbers / batch.num_positions).tolist()
+        computed, received, *unshared = numbers.tolist()
         metrics = {
             "grad_norm": float(norm),
             "skipped": float(not math.isfinite(norm)),
-            "computed_share": computed[0],
+            "computed_share": computed / batch.num_positions,
         }
+        if self.groups.cp.size() > 1:
+            metrics["context_gbytes"] = received * self._bytes_of_keys / 1e9
         if replays:
-            metrics["routing_unshared"] = computed[0] - computed[1]
+            metrics["routing_unshared"] = (computed - sum(unshared)) / batch.num_positions
         if counted.numel():
             metrics |= routing_metrics(counted, self.shape, replays=replays)
         return totals, values, metrics
@@ -369,6 +392,12 @@ class Trainer(Passes):
         """
         self.memory.require("gradients")
         return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
+
+    @property
+    def _bytes_of_keys(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        width = 2 * self.shape.kv_size * self.shape.num_layers
+        return width * self.chunks[0].config.params_dtype.itemsize
 
     @property
     def lr(self) -> float:
@@ -390,30 +419,30 @@ class Trainer(Passes):
     def _exchange(
         self,
         batch: TokenBatch,
-        parts: list[Share],
+        micros: list[Microbatch],
         results: list[Any],
         counted: Tensor,
-        nodes: list[int],
+        counts: list[int],
         num_metrics: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the metric sums [M], the square of the gradient norm [1], what routers have
-        counted, the numbers of nodes and the values [T] of a pass, exchanged among all ranks. The
+        counted, the sums of the counts and the values [T] of a pass, exchanged among all ranks. The
         host waits for the device once.
         """
         found = torch.cat([self._squared_norm(), counted.flatten()])
-        sizes = [1, counted.numel(), num_metrics, len(nodes)]
+        sizes = [1, counted.numel(), num_metrics, len(counts)]
         positions = torch.empty(0, dtype=torch.int64)
         totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
-        if self._reports and parts:
+        if self._reports and results:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
-            positions, values = _joined(batch, parts, [values for _, values in results])
+            positions, values = _joined(micros, [values for _, values in results])
             found = torch.cat([found, sums, values.double()])
-            totals[-len(nodes) :] = torch.tensor(nodes)
+            totals[-len(counts) :] = torch.tensor(counts)
         found, values = found.cpu().tensor_split([sum(sizes[:3])])
         totals[: len(found)], whole[positions] = found, values.float()
         values = _on_all_ranks(whole, batch.loss_mask)
-        square, counts, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
-        return totals, square, counts.view_as(counted), numbers, values
+        square, routed, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
+        return totals, square, routed.view_as(counted), numbers, values
 
     def _tensors(self) -> Iterator[tuple[Kind, str, Tensor]]:
         """Yield what the model keeps, and what its training does."""
@@ -471,11 +500,9 @@ def _num_nodes(batch: TokenBatch, parts: Sequence[Share]) -> int:
     return sum(int(batch.lengths[ids].sum()) - sum(shared) for ids, shared in parts)
 
 
-def _joined(
-    batch: TokenBatch, parts: Sequence[Share], values: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the batch positions of all microbatches' trajectories, and their values."""
-    positions = [batch.positions(part.ids) for part in parts]
+def _joined(micros: Sequence[Microbatch], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the batch positions of the microbatches that have values, and these."""
+    positions = [micro.positions for micro, _ in zip(micros, values)]
     return torch.cat(positions), torch.cat(values).float()
 
 

@@ -46,8 +46,9 @@ def find_gguf(path: Path) -> Path | None:
 def check_hub_name(flag: str, name: str) -> None:
     """Raise ValueError for the path of no model, unless it may be a name on the hub."""
     path = Path(name)
-    is_fetched = path.parts[:1] == ("models",)  # where `ragen-mega fetch` writes, no owner's name
-    if _HUB_NAME.fullmatch(name) and not (is_fetched or path.exists() or path.suffix == ".gguf"):
+    is_fetched = path.parts[:1] == ("models",)  # where `ragen-mega fetch` writes
+    is_ours = is_fetched or path.parts[:1] == ("runs",)  # and no owner's name
+    if _HUB_NAME.fullmatch(name) and not (is_ours or path.exists() or path.suffix == ".gguf"):
         return
     state = "is no GGUF file" if path.exists() else "does not exist"
     fetched = Path("models", name)

@@ -61,7 +61,8 @@ def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
         "pipeline_parallel": cut.pp,
         "virtual_pipeline": cut.vp,
         "expert_parallel": cut.ep,
-        "data_parallel": setting.dp,
+        "context_parallel": layout.context_parallel_size,
+        "data_parallel": setting.dp // layout.context_parallel_size,
         "rollout_tensor_parallel": setting.engine_tp,
         "recompute": layout.recompute,
         "offload": layout.offload,
@@ -91,7 +92,11 @@ def layout_words(report: dict[str, Any]) -> str:
     """Name the layout; chunks of stages and expert parallelism only where there are several."""
     further = "".join(
         f" {name} {report[key]},"
-        for name, key in (("VP", "virtual_pipeline"), ("EP", "expert_parallel"))
+        for name, key in (
+            ("VP", "virtual_pipeline"),
+            ("EP", "expert_parallel"),
+            ("CP", "context_parallel"),
+        )
         if report[key] > 1
     )
     return (
@@ -145,13 +150,15 @@ def layout_flags(config: StarPOConfig, given: Collection[str] = ()) -> str:
 def listed(found: Sequence[dict[str, Any]]) -> str:
     """Write a line for each layout: predicted seconds of a step, its plan, and its bound."""
     lines = [
-        "seconds  TP  PP  EP  DP  rollout TP  recompute  offload  tokens   peak GiB  node GiB  by"
+        "seconds  TP  PP  EP  CP  DP  rollout TP  recompute  offload  tokens   peak GiB  node GiB"
+        "  by"
     ]
     for report in found:
         lines.append(
             f"{report['predicted_seconds']:<9.1f}{report['tensor_parallel']:<4}"
             f"{report['pipeline_parallel']:<4}{report['expert_parallel']:<4}"
-            f"{report['data_parallel']:<4}{report['rollout_tensor_parallel']:<12}"
+            f"{report['context_parallel']:<4}{report['data_parallel']:<4}"
+            f"{report['rollout_tensor_parallel']:<12}"
             f"{report['recompute']:<11}{report['offload']:<9}{report['max_tokens']:<7}"
             f"{report['peak_gib']:10.1f}{report['host_gib_per_node']:10.1f}"
             f"  {', '.join(report['bound_by'])}"

@@ -7,8 +7,7 @@ from typing import Any
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.models.shape import ModelShape, server_error
-from ragen_mega.planning import validation
-from ragen_mega.planning.hardware import Machine
+from ragen_mega.planning.hardware import INTERVAL, Machine
 from ragen_mega.planning.layouts import fits
 from ragen_mega.planning.memory import Room
 from ragen_mega.planning.time import (
@@ -170,7 +169,7 @@ def cost(
     phases = step_seconds(machine, shape, config, num_gpus, play)
     sampled = sampling(machine, shape, config, num_gpus, play)
     ranks = ranks_usage(phases, sampled, config, num_gpus)
-    seconds, interval = total(phases), validation.interval()
+    seconds = total(phases)
     hours = STEPS * seconds * num_gpus / 3600
     work = workload(config, play)
     trained = work["trajectories_trained"] * work["updates_per_rollout"]
@@ -187,8 +186,8 @@ def cost(
         "hardware": machine.hardware.name,
         "phases_seconds": phases,
         "seconds": seconds,
-        "interval": interval,
-        "interval_seconds": [times * seconds for times in interval],
+        "interval": INTERVAL,
+        "interval_seconds": [times * seconds for times in INTERVAL],
         "bound_by": {"phase": phase, "term": term},
         "shares": shares(ranks),
         "idleness": sentence(ranks, config),

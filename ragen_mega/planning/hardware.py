@@ -201,7 +201,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType({row.name: row for row in _T
 @dataclass(frozen=True)
 class Constants:
     """The shares of the peaks that programs reach, and the seconds that they lose besides, fitted
-    to published steps (`ragen_mega.planning.validation.fit`).
+    to published steps (docs/benchmarks/predictor.md).
     """
 
     product: float = 0.64
@@ -242,6 +242,12 @@ class Constants:
     """
 
 
+INTERVAL = (0.964, 2.90)
+"""How many times the predicted seconds a step of reinforcement learning took: the range of four of
+five published numbers on which no constant was fitted.
+"""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A kind of GPU and the shares of its peaks that programs reach."""
@@ -271,7 +277,7 @@ class Machine:
         return self.constants.link * min(hardware.nvlink, cards * hardware.network)
 
 
-def find_machine(name: str, constants: Constants | None = None) -> Machine:
+def find_machine(name: str) -> Machine:
     """Find a row of the table, in any letter case, or read a .json file with the fields of
     `Hardware`. Raises ValueError for neither.
     """
@@ -289,4 +295,4 @@ def find_machine(name: str, constants: Constants | None = None) -> Machine:
                 f"--hardware {name} must be an object with the fields"
                 f" {', '.join(entry.name for entry in fields(Hardware))} ({error}); correct it"
             ) from None
-    return Machine(hardware, constants or Constants())
+    return Machine(hardware)

@@ -29,8 +29,8 @@ MARGIN = 1.1
 LAYOUT = {
     "parallel": (
         "tensor_model_parallel_size", "pipeline_model_parallel_size",
-        "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
-        "optimizer_cpu_offload", "recompute", "offload",
+        "expert_model_parallel_size", "context_parallel_size", "sequence_parallel",
+        "use_distributed_optimizer", "optimizer_cpu_offload", "recompute", "offload",
     ),
     "train": ("max_tokens_per_microbatch",),
     "rollout": (
@@ -44,8 +44,9 @@ def layouts(
     shape: ModelShape, config: StarPOConfig, num_ranks: int, fixed: Collection[str] = ()
 ) -> Iterator[StarPOConfig]:
     """Lay `config` out in every way into which the model can be cut on these GPUs, whether it fits
-    or not: TP and engine within a node, PP, EP, recomputation, offloading, tokens of a microbatch.
-    What `fixed` names of LAYOUT stays as it is.
+    or not: TP, CP and engine within a node, PP, EP, recomputation, offloading, tokens of a
+    microbatch. Several context-parallel ranks are tried for contexts longer than `TOKENS`. What
+    `fixed` names of LAYOUT stays as it is.
     """
     now = {
         name: getattr(getattr(config, section), name)
@@ -64,16 +65,16 @@ def layouts(
         "expert_model_parallel_size": [
             size for size in range(1, (experts or 1) + 1) if num_ranks % size == 0
         ],
+        "context_parallel_size": sizes if room > max(TOKENS) else [1],
         "recompute": ("none", "selective", "full"),
         "offload": modes,
         "rollout_tensor_parallel_size": engines,
-        "max_tokens_per_microbatch": [size for size in TOKENS if size >= room] or [room],
     }
     tried = [(now[name],) if name in now else values for name, values in usual.items()]
     kv = config.rollout.kv_cache_tokens
-    for pp, tp, ep, recompute, offload, engine_tp, max_tokens in itertools.product(*tried):
-        cut = ParallelSizes(tp, pp, ep, vp)
-        if num_ranks % (tp * pp) or num_ranks // pp % ep or cut_error(shape, cut):
+    for pp, tp, ep, cp, recompute, offload, engine_tp in itertools.product(*tried):
+        cut, least = ParallelSizes(tp, pp, ep, vp), -(-room // cp)
+        if num_ranks % (tp * pp * cp) or num_ranks // pp % ep or cut_error(shape, cut):
             continue
         engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
         if num_ranks % engine_tp or server_error(shape, engine_tp, engine_ep):
@@ -83,6 +84,7 @@ def layouts(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
+            context_parallel_size=cp,
             sequence_parallel=now.get("sequence_parallel", tp > 1),
             use_distributed_optimizer=now.get(
                 "use_distributed_optimizer", num_ranks > pp * (min(tp, ep) if experts else tp)
@@ -97,8 +99,12 @@ def layouts(
             rollout_expert_parallel_size=engine_ep,
             kv_cache_tokens=now.get("kv_cache_tokens", kv and int(kv * scale)),
         )
-        train = replace(config.train, max_tokens_per_microbatch=max_tokens)
-        yield replace(config, parallel=parallel, rollout=rollout, train=train)
+        tokens = [size for size in TOKENS if size >= least] or [least]
+        if "max_tokens_per_microbatch" in now:
+            tokens = [now["max_tokens_per_microbatch"]]
+        for max_tokens in tokens:
+            train = replace(config.train, max_tokens_per_microbatch=max_tokens)
+            yield replace(config, parallel=parallel, rollout=rollout, train=train)
 
 
 def fits(

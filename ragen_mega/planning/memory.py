@@ -72,7 +72,7 @@ class Setting:
     parallel: ParallelConfig
     num_ranks: int
     max_tokens: int
-    """Positions of the largest microbatch."""
+    """Positions of the largest microbatch on a rank."""
     has_critic: bool
     has_reference: bool
     engine: str
@@ -80,6 +80,8 @@ class Setting:
     """Tokens in the cache of one engine."""
     num_sessions: int = 0
     """Trajectories that one engine plays at a time."""
+    max_context: int = 0
+    """Positions of the longest trajectory."""
     engine_tp: int = 1
     """Ranks that share an engine."""
     engine_ep: int = 1
@@ -109,10 +111,11 @@ class Setting:
         return cls(
             parallel=replace(config.parallel, recompute=config.parallel.recomputation),
             num_ranks=num_ranks,
-            max_tokens=max(config.train.microbatch_tokens, rollout.max_context_length),
+            max_tokens=max(config.train.microbatch_tokens, config.context_per_rank),
+            max_context=rollout.max_context_length,
             has_critic=config.advantage.uses_critic,
             has_reference=config.needs_reference,
-            engine=rollout.rollout_engine,
+            engine="elsewhere" if rollout.given_engines else rollout.rollout_engine,
             kv_cache_tokens=rollout.kv_cache_size(rollout.sessions_per_engine(num_engines)),
             num_sessions=rollout.sessions_per_engine(num_engines),
             engine_tp=rollout.rollout_tensor_parallel_size,
@@ -137,6 +140,7 @@ class Setting:
 
     @property
     def dp(self) -> int:
+        """Ranks that hold the same dense parameters, context-parallel ones too."""
         cut = self.parallel.cut
         return self.num_ranks // (cut.tp * cut.pp)
 
@@ -304,6 +308,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "attention": queries * item + shape.num_heads // cut.tp * FP32,
         "mlp": mlp // cut.tp,
     }
+    if setting.parallel.context_parallel_size > 1:  # values stand behind values of other ranks
+        parts["values behind those received"] = keys * item
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if setting.lora.rank:
@@ -390,19 +396,30 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     }[recompute]
     num_layers = max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
     per_position = kept * num_layers
+    received = received_bytes(shape, setting) * num_layers * (recompute != "full")
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     per_position *= in_flight(stage, cut.pp, cut.vp)
     matrices = matrices_bytes(shape, setting) * in_flight(stage, cut.pp, cut.vp)
     matrices *= 0 if recompute == "full" else num_layers
+    received *= in_flight(stage, cut.pp, cut.vp)
     if stage == 0:
         per_position += 8 * cut.pp  # token ids of the embedding
     if stage == cut.pp - 1:  # the final norm; the loss keeps its output
         per_position += (
             _of_norm(shape, setting) - shape.hidden_size * setting.itemsize // setting.sp
         )
-    return per_position * setting.max_tokens + matrices
+    return per_position * setting.max_tokens + matrices + received
+
+
+def received_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes of keys and values that a layer receives from other context-parallel ranks:
+    those of the longest trajectory, at most.
+    """
+    if setting.parallel.context_parallel_size == 1:
+        return 0
+    return 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize * setting.max_context
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -420,6 +437,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     # a frozen weight has no gradient
     largest = 0 if setting.lora.rank else max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item
+    layer += 2 * received_bytes(shape, setting)
     if is_critic or stage != cut.pp - 1:
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], cut.tp), shape.hidden_size
@@ -436,10 +454,10 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
 
 
 def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
-    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none on
-    a GPU for the embedded engine, which uses the CPU.
+    """Count the bytes of (weights, key-value cache) of the engine on a device of its group; none
+    for one elsewhere, and on a GPU for the embedded engine, which uses the CPU.
     """
-    if setting.engine == "embedded" and not setting.on_host:
+    if setting.engine == "elsewhere" or (setting.engine == "embedded" and not setting.on_host):
         return 0, 0
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     return weights, setting.kv_cache_tokens * shape.kv_cache_bytes(
@@ -464,7 +482,7 @@ def stage_phases(
         layers = sum(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
         in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(cut.tp, cut.ep))
     if setting.on_host:
-        base = {"program": PROGRAM * (1 if setting.engine == "embedded" else 2)}
+        base = {"program": PROGRAM * (2 if setting.engine == "sglang" else 1)}
         # each rank has an equal part of the checkpoint
         staged = staged_bytes(shape, setting, stage) // setting.dp
         base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
@@ -621,7 +639,7 @@ def fit(
     """
     setting = Setting.from_config(config, num_ranks, on_host=on_host)
     given, mode = config.train.max_tokens_per_microbatch, config.parallel.recompute
-    sizes, least = [setting.max_tokens], config.rollout.max_context_length
+    sizes, least = [setting.max_tokens], config.context_per_rank
     while given is None and sizes[-1] > least:
         sizes.append(max(least, sizes[-1] // 2))
     for recompute, tokens in itertools.product(RECOMPUTE if mode is None else (mode,), sizes):
@@ -685,11 +703,11 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     if phase == "score":
         return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
+        fewer = "lower --group-size, --num-groups or --max-context-length"
         if setting.engine == "embedded":
-            fewer = "lower --group-size, --num-groups or --max-context-length"
             return [fewer, "start fewer ranks"]
         unload = ["set --offload rollout"] if layout.offload == "none" else []
-        return [*unload, "lower --kv-cache-tokens", "share an engine among more GPUs"]
+        return [*unload, "lower --kv-cache-tokens", fewer, "share an engine among more GPUs"]
     shards_optimizer = layout.use_distributed_optimizer or setting.dp == 1
     shards_sequence = layout.sequence_parallel or layout.tensor_model_parallel_size == 1
     advice = {
@@ -703,6 +721,8 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         and not setting.on_host,
         "start fewer ranks on this machine": setting.on_host and setting.num_ranks > 1,
         "raise --expert-model-parallel-size": shape.num_experts > 0 and setting.expert_dp > 1,
+        "raise --context-parallel-size": layout.context_parallel_size < setting.dp
+        and setting.max_tokens * layout.context_parallel_size <= setting.max_context,
         "raise --tensor-model-parallel-size or --pipeline-model-parallel-size": True,
         "take more GPUs": not setting.on_host,
     }

@@ -156,6 +156,8 @@ class TrainingLayout:
     ep: int = 1
     vp: int = 1
     """Chunks of layers of a pipeline stage (interleaved schedule)."""
+    cp: int = 1
+    """Ranks of the `dp` that share the tokens of a microbatch."""
     overlaps: bool = False
     """Collectives of tensor and expert parallelism overlap with matrix products."""
     parks_optimizer: bool = False
@@ -221,6 +223,7 @@ def layer(
     waited = EXPOSED if cut.overlaps else 1.0
     gathered = (2 if sizes.num_experts else 4) * (tp - 1) / tp * tokens * h * itemsize
     sent = 2 * routed * (cut.ep - 1) / cut.ep * h * itemsize  # there and back
+    received = (cut.cp - 1) / cut.cp * length * 2 * keys * itemsize  # by the last of one text
     return {
         "matrix products": sum(
             number * product(machine, rows, inner, columns, cut)
@@ -231,6 +234,7 @@ def layer(
         "element-wise": itemsize * passes / machine.memory,
         "tensor parallelism": waited * gathered / machine.link(tp),
         "expert parallelism": waited * sent / machine.link(cut.ep * tp),
+        "context parallelism": received / machine.link(cut.cp * tp),
     }
 
 
@@ -262,11 +266,14 @@ def passes(
     single, layers = layer(machine, sizes, cut, tokens, length), sizes.num_layers / cut.pp
     whole = sum(single.values())
     mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
-    around = mlp / (mlp + sizes.attention_weights) * (whole - single["attention"])
+    beside = whole - single["attention"] - single["context parallelism"]
+    around = mlp / (mlp + sizes.attention_weights) * beside
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
     frozen = bool(cut.adapters)  # whose gradients nobody computes
     backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
-    backward |= {"tensor parallelism": 1.0, "expert parallelism": 1.0}
+    backward |= dict.fromkeys(
+        ("tensor parallelism", "expert parallelism", "context parallelism"), 1.0
+    )
     terms = {
         name: micros * layers * seconds * (1 + backward[name] * is_trained)
         for name, seconds in single.items()
@@ -482,6 +489,7 @@ def cut_of(config: StarPOConfig, shape: ModelShape, setting: Setting) -> Trainin
     return TrainingLayout(
         **layout.cut._asdict(),
         dp=setting.dp,
+        cp=layout.context_parallel_size,
         parks_optimizer=layout.optimizer_cpu_offload,
         fp8=layout.fp8 != "none",
         recompute=layout.recomputation,
@@ -593,9 +601,9 @@ def step_seconds(
     updates = count * config.train.updates_per_rollout
 
     def micros(trajectories: float) -> dict[str, float]:
-        of_rank = max(1.0, trajectories / cut.dp)
+        of_rank = max(1.0, trajectories * cut.cp / cut.dp) / cut.cp
         computed = of_rank * computed_length(config, play)
-        least = min(4 * cut.pp, of_rank * play.texts) * (cut.pp > 1)
+        least = min(4 * cut.pp, of_rank * cut.cp * play.texts) * (cut.pp > 1)
         count = math.ceil(max(1.0, computed / setting.max_tokens, least))
         return {
             "tokens": computed / count,

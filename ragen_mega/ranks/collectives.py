@@ -28,8 +28,10 @@ _store: dist.Store | None = None
 """Store in which the ranks of the job find each other."""
 
 
-def start(timeout_minutes: float = 30.0) -> None:
-    """Join the job that torchrun started, or a job of one process without torchrun; idempotent.
+def start(timeout_minutes: float = 30.0, *, interface: str | None = None) -> None:
+    """Join the job that torchrun started, or a job of one process without torchrun; idempotent. A
+    job on one node listens on the loopback, or on `interface`, if engines elsewhere have to be
+    reached.
 
     Raises ValueError on a rank that has no GPU where others have one, and where others than
     torchrun promise ranks.
@@ -46,7 +48,7 @@ def start(timeout_minutes: float = 30.0) -> None:
     timeout = datetime.timedelta(minutes=timeout_minutes)
     is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if is_alone:  # no other node has to reach this one, and nobody else may
-        name = launcher.loopback()
+        name = interface or launcher.loopback()
         os.environ.update({launcher.GLOO_INTERFACE: name, launcher.NCCL_INTERFACE: name})
     if not launcher.is_rank():
         os.environ.update(
@@ -244,6 +246,15 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
         group=_control_group,
     )
     return [memoryview(part.numpy()) for part in incoming.split(arriving.tolist())]
+
+
+def from_main(memory: Tensor | None, num_bytes: int) -> Tensor:
+    """Return the bytes [num_bytes] uint8 that rank 0 has as `memory`, on every rank. Collective."""
+    held = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
+    if world_size() > 1:
+        with here.waiting("ranks", "bytes of rank 0"):
+            dist.broadcast(held, src=0, group=_control_group)
+    return held
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ GLOSSARY = {
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/skipped": "Share of updates that were skipped as not finite.",
     "critic/computed_share": "Share of the tokens that updates computed; the others were shared.",
+    "critic/context_gbytes": "Gigabytes of the critic's exchange, see actor/context_gbytes.",
     "critic/routing_load": "Load of the critic's experts, see actor/routing_load.",
     "critic/routing_entropy": "Entropy of the critic's routers, see actor/routing_entropy.",
     "critic/lr": "Learning rate of the critic.",
@@ -122,6 +123,8 @@ GLOSSARY = {
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",
     "actor/computed_share": "Share of the tokens that updates computed; the others were shared.",
+    "actor/context_gbytes": "Gigabytes of keys and values that context-parallel ranks sent each"
+    " other in a forward pass of an update (--context-parallel-size).",
     "actor/routing_load": "Tokens of the expert that gets most over the mean of all experts of its"
     " layer, mean over layers: 1 is an even load, which a mixture computes fastest.",
     "actor/routing_entropy": "Entropy of a router's probabilities of all experts, nats a token,"
@@ -160,6 +163,9 @@ GLOSSARY = {
     "engine/reissued": "Requests that were asked again for that.",
     "engine/ready": "Rollouts that lay ready when the trainers asked for one (placement separate)."
     " Always 0: they wait for the samplers, and more --rollout-ranks would help.",
+    "engine/sending_seconds": "Seconds that sending weights to ranks which only sample took, beside"
+    " the training.",
+    "engine/weights_gbytes": "Gigabytes of weights that came to ranks which only sample.",
     "engine/sampling_seconds": "Seconds that the ranks which only sample took for the rollout.",
     "engine/waiting_seconds": "Seconds that they had waited for its weights. Large: the trainers"
     " are slower, and fewer --rollout-ranks would do.",

@@ -21,6 +21,8 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
+from ragen_mega.engines.sglang.given import connect
+from ragen_mega.engines.sglang.http_json import ConnectionLost
 from ragen_mega.engines.sglang.server import ServerSettings
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.megatron import precision
@@ -151,7 +153,7 @@ def build_run(
     console = Console(
         is_writer=collectives.is_main(),
         num_steps=config.train.num_steps,
-        evaluations=config.planned_evaluations(num_engines(config)),
+        evaluations=config.planned_evaluations(num_engines(config.at_trainers)),
     )
 
     splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
@@ -190,7 +192,7 @@ def build_run(
         policy=policy,
         critic=critic,
         teacher=teacher,
-        engine=build_engine(config, hf),
+        engine=build_engine(config.at_trainers, hf),
         renderer=renderer,
         tasks=TaskSampler(config),
         prompts=prompts,
@@ -430,8 +432,8 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
             lora=config.lora if config.lora.lora_sync == "adapter" else None,
         )
     settings = server_settings(config)
-    tp = rollout.rollout_tensor_parallel_size
-    group = collectives.consecutive_group(tp)
+    size = collectives.world_size() // num_engines(config)  # ranks that share an engine
+    group, place = collectives.consecutive_group(size), collectives.rank() % size
     transfer = (
         rollout.weight_transfer
         if rollout.weight_transfer != "auto"
@@ -439,11 +441,11 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
         if settings.device == "cuda"
         else "file"
     )
-    if group is not None and collectives.rank() % tp:
-        part = EngineShard(collectives.rank() % tp, tp, settings.expert_parallel_size)
+    if group is not None and place:
+        part = EngineShard(place, size, settings.expert_parallel_size)
         return SGLangFollower(
             hf,
-            part,
+            None if settings.address else part,
             getattr(torch, settings.dtype),
             group=group,
             transfer=transfer,
@@ -456,7 +458,8 @@ def build_engine(config: StarPOConfig, hf: PretrainedConfig) -> RolloutEngine:
 def server_settings(config: StarPOConfig) -> ServerSettings:
     """Return the settings of this rank's SGLang server. Raises ValueError if it cannot start."""
     rollout, is_on_gpu = config.rollout, torch.cuda.is_available()
-    num_sessions = rollout.sessions_per_engine(num_engines(config))
+    num, given = num_engines(config), rollout.given_engines
+    num_sessions = rollout.sessions_per_engine(num)
     rank = int(os.environ.get("RANK", 0))  # in the whole job, samplers included
     return ServerSettings(
         python=Path(rollout.sglang_python or sys.executable),
@@ -475,6 +478,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         start_timeout=rollout.sglang_start_timeout or (1800.0 if rollout.rollout_fp8 else 300.0),
         command_line=rollout.sglang_command_line,
         lora=config.lora if config.lora.lora_sync == "adapter" else None,
+        address=given[collectives.rank() * num // collectives.world_size()] if given else None,
         options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
     )
 
@@ -557,8 +561,20 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)
+    if config.rollout.given_engines:
+        on_main(lambda: check_given_engines(config, hf))
     if config.rollout.sglang_arguments:
         on_main(lambda: server_settings(config).check_command_line())
+
+
+def check_given_engines(config: StarPOConfig, hf: PretrainedConfig) -> None:
+    """Raise ValueError unless each engine of --engine-addresses answers and fits the run."""
+    settings = server_settings(replace(config, rollout=config.at_trainers.rollout))
+    for address in config.rollout.given_engines:
+        try:
+            connect(replace(settings, address=address), hf)
+        except ConnectionLost as error:
+            raise ValueError(str(error)) from None
 
 
 def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:

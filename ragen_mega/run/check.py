@@ -53,10 +53,11 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
     """
     config, _ = with_name(config.located())
     check_environments(config.environment)
-    _check_example(config)
-    trainers = config.parallel.num_trainers(num_ranks)
-    for part in (trainers, config.parallel.rollout_ranks or trainers):  # evaluations too
-        config.rollout.num_engines(part, min(part, ranks_per_node))
+    _check_agent_functions(config)
+    trainers, own = config.parallel.num_trainers(num_ranks), config.at_trainers.rollout
+    own.num_engines(trainers, min(trainers, ranks_per_node))  # evaluations too
+    if samplers := config.parallel.rollout_ranks:
+        config.rollout.num_engines(samplers, min(samplers, ranks_per_node))
     if config.environment.prompt_examples_file is not None:
         for name in config.environment.evaluated:
             read_conversations(config.environment.prompt_examples_file, name)
@@ -70,7 +71,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
             load_boards(config.evaluation.boards, name, **config.environment.options(name))
     _check_models(config)
     _check_warm_start(config)
-    if config.rollout.rollout_engine == "sglang":
+    if own.rollout_engine == "sglang" and not own.given_engines:
         _check_sglang(config.rollout.sglang_python)
     asked = (
         config.parallel.fp8 != "none" or config.parallel.transformer_impl == "transformer_engine"
@@ -117,9 +118,20 @@ def check_environments(config: EnvironmentConfig) -> None:
                 pass
 
 
-def _check_example(config: StarPOConfig) -> None:
-    """Raise ValueError if a warm start would imitate an agent without an example."""
+def _check_agent_functions(config: StarPOConfig) -> None:
+    """Raise ValueError for a reward or an example of agents that cannot be called, and if a warm
+    start would imitate an agent without an example.
+    """
     agents, warm = [*filter(is_agent, config.environment.evaluated)], config.warm_start
+    if agents:
+        from ragen_mega.agents.runner import EXAMPLES, REWARDS  # as `import_agents`
+
+        for registry, name, taken in (
+            (REWARDS, config.agent.agent_reward, ["episode"]),
+            (EXAMPLES, config.agent.agent_example, ["messages", "tools"]),
+        ):
+            if name is not None:
+                registry.check_call(name, registry.get(name), *taken)
     is_imitated = warm.sft_steps > 0 and warm.sft_file is None
     if config.model.load is None:
         is_imitated = warm.warm_start_from is None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save
+
 from ragen_mega.config import StarPOConfig
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.trainer import Trainer
@@ -98,7 +100,7 @@ class RunCheckpoints(CheckpointWriter):
 
         def write_all() -> Path:
             for name, content in ahead.items():
-                write_whole(directory / name, content)
+                write_whole(directory / name, save(content))
             return write()
 
         return write_all

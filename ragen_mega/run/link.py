@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -79,21 +80,23 @@ class Link:
         """Whether the other side has closed it, perhaps after messages that are still to read."""
         self._connection = connection
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self.num_sent, self.seconds_sending = 0, 0.0
+        """Bytes sent, and the seconds that making and sending them took, beside other work."""
+        self._outgoing: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, daemon=True, name="link")
         self._sender.start()
         threading.Thread(target=self._read, daemon=True, name="link").start()
 
-    def send(self, message: bytes) -> None:
-        """Queue a message of at least one byte. One that cannot arrive is dropped: `receive` says
-        so.
+    def send(self, message: bytes | Callable[[], bytes]) -> None:
+        """Queue a message of at least one byte, or the call that makes it when its turn comes. One
+        that cannot arrive is dropped: `receive` says so.
         """
-        self._outgoing.put(message)
+        self._outgoing.put(message if callable(message) else lambda: message)
 
     def beat(self) -> None:
         """Queue a sign of life."""
-        self._outgoing.put(b"")
+        self.send(b"")
 
     def receive(self, seconds: float) -> bytes | None:
         """Return the next message; None if none comes in that time. Raises LinkLost if
@@ -125,9 +128,12 @@ class Link:
 
     def _send_queued(self) -> None:
         with suppress(OSError):
-            while (message := self._outgoing.get()) is not None:
+            while (make := self._outgoing.get()) is not None:
+                start, message = time.monotonic(), make()
                 self._connection.sendall(_LENGTH.pack(len(message)))
                 self._connection.sendall(message)
+                self.num_sent += len(message)
+                self.seconds_sending += time.monotonic() - start
 
     def _read(self) -> None:
         with suppress(OSError), self._connection.makefile("rb") as stream:

@@ -1,15 +1,22 @@
 """Messages between ranks that train and ranks that only sample, and their form on the connection:
-JSON, behind it weights as safetensors or a rollout as a sealed file has it. Nothing is executed
-where they are read.
+JSON, behind it the bytes of weights or a rollout as a sealed file has it. Nothing is executed where
+they are read.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ragen_mega.algorithm.tables import PlugInError
+from ragen_mega.data.checksums import checksum
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.idleness import Usage
@@ -38,12 +45,58 @@ class Order:
     rollout: int
     version: int
     """The steps that its weights have been trained for."""
-    weights: bytes | None
-    """Weights as safetensors; None stands for the weights of the last order."""
+    has_weights: bool
+    """Whether messages with the weights come next; else they are the weights of the last order."""
     rollbacks: int = 0
     """Number of times that the trainers had gone back to earlier weights in this process. Orders
-    with a smaller number are void.
+    with a smaller number are void, and so are their weights.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A part of the weights of an order: tensors, one behind the other."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    checksum: int
+    """Checksum of `memory`."""
+    is_last: bool
+    rollbacks: int
+    memory: Tensor | None
+    """[bytes] uint8; None where they come another way."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, Tensor]], *, is_last: bool, rollbacks: int) -> Weights:
+        """Copy tensors into a message."""
+        memory = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in tensors])
+        return cls(
+            [name for name, _ in tensors],
+            [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            [[*tensor.shape] for _, tensor in tensors],
+            checksum(memory),
+            is_last,
+            rollbacks,
+            memory,
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        kinds = [getattr(torch, dtype) for dtype in self.dtypes]
+        return [
+            math.prod(shape) * kind.itemsize for shape, kind in zip(self.shapes, kinds, strict=True)
+        ]
+
+    def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), views of the bytes."""
+        parts = memory.split(self.sizes)
+        for name, dtype, shape, part in zip(
+            self.names, self.dtypes, self.shapes, parts, strict=True
+        ):
+            # of its own memory, because a view of a type begins at a multiple of its size
+            yield name, part.clone().view(getattr(torch, dtype)).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +121,7 @@ class End:
     exit_code: int
 
 
-def encode(message: Begin | Order | Delivery | End | Exception) -> bytes:
+def encode(message: Begin | Order | Weights | Delivery | End | Exception) -> bytes:
     """Return a message as bytes. An error becomes the first of its kinds that `decode` knows."""
     data: bytes | None = None
     about: dict[str, Any]
@@ -78,15 +131,16 @@ def encode(message: Begin | Order | Delivery | End | Exception) -> bytes:
     else:
         kind = type(message).__name__
         about = {each.name: getattr(message, each.name) for each in fields(message)}
-    if isinstance(message, Order):
-        data = about.pop("weights")
+    if isinstance(message, Weights):
+        memory: Tensor = about.pop("memory")
+        data = memory.numpy().tobytes()
     elif isinstance(message, Delivery):
         data = sealed_groups(about.pop("groups"))
     head = json.dumps([kind, about, data is not None]).encode()
     return b"".join((_LENGTH.pack(len(head)), head, data or b""))
 
 
-def decode(frame: bytes) -> Any:
+def decode(frame: bytes | bytearray) -> Any:
     """Return the message that `encode` was given: each part of the job knows which kinds the other
     sends. Raises ValueError if the bytes are none.
     """
@@ -94,15 +148,27 @@ def decode(frame: bytes) -> Any:
         (length,) = _LENGTH.unpack_from(frame)
         start = _LENGTH.size + length
         kind, about, has_data = json.loads(frame[_LENGTH.size : start])  # ValueError
-        data = frame[start:] if has_data else None
+        if kind == "Weights":
+            return _weights(memoryview(frame)[start:], about)
+        data = bytes(frame[start:]) if has_data else None
         if kind in _ERRORS:
             return _ERRORS[kind](about["text"])
-        if kind == "Order":
-            return Order(weights=data, **about)
         if kind == "Delivery":
             about["usage"] = tuple(Usage(*each) for each in about["usage"])
             about["notes"] = tuple(about["notes"])
             return Delivery(groups=groups_of(data or b""), **about)
-        return {"Begin": Begin, "End": End}[kind](**about)
+        return {"Begin": Begin, "Order": Order, "End": End}[kind](**about)
     except (TypeError, KeyError, AttributeError, struct.error) as error:
         raise ValueError(f"a message between the parts of the job is damaged: {error}") from None
+
+
+def _weights(data: memoryview, about: dict[str, Any]) -> Weights:
+    """Return a part of weights. Raises ValueError unless it is the part that was sent."""
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    weights = Weights(memory=memory, **about)
+    if sum(weights.sizes) != len(memory) or checksum(memory) != weights.checksum:
+        raise ValueError(
+            f"the weights from {weights.names[0]} on, {len(memory)} bytes, have changed on their"
+            " way to the ranks that sample; --resume goes on from the last checkpoint"
+        )
+    return weights

@@ -28,6 +28,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.hardware import PACKAGES, device, versions
+from ragen_mega.system.addresses import address_towards
 
 _PATIENCE = 600.0
 """Seconds to wait for another node: file systems give every node its programs in their own time."""
@@ -50,9 +51,27 @@ def join_job(config: StarPOConfig) -> None:
     """
     if num_nodes() > 1:
         _agree(config)
-    collectives.start()
+    collectives.start(interface=_interface_of_engines(config))
     about = collectives.rank(), collectives.world_size(), config.parallel.report_waits_after
     watch.begin(collectives.board(), *about)
+
+
+def _interface_of_engines(config: StarPOConfig) -> str | None:
+    """Return the interface by which a job on one node reaches engines on others; None for none.
+    Engines and ranks then also agree on NCCL's memory, which SGLang sets so.
+    """
+    if not (given := config.rollout.given_engines):
+        return None
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    try:
+        local = address_towards(given[0].rpartition(":")[0])
+    except OSError as error:
+        raise ValueError(
+            f"engine_addresses names {given[0]}, which this machine does not find"
+            f" ({error.strerror}); correct --engine-addresses"
+        ) from None
+    name = next(name for name, those in _addresses().items() if local in those)
+    return None if name == loopback() or num_nodes() > 1 else name
 
 
 def _agree(config: StarPOConfig) -> None:
@@ -145,7 +164,7 @@ def choose_interface() -> None:
     named = os.environ.get(GLOO_INTERFACE)
     reason = f"{GLOO_INTERFACE} names" if named else f"--master-addr {master} leads to"
     if not named:
-        local = _address_towards(master)
+        local = address_towards(master)
         named = next(name for name, those in addresses.items() if local in those)
         os.environ[GLOO_INTERFACE] = named
     name = named.split(",")[0]
@@ -179,14 +198,6 @@ def _addresses() -> dict[str, list[str]]:
         name: [entry.address for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
-
-
-def _address_towards(host: str) -> str:
-    """Return the address of this machine that connections to `host` come from."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _reach(host: str, port: int) -> None:

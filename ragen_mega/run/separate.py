@@ -7,10 +7,11 @@ every other message stays within a part.
     ================================               =================================
     rollouts.request(step)                         sampler.orders()
       Samplers.order, collective                     inbox of rank 0, broadcast to the others
-      rank 0 packs whole weights  --- Order ------>  sampler.load_weights(order)
-      and keeps them in                                each engine cuts its part
-      _weights until no rollout                      sampler.sample(step)
-      needs them                                       engines and environments of all ranks
+      rank 0 copies whole weights --- Order ------>  sampler.load_weights(order)
+      into _weights, until no     --- Weights ---->    in parts, made while training goes on
+      rollout needs them          --- ... -------->    each engine cuts its part
+                                                     sampler.sample(step)
+                                                       engines and environments of all ranks
                                                      sampler.deliver(step, groups)
     rollouts.receive(step)                             rank 0 has all trajectories
       _accept: arrival at rank 0  <-- Delivery ----
@@ -50,13 +51,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from safetensors.torch import load, save
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.models.layout import group_by_size
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.collectives import device, is_main, on_main
@@ -84,6 +86,7 @@ from ragen_mega.run.messages import (
     Delivery,
     End,
     Order,
+    Weights,
     decode,
     encode,
 )
@@ -95,6 +98,8 @@ from ragen_mega.run.timers import Timers
 WEIGHTS = "weights_{:08d}.safetensors"
 """File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
 """
+PART_BYTES = 64 * 2**20
+"""Most bytes of a part of weights on their way, unless one tensor has more."""
 _POLL_SECONDS = 0.2
 _SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -149,7 +154,9 @@ class Samplers:
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
         self._digests: dict[int, str] = {}  # digests of recent weights
-        self._weights: dict[int, bytes] = {}  # by version in `_ordered`; empty but on first rank
+        # by version in `_ordered`, on the first rank; elsewhere without tensors
+        self._weights: dict[int, dict[str, Tensor]] = {}
+        self._sending = 0.0  # seconds that the link had sent for when a rollout was taken
         self._oldest = 0  # the first version since the run went back
         self._rollbacks = 0  # of this process
         self._sent: int | None = None  # the latest version that they have
@@ -213,13 +220,15 @@ class Samplers:
         if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
         if version == step and step not in self._weights:
-            self._weights[step] = packed(weights)
+            self._weights[step] = copied(weights)
         if version not in self._weights:
             return False
         self._ordered[rollout] = version, origin
-        data = self._weights[version] if version != self._sent else None
-        self._sent = version
-        self._send(Order(rollout, version, data, self._rollbacks))
+        is_new, self._sent = version != self._sent, version
+        self._send(Order(rollout, version, is_new, self._rollbacks))
+        if is_new and self._link:
+            for make in parts_of(self._weights[version], self._rollbacks):
+                self._link.send(make)
         return True
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
@@ -251,6 +260,9 @@ class Samplers:
             self._say(note)
         metrics.add("engine", found.metrics)
         self.usage = [*found.usage] or self._unused  # the disk had it
+        if self._link:
+            metrics.add("engine", sending_seconds=self._link.seconds_sending - self._sending)
+            self._sending = self._link.seconds_sending
         groups = read_on_main(lambda: [*(stays[0].groups or ())])
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
@@ -259,8 +271,8 @@ class Samplers:
         """Have on disk what has come. Raises OSError on all ranks if that fails."""
         on_main(self._accept_all)
 
-    def staged(self) -> dict[str, bytes]:
-        """Name -> content of the files with which a checkpoint of the present weights repeats the
+    def staged(self) -> dict[str, dict[str, Tensor]]:
+        """Name -> weights of the files with which a checkpoint of the present weights repeats the
         rollouts that are to come; nothing but on the first rank. Not collective.
         """
         if not self._link:
@@ -288,7 +300,7 @@ class Samplers:
         paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
         there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
         self._weights = {
-            version: paths[version].read_bytes() if is_main() else b"" for version in there
+            version: load_file(paths[version]) if is_main() else {} for version in there
         }
 
     def close(self, exit_code: int) -> None:
@@ -384,13 +396,14 @@ class Sampler:
         self._link, self._alarm = part.link, part.alarm
         self._notes: list[str] = []
         self._weights: dict[str, Tensor] = {}
+        self._memory: Tensor | None = None  # first rank: bytes of the weights that came last
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
-        self._inbox: list[Begin | Order | End] = []  # first rank: messages that are read
+        self._inbox: list[Begin | Order | Weights | End] = []  # first rank: messages that are read
         self._rollbacks = 0  # number of the last order
         self._playing = ExitStack()  # ends what `_together` plays
         self._last_beat = time.monotonic()
-        self._timers = Timers()
+        self._timers, self._gbytes = Timers(), 0.0
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -440,13 +453,26 @@ class Sampler:
         if order.rollbacks > self._rollbacks:
             self._rollbacks = order.rollbacks
             self._begin_anew()
-        if order.weights is None:  # the engine has them
+        if not order.has_weights:  # the engine has them
             return
         with self._timers.timed("sync"):
-            self._take_weights(order.version, order.weights)
+            self._weights = dict(self._receive_weights())
+            self._gbytes += sum(tensor.nbytes for tensor in self._weights.values()) / 1e9
+            self._take_weights(order.version)
 
-    def _take_weights(self, version: int, weights: bytes) -> None:
-        self._weights = load(weights)
+    def _receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the weights that follow an order. Raises SystemExit if the trainers
+        have ended meanwhile.
+        """
+        is_last = False
+        while not is_last:
+            if isinstance(part := self._receive(), End):
+                raise SystemExit(part.exit_code)
+            assert isinstance(part, Weights)  # they come behind their order
+            yield from part.tensors(collectives.from_main(self._memory, sum(part.sizes)))
+            self._memory, is_last = None, part.is_last
+
+    def _take_weights(self, version: int) -> None:
         if self._config.rollout.carry_over_cache == "recompute":
             self._together.drop_caches()
         else:
@@ -483,11 +509,12 @@ class Sampler:
         own = self._timers.usage()
         waited = own.seconds["waiting_weights"]
         metrics = engine_metrics(self._engine) | {
+            "weights_gbytes": self._gbytes,
             "sampling_seconds": sum(own.seconds.values()) - waited,
             "waiting_seconds": waited,
         }
         everyone = tuple(collectives.gather_objects(own))
-        self._timers = Timers()
+        self._timers, self._gbytes = Timers(), 0.0
         self._timers.begin(rollout + 1)
         if self._link:
             said = tuple(self._notes)
@@ -520,7 +547,7 @@ class Sampler:
             pass
         raise SystemExit(message.exit_code)
 
-    def _receive(self) -> Begin | Order | End:
+    def _receive(self) -> Begin | Order | Weights | End:
         """Return the next message. Raises LinkLost if the trainers are gone."""
         with here.waiting("weights", f"weights of {TRAINERS}", polls=True):
             while (message := on_main(self._next_message)) is None:
@@ -528,7 +555,7 @@ class Sampler:
                     self._request_stop()
         return message
 
-    def _next_message(self) -> Begin | Order | End | None:
+    def _next_message(self) -> Begin | Order | Weights | End | None:
         """Read what has come, on the first rank, and return the first message of it that is not
         void; None if there is none for now. Raises LinkLost if none can come any more.
         """
@@ -542,7 +569,10 @@ class Sampler:
                 raise
         latest = max((m.rollbacks for m in self._inbox if isinstance(m, Order)), default=0)
         self._inbox = [m for m in self._inbox if getattr(m, "rollbacks", latest) == latest]
-        return self._inbox.pop(0) if self._inbox else None
+        message = self._inbox.pop(0) if self._inbox else None
+        if isinstance(message, Weights):  # the bytes go to the others by themselves
+            self._memory, message = message.memory, replace(message, memory=None)
+        return message
 
     def _send_heartbeat(self) -> None:
         """Send a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if
@@ -571,13 +601,23 @@ class Sampler:
         return weights if shard is None else cut_stream(weights, self._hf, *shard)
 
 
-def packed(weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Pack a stream of weights as safetensors on the first rank; nothing elsewhere. Collective."""
-    tensors = {
-        name: tensor.to("cpu", copy=True).contiguous() if is_main() else tensor[:0]
-        for name, tensor in weights
-    }
-    return save(tensors) if is_main() else b""
+def copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy a stream of weights into host memory on the first rank; nothing elsewhere.
+    Collective.
+    """
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in weights if is_main()}
+
+
+def parts_of(weights: Mapping[str, Tensor], rollbacks: int) -> Iterator[Callable[[], bytes]]:
+    """Yield, for each part of the weights, the call that makes its message."""
+    parts = [*group_by_size(weights.items(), lambda one: one[1].nbytes, PART_BYTES)]
+    for index, tensors in enumerate(parts):
+        is_last = index == len(parts) - 1
+        yield partial(_encoded, tensors, is_last=is_last, rollbacks=rollbacks)
+
+
+def _encoded(tensors: Sequence[tuple[str, Tensor]], *, is_last: bool, rollbacks: int) -> bytes:
+    return encode(Weights.of(tensors, is_last=is_last, rollbacks=rollbacks))
 
 
 def _are_few(tasks: range, most: int, left: set[int]) -> bool:

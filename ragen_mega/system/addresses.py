@@ -28,7 +28,7 @@ def check_addresses(text: str) -> None:
             "an address must hold no name, password or key, since config.json, the list of"
             " processes and reports would show it; give the value of the header Authorization,"
             " e.g. 'Bearer ...', in the environment variable RAGEN_JUDGE_AUTHORIZATION,"
-            " RAGEN_AGENT_AUTHORIZATION or RAGEN_MCP_AUTHORIZATION"
+            " RAGEN_AGENT_AUTHORIZATION, RAGEN_MCP_AUTHORIZATION or RAGEN_ENGINE_AUTHORIZATION"
         )
 
 
@@ -51,6 +51,16 @@ def is_local(url: str) -> bool:
         address.is_loopback or address.is_unspecified or str(address) in here
         for address in addresses
     )
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine that connections to `host` come from. Raises OSError for a
+    name that nobody knows.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def bypass_proxy(url: str) -> None:

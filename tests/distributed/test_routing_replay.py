@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ragen_mega.config import ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
-from ragen_mega.data.packing import Share, microbatch
+from ragen_mega.data.packing import Share, microbatch, part_of
 from ragen_mega.data.types import TokenBatch, in_groups
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -325,7 +325,7 @@ def test_nothing_is_left_of_a_pass_that_failed() -> None:
 
 def test_padding_goes_to_all_experts_in_turn() -> None:
     batch = make_batch(small_model())
-    micro = microbatch(batch, Share([0], [0]), multiple=128, device=torch.device("cpu"))
+    micro = microbatch(part_of(batch, Share([0], [0])), multiple=128, device=torch.device("cpu"))
     parts = [Routing(micro, EXPERTS, part=(index, 2)) for index in range(2)]
     routes = torch.cat([part.routes for part in parts])
     real = int(batch.lengths[0])

@@ -19,7 +19,7 @@ from ragen_mega.data.exchange import (
     read_on_main,
 )
 from ragen_mega.data.fields import TOKEN_FIELDS, TokenField
-from ragen_mega.data.packing import Share, microbatch, pack, parts_of
+from ragen_mega.data.packing import Share, microbatch, pack, part_of, parts_of
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, in_groups
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.rollouts import RolloutStore
@@ -88,7 +88,7 @@ def test_a_batch_and_its_microbatches_have_the_field() -> None:
     cpu = torch.device("cpu")
     for most_nodes in (0.0, 1.0):
         for part in parts_of(batch, range(6), 40, most_nodes=most_nodes):
-            micro = microbatch(batch, part, multiple=8, device=cpu)
+            micro = microbatch(part_of(batch, part), multiple=8, device=cpu)
             assert micro.forest.is_shared == bool(most_nodes and sum(part.shared))
             assert_aligned(micro, [played[i] for i in part.ids])
     with pytest.raises(ValueError, match="routes"):
@@ -116,7 +116,7 @@ def test_a_field_of_inputs_belongs_to_the_token_of_its_position(
     assert batch.further_fields["routes"].tolist() == values
     for most_nodes in (0.0, 1.0):
         for part in parts_of(batch, range(6), 40, most_nodes=most_nodes):
-            micro = microbatch(batch, part, multiple=8, device=torch.device("cpu"))
+            micro = microbatch(part_of(batch, part), multiple=8, device=torch.device("cpu"))
             of_nodes, forest = micro.further_fields["routes"], micro.forest
             assert forest.is_shared == bool(most_nodes and sum(part.shared))
             chosen = batch.select(part.ids).further_fields["routes"]
@@ -126,7 +126,8 @@ def test_a_field_of_inputs_belongs_to_the_token_of_its_position(
 
 def test_nodes_that_trajectories_share_have_the_field_of_the_first() -> None:
     batch = pack([play(2), play(3)])
-    micro = microbatch(batch, Share([0, 1], [0, 4]), multiple=8, device=torch.device("cpu"))
+    part = part_of(batch, Share([0, 1], [0, 4]))
+    micro = microbatch(part, multiple=8, device=torch.device("cpu"))
     nodes = micro.forest.per_node(micro.further_fields["routes"])
     assert nodes.shape == (micro.forest.num_nodes, *SHAPE)
     size = int(batch.lengths[0])

@@ -42,7 +42,7 @@ def in_a_request() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         requests = Requests(lambda client: True, hang_timeout=1000.0)
-        asyncio.run(requests.ask(JSONClient(port, "key"), {}))
+        asyncio.run(requests.ask(JSONClient(f"127.0.0.1:{port}", "Bearer key"), {}))
 
 
 def in_another_collective() -> None:

@@ -458,6 +458,17 @@ def _install_nccl() -> None:
             _nccl_groups.append(group)
         return group
 
+    helper = c10d._new_process_group_helper
+
+    def form(
+        size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any
+    ) -> Any:
+        """As programs form a group with ranks of other jobs."""
+        group, *store = helper(size, rank, ranks, as_gloo(backend), *args, **options)
+        if "nccl" in str(backend):
+            _nccl_groups.append(group)
+        return group, *store
+
     def forget(group: dist.ProcessGroup | None = None) -> None:
         destroy(group)
         for groups in (_nccl_groups, _groups_that_met):
@@ -467,6 +478,7 @@ def _install_nccl() -> None:
     replacements: dict[str, Any] = dict(
         init_process_group=init,
         new_group=new,
+        _new_process_group_helper=form,
         destroy_process_group=forget,
         get_backend=lambda group=None: "nccl" if _is_nccl(group) else get_backend(group),
         is_nccl_available=lambda: True,

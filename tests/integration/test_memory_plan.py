@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.packing import Share, microbatch, pack
+from ragen_mega.data.packing import Share, microbatch, pack, part_of
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -141,9 +141,8 @@ def saved_bytes(
     trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
     for one in trajectories:
         one.loss_mask, one.rollout_logprobs = [False] * 300, [0.0] * 300
-    batch = microbatch(
-        pack(trajectories), Share([0, 1, 2], [0] * 3), multiple=2, device=torch.device("cpu")
-    )
+    part = part_of(pack(trajectories), Share([0, 1, 2], [0] * 3))
+    batch = microbatch(part, multiple=2, device=torch.device("cpu"))
     kept, storages = [], {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

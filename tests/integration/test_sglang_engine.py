@@ -36,6 +36,7 @@ from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.processes import command_of, is_alive, wait_until
 from tests.support.sglang_server import (
     CONFIG,
+    DEVICE,
     IS_CUDA,
     MAX_CONTEXT,
     OTHER_FAMILIES,
@@ -50,6 +51,7 @@ from tests.support.sglang_server import (
     random_tokens,
     settings,
     shards,
+    users_server,
 )
 from tests.support.small_policy import lake_tokenizer
 
@@ -99,6 +101,28 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
         # At the least the second and third turn find what came before them.
         assert cached > prompts / 2
     assert engine.server.num_starts == 1 and engine.counts.restarts == 0
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(DEVICE, marks=() if IS_CUDA else pytest.mark.slow)]
+)
+def test_users_servers_follow_transformers(device: str, tmp_path: Path) -> None:
+    """Its weights come through a process group, NCCL's where it has a device of its own."""
+    build_model(1).save_pretrained(tmp_path / "model")
+    with users_server(tmp_path / "model", tmp_path / "server") as (address, _):
+        if torch.cuda.device_count() > 1:
+            torch.cuda.set_device(1)
+        given = settings(tmp_path, address=address)
+        engine = SGLangEngine(CONFIG, given, bucket_bytes=BUCKET)
+        for version in (2, 3):
+            model = build_model(version)
+            with engine.awake():
+                engine.load_weights(model.state_dict().items())
+                engine.start()
+                for turns in converse_all(engine):
+                    for prompt, answer in turns:
+                        check_logprobs(model, prompt, answer, 1.0)
+        engine.shutdown()
 
 
 @pytest.mark.slow
@@ -259,12 +283,13 @@ def test_the_server_is_private(engine: SGLangEngine, monkeypatch: pytest.MonkeyP
         pids = [engine.server.pid, *supervisor.descendants(engine.server.pid)]
         assert len(pids) >= 4  # supervisor, HTTP server, scheduler, detokenizer
         client = engine.server.client
+        key = client._authorization.removeprefix("Bearer ")
         for pid in pids:
-            assert client.api_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
         addresses = listening_addresses(pids)
         assert addresses and set(addresses) == {"0100007F"}, addresses  # 127.0.0.1
         with pytest.raises(RequestRefused, match="401"):
-            type(client)(client.port, "wrong").call("GET", "/model_info", timeout=60)
+            type(client)(client.address, "Bearer wrong").call("GET", "/model_info", timeout=60)
     for path in engine.server.settings.directory.glob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +33,7 @@ from transformers import (
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.engine import SGLangEngine
 from ragen_mega.engines.sglang.server import ServerSettings
+from ragen_mega.engines.sglang.supervisor import kill_descendants
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
 from tests.support.positions import LLAMA3
@@ -155,3 +161,48 @@ def converse_all(
         )
 
     return asyncio.run(everything())
+
+
+@contextmanager
+def users_server(model: Path, directory: Path, *flags: str) -> Iterator[tuple[str, Path]]:
+    """Give the address of a server as a user starts it, and the file of its log, for the block: it
+    has no weight loader of ours, no key and no memory saver.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    kind = str(DTYPE).removeprefix("torch.")
+    own = "--mem-fraction-static 0.3" if IS_CUDA else "--attention-backend torch_native"
+    arguments = f"""
+        --model-path {model} --device {DEVICE} --dtype {kind} --host 127.0.0.1 --port {port} {own}
+        --sampling-backend pytorch --grammar-backend none --skip-server-warmup --sleep-on-idle
+        --skip-tokenizer-init --max-total-tokens 8192 --max-running-requests 16
+        --context-length {MAX_CONTEXT + 16} --log-level warning --disable-cuda-graph
+    """
+    log = directory / "server.log"
+    environment = settings(directory).environment(directory / "rendezvous")
+    del environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(PYTHON), "-m", "sglang.launch_server", *arguments.split(), *flags],
+            stdout=file,
+            stderr=file,
+            env=environment,
+            cwd=directory,
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+            try:
+                url = f"http://127.0.0.1:{port}/health"
+                with urllib.request.urlopen(url, timeout=5.0) as answer:
+                    if answer.status == 200:
+                        break
+            except OSError:
+                time.sleep(0.5)
+        yield f"127.0.0.1:{port}", log
+    finally:
+        kill_descendants(process.pid)
+        process.kill()
+        process.wait()

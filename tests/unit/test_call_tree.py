@@ -28,7 +28,7 @@ from ragen_mega.agents.call_tree import (
     ToolCall,
 )
 from ragen_mega.data.compact import outlined, outlines_of
-from ragen_mega.data.packing import microbatch, pack, parts_of
+from ragen_mega.data.packing import microbatch, pack, part_of, parts_of
 from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -309,7 +309,7 @@ def test_log_probabilities_are_those_of_transformers(qwen3: ChatRenderer) -> Non
     assert num_compared == sum(trajectory.loss_mask) > 60
     batch = pack([trajectory]).by_segment()
     (part,) = parts_of(batch, range(batch.num_trajectories), 10**6, most_nodes=1.0)
-    forest = microbatch(batch, part, multiple=1, device=torch.device("cpu")).forest
+    forest = microbatch(part_of(batch, part), multiple=1, device=torch.device("cpu")).forest
     texts = [trajectory.tokens[start : end - 1] for start, end in trajectory.segments]
     distinct = {tuple(text[: size + 1]) for text in texts for size in range(len(text))}
     assert forest.num_nodes == len(distinct) < 0.7 * batch.num_positions

@@ -208,7 +208,7 @@ CUT = UNREAD | {"finish_reason": "length"}
     ],
 )
 def test_a_success_of_zero_says_its_cause(episodes: list[Trajectory], said: str) -> None:
-    config = parse(["--load", "my-model", "--environments", "bandit"])
+    config = parse(["--load", "own/my-model", "--environments", "bandit"])
     groups = [TrajectoryGroup(0, episodes)]
     result = _score("bandit", groups, len(episodes), held_out(config, "of another world"))
     assert result.why_unsolved is not None
@@ -250,18 +250,20 @@ def test_flags_of_training_set_what_an_evaluation_plays(
         given.update(settings, load=load, names=names)
         return {}
 
-    monkeypatch.setattr(evaluate, "evaluate_sets", note)
+    monkeypatch.setattr(evaluation, "evaluate_sets", note)
     flags = ["--tasks", str(rows), "--score", "exact", "--no-think", "--bf16"]
     flags += ["--max-context-length", "700", "--prompt-examples", "1", "--eval-prompts", "4"]
-    evaluate.main(["--load", "my-model", "--recipe", "smollm2_reverse", *flags])
-    trained = parse(["--load", "my-model", "--recipe", "smollm2_reverse", *flags])
+    evaluate.main(["--load", "own/my-model", "--recipe", "smollm2_reverse", *flags])
+    trained = parse(["--load", "own/my-model", "--recipe", "smollm2_reverse", *flags])
     assert given["names"] == trained.environment.evaluated == [f"tasks:{rows}"]
     assert (given["num_prompts"], given["samples_per_prompt"], given["temperature"]) == (4, 2, 1)
     played = _settings({}, given["names"][0], given["rules"])
     assert played.environment == trained.environment.located()
     assert (played.rollout, played.parallel) == (trained.rollout, trained.parallel)
     with pytest.raises(SystemExit):
-        evaluate.main(["--load", "my-model", "--environment", "bandit", "--agent-reward", "a:b"])
+        evaluate.main(
+            ["--load", "own/my-model", "--environment", "bandit", "--agent-reward", "a:b"]
+        )
 
 
 def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ragen_mega.data.balance import TOKENS, Cost
 from ragen_mega.data.forest import Forest, PrefixOrder
-from ragen_mega.data.packing import Share, costs_of, microbatch, pack, parts_of, shares
+from ragen_mega.data.packing import Share, costs_of, microbatch, pack, part_of, parts_of, shares
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import attention
 from ragen_mega.megatron.attention import attend, schedule_of
@@ -224,7 +224,7 @@ def test_long_trajectories_that_share_nothing_are_not_gathered() -> None:
 def test_edges_are_the_distinct_pairs_of_node_and_label(texts: list[list[int]]) -> None:
     batch = batch_of(texts)
     order = PrefixOrder.of(batch.tokens, batch.cu_seqlens)
-    micro = microbatch(batch, Share(order.ids, order.shared), multiple=4, device=CPU)
+    micro = microbatch(part_of(batch, Share(order.ids, order.shared)), multiple=4, device=CPU)
     seen, labels = prefixes(micro), micro.labels.tolist()
     sampled = micro.loss_mask.nonzero()[:, 0].tolist()
     assert sorted(micro.rows.tolist()) == sampled

@@ -77,7 +77,7 @@ def client() -> Iterator[JSONClient]:
     server = Server(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *arguments: None  # clients that left
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield JSONClient(server.server_port, "key")
+    yield JSONClient(f"127.0.0.1:{server.server_port}", "Bearer key")
     server.shutdown()
     server.server_close()
 
@@ -101,11 +101,11 @@ def test_failures_are_told_apart(client: JSONClient, way: str) -> None:
     with pytest.raises(RequestRefused, match="/refused: .*400: .*why"):
         ask(client, way, "/refused", {"why": 1})
     with pytest.raises(RequestRefused, match="401"):
-        ask(JSONClient(client.port, "wrong"), way, "/echo", {})
+        ask(JSONClient(client.address, "Bearer wrong"), way, "/echo", {})
     with pytest.raises(ConnectionLost, match="/half"):
         ask(client, way, "/half", {})
     with pytest.raises(ConnectionLost, match="/echo"):
-        ask(JSONClient(9, "key"), way, "/echo", {})
+        ask(JSONClient("127.0.0.1:9", "Bearer key"), way, "/echo", {})
 
 
 def test_silence_has_a_limit(client: JSONClient) -> None:
@@ -200,9 +200,9 @@ def test_proxies_are_not_asked(
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
-    fresh = JSONClient(client.port, "key")
+    fresh = JSONClient(client.address, "Bearer key")
     assert ask(fresh, way, "/echo", {"i": 1}) == {"i": 1}
 
 
 def test_the_key_is_not_printed() -> None:
-    assert "secret" not in repr(JSONClient(1, "secret"))
+    assert "secret" not in repr(JSONClient("127.0.0.1:1", "Bearer secret"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
-from ragen_mega.data.packing import Share, microbatch, pack
+from ragen_mega.data.packing import Share, microbatch, pack, part_of
 from ragen_mega.data.types import SamplingParams, Trajectory
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.megatron import checkpoint
@@ -82,7 +82,8 @@ def exact_chunks(model: PreTrainedModel) -> Chunks:
 def test_merged_equals_unmerged_in_float64(architecture: str, rank: int, targets: str) -> None:
     model, lora = random_model(architecture).double(), settings(rank, targets)
     batch = make_batch(random_model(architecture))
-    micro = microbatch(batch, Share([0, 1], [0, 0]), multiple=1, device=torch.device("cpu"))
+    part = part_of(batch, Share([0, 1], [0, 0]))
+    micro = microbatch(part, multiple=1, device=torch.device("cpu"))
     beside, alone = exact_chunks(model), exact_chunks(model)
     attach(beside, lora)
     beside.double()

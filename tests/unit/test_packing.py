@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragen_mega.data.packing import Share, microbatch, microbatches, minibatch_ids, pack
+from ragen_mega.data.packing import Share, microbatch, microbatches, minibatch_ids, pack, part_of
 from ragen_mega.data.types import Completion, Trajectory
 
 
@@ -106,7 +106,7 @@ def test_a_microbatch_says_what_the_host_must_know() -> None:
     weights[sampled[batch.loss_mask[sampled]][0]] = 0.0
     for one, active in ((batch, batch.loss_mask), (batch.with_fields(weights=weights), weights)):
         part = Share([4, 1], [0, 0])
-        micro = microbatch(one, part, multiple=16, device=torch.device("cpu"))
+        micro = microbatch(part_of(one, part), multiple=16, device=torch.device("cpu"))
         chosen = one.select([4, 1])
         lengths = [len(chain.path) for chain in micro.forest.chains]
         assert lengths[:2] == chosen.lengths.tolist() and len(lengths) == 3

@@ -340,8 +340,11 @@ def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_fla
     if size == 16:
         assert not check_fits(shape, setting, 24 * GIB)
         return
-    with pytest.raises(ValueError, match=r"phase rollout \(key-value cache .*lower --group-size"):
+    refusal = r"phase rollout \(key-value cache .*lower --group-size"
+    with pytest.raises(ValueError, match=refusal):
         check_fits(shape, setting, 24 * GIB)
+    with pytest.raises(ValueError, match=refusal):  # a server takes its whole cache at its start
+        check_fits(shape, replace(setting, engine="sglang"), 24 * GIB)
 
 
 def test_offloading_empties_the_other_phases() -> None:

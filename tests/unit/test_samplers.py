@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import save
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen_mega.algorithm.tables import ESTIMATORS, Estimator, PlugInError
@@ -36,8 +36,8 @@ from ragen_mega.rollout.engine import (
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.idleness import Usage
 from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect, listen
-from ragen_mega.run.messages import Begin, Delivery, End, Order, decode, encode
-from ragen_mega.run.separate import Part, Sampler, Samplers, packed
+from ragen_mega.run.messages import Begin, Delivery, End, Order, Weights, decode, encode
+from ragen_mega.run.separate import Part, Sampler, Samplers, parts_of
 
 NUM_STEPS = 6
 SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
@@ -104,7 +104,12 @@ class Job:
         orders = []
         while (data := self.theirs.receive(10.0)) != b"end":
             order = decode(data)
-            sent = None if order.weights is None else float(load(order.weights)["weight"][0])
+            sent = None
+            if order.has_weights:
+                part = decode(self.theirs.receive(10.0))
+                assert part.is_last and part.rollbacks == order.rollbacks
+                ((_, tensor),) = part.tensors(part.memory)
+                sent = float(tensor[0])
             orders.append((order.rollout, order.version, sent))
         return orders
 
@@ -118,7 +123,7 @@ class Job:
         """Another process that goes on from a checkpoint after `step` steps."""
         self.samplers.flush()
         for name, content in self.samplers.staged().items():
-            (directory / name).write_bytes(content)
+            (directory / name).write_bytes(save(content))
         other = Job(self.config)
         other.disk = self.disk
         other.samplers.load_state_dict(self.samplers.state_dict())
@@ -311,7 +316,9 @@ class Recorder(RolloutEngine):
         self.done.append("shutdown")
 
 
-def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Path) -> None:
+def test_a_server_gets_its_part_of_the_weights_under_their_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collectives.start()
     hf = Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -326,8 +333,13 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(tmp_path: Pat
         return engine, None, hf
 
     theirs.send(encode(Begin(str(tmp_path), "the-run")))
-    theirs.send(encode(Order(12, 7, packed(whole.items()))))
-    theirs.send(encode(Order(13, 7, None)))
+    monkeypatch.setattr("ragen_mega.run.separate.PART_BYTES", 1024)
+    parts = [*parts_of(whole, 0)]
+    assert len(parts) > 3
+    theirs.send(encode(Order(12, 7, True)))
+    for part in parts:
+        theirs.send(part)
+    theirs.send(encode(Order(13, 7, False)))
     theirs.send(encode(End(0)))
     sampler = Sampler(config(0, "--rollout-engine", "sglang"), Part(True, link), prepare)
     with sampler, sampler.awake():
@@ -347,13 +359,15 @@ def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Pat
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    content = packed(Qwen2ForCausalLM(hf).state_dict().items())
+    content = Qwen2ForCausalLM(hf).state_dict()
     engine, (link, theirs) = Recorder(), links()
     sampler = Sampler(
         config(2, "--rollout-engine", "sglang"), Part(True, link), lambda *about: (engine, None, hf)
     )
     theirs.send(encode(Begin(str(tmp_path), "the-run")))
-    theirs.send(encode(Order(0, 0, content)))
+    theirs.send(encode(Order(0, 0, True)))
+    for part in parts_of(content, 0):
+        theirs.send(part)
     seen = []
     with sampler, sampler.awake():
         for order in sampler.orders():
@@ -362,14 +376,11 @@ def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Pat
             if order.rollout:
                 continue
             sampler._open[0] = range(4)  # carried over
-            for message in (
-                Order(1, 0, None),
-                Order(2, 0, None),
-                Order(1, 1, content, rollbacks=1),
-                Order(2, 1, None, rollbacks=1),
-                End(0),
-            ):
-                theirs.send(encode(message))
+            sent = [encode(Order(1, 0, True)), *parts_of(content, 0), encode(Order(2, 0, False))]
+            sent += [encode(Order(1, 1, True, rollbacks=1)), *parts_of(content, 1)]
+            sent += [encode(Order(2, 1, False, rollbacks=1)), encode(End(0))]
+            for message in sent:
+                theirs.send(message)
             theirs.close()
             while not link.is_closed:
                 pass
@@ -454,12 +465,23 @@ def test_messages_are_those_that_were_sent_and_run_nothing() -> None:
     trajectory.turns[0].info["score"] = (1, {"of": [0.1]})
     metrics = {"sampling_seconds": 0.1}
     sent = Delivery(3, [TrajectoryGroup(3, [trajectory])], metrics, ("a note",), 2, used)
-    messages = [Begin("base", None), Order(1, 2, b"weights", 3), Order(1, 2, None), sent, End(7)]
+    messages = [Begin("base", None), Order(1, 2, True, 3), Order(1, 2, False), sent, End(7)]
     assert [decode(encode(message)) for message in messages] == messages
     lost = decode(encode(ConnectionError("gone \udcff")))
     assert (type(lost), str(lost)) == (OSError, "gone \udcff")
     changed = bytearray(encode(sent))
     changed[-1] ^= 1
+    tensors = [("a", torch.arange(3, dtype=torch.bfloat16)), ("b", torch.ones(2, 2))]
+    whole = encode(Weights.of(tensors, is_last=True, rollbacks=4))
+    part = decode(whole)
+    assert (part.is_last, part.rollbacks) == (True, 4)
+    for (name, tensor), (other, expected) in zip(part.tensors(part.memory), tensors, strict=True):
+        assert name == other and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    for wrong in (bytes(flipped), whole[:-4]):
+        with pytest.raises(ValueError, match="the weights from a on, .* have changed on their way"):
+            decode(wrong)
     for damaged in (bytes(changed), b"", encode(End(7))[:-4], pickle.dumps([1]), b"\0" * 16):
         with pytest.raises(ValueError):
             decode(damaged)

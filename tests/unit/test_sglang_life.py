@@ -324,7 +324,9 @@ def test_what_a_lost_server_costs(
             assert asked(engine) == 2 * GENERATE + SEND + 2 * GENERATE
         else:
             for error in asyncio.run(lose_two_requests()):
-                assert isinstance(error, WeightsLost) and "ipc keeps no copy" in str(error)
+                assert isinstance(error, WeightsLost) and "no copy of its weights is kept" in str(
+                    error
+                )
             engine.load_weights(shards(), again=True)
             engine.start()
             assert generate(engine).tokens == [5]

@@ -354,7 +354,7 @@ def serve() -> Iterator[Any]:
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return JSONClient(servers[-1].server_port, "key")
+        return JSONClient(f"127.0.0.1:{servers[-1].server_port}", "Bearer key")
 
     yield start
     for server in servers:

@@ -13,8 +13,8 @@ import torch
 from ragen_mega.config import parse
 from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.planning import cost, validation
-from ragen_mega.planning.hardware import HARDWARE, Constants, Machine
+from ragen_mega.planning import cost
+from ragen_mega.planning.hardware import HARDWARE, INTERVAL, Constants, Machine
 from ragen_mega.planning.memory import GIB, Room, Setting, plan, state_of
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
@@ -40,6 +40,7 @@ from ragen_mega.planning.time import (
 )
 from ragen_mega.planning.time import sampling as sampling_terms
 from ragen_mega.run.idleness import shares
+from tests.support import published_steps
 from tests.support.plan_command import run_plan
 
 H100 = Machine(HARDWARE["H100"])
@@ -160,21 +161,21 @@ def test_the_terms_of_a_decode_step_by_hand() -> None:
     assert other["products"] == pytest.approx(2 * (around + experts) / (0.25 * 312e12))
 
 
-def published(**changes: object) -> validation.Point:
+def published(**changes: object) -> published_steps.Point:
     """A step of reinforcement learning on ranks that sample and ranks that train."""
     sizes, row = Sizes.of(shape_of("Qwen2.5-1.5B")), {
         "id": "one", "model": "Qwen2.5-1.5B", "gpus": 4, "samples": 16, "mean_tokens": 100,
         "max_tokens": 200, "prompt_tokens": 50, "engine_tp": 1, "batch": 16, "forward_passes": 1,
         "packed_tokens": 4096, "cut": {}, "measured": {"step": 1.0}, "rollout_gpus": 2,
     }  # fmt: skip
-    return validation.Point("rl", row | changes, "step", 1.0, False, sizes)
+    return published_steps.Point("rl", row | changes, "step", 1.0, False, sizes)
 
 
 @pytest.mark.parametrize("samples", [16, 1024])
 def test_a_step_off_takes_as_long_as_the_slower_side(samples: int) -> None:
     """Step by step: a rollout plays while the one before it is trained on; weights stop both."""
     point = published(samples=samples, batch=samples)
-    phases = validation.rl_phases(H100, point, TrainingLayout(dp=2))
+    phases = published_steps.rl_phases(H100, point, TrainingLayout(dp=2))
     host = H100.constants.overhead * samples * 150
     training = phases["forward"] + phases["update"] + host
     played = trained = sent = 0.0
@@ -183,7 +184,7 @@ def test_a_step_off_takes_as_long_as_the_slower_side(samples: int) -> None:
         played, trained = sent + phases["rollout"], sent + training
     assert sent - before == pytest.approx(phases["step"])
     assert (phases["rollout"] > training) == (samples == 16), "either side may be the slower"
-    together = validation.rl_phases(H100, published(rollout_gpus=0), TrainingLayout(dp=4))
+    together = published_steps.rl_phases(H100, published(rollout_gpus=0), TrainingLayout(dp=4))
     assert together["step"] > sum(time for name, time in together.items() if name != "step")
 
 
@@ -433,27 +434,25 @@ def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int)
 
 
 def test_the_constants_are_those_that_the_published_rows_give() -> None:
-    fitted = validation.fit(validation.read_points())
+    fitted = published_steps.fit(published_steps.read_points())
     for one in fields(Constants):
         assert getattr(fitted, one.name) == pytest.approx(getattr(Constants(), one.name), rel=0.03)
 
 
-def test_the_page_has_the_errors_that_the_command_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, said = run_plan(capsys, "--validate")
-    lines = said.partition("\n\n")[0].splitlines()
-    assert code == 0 and len(lines) == 8 and all(line in PAGE.read_text() for line in lines)
-    result = validation.report()
+def test_the_page_has_the_errors_of_the_judging_rows() -> None:
+    result = published_steps.report()
+    lines = published_steps.markdown(result).partition("\n\n")[0].splitlines()
+    assert len(lines) == 8 and all(line in PAGE.read_text() for line in lines)
     assert result["groups"]["decode, dense"]["median_error"] <= 0.10
     assert result["groups"]["training, dense"]["median_error"] <= 0.20
 
 
 def test_an_interval_holds_four_of_five_numbers_that_nothing_was_fitted_on() -> None:
-    low, high = validation.interval()
+    low, high = published_steps.interval()
+    assert pytest.approx((low, high), rel=1e-3) == INTERVAL
     found = [
-        point.measured / validation.predicted(point, Constants())
-        for point in validation.read_points()
+        point.measured / published_steps.predicted(point, Constants())
+        for point in published_steps.read_points()
         if point.kind == "rl" and not point.is_fitted
     ]
     inside = sum(0.999999 * low <= times <= 1.000001 * high for times in found)
@@ -462,22 +461,22 @@ def test_an_interval_holds_four_of_five_numbers_that_nothing_was_fitted_on() -> 
 
 def test_every_constant_matters() -> None:
     """None is in the fit for nothing: another value changes some prediction."""
-    points = validation.read_points()
-    before = [validation.predicted(point, Constants()) for point in points]
+    points = published_steps.read_points()
+    before = [published_steps.predicted(point, Constants()) for point in points]
     for one in fields(Constants):
         changed = replace(Constants(), **{one.name: 0.97 * getattr(Constants(), one.name)})
-        after = [validation.predicted(point, changed) for point in points]
+        after = [published_steps.predicted(point, changed) for point in points]
         assert after != before, one.name
 
 
 def test_a_fit_finds_the_constants_that_made_its_numbers() -> None:
     true = replace(
-        validation.USUAL, product=0.7, memory=0.7, decode_memory=0.65, decode_sequence=60e-6
+        published_steps.USUAL, product=0.7, memory=0.7, decode_memory=0.65, decode_sequence=60e-6
     )
-    points = validation.read_points()
-    made = [replace(point, measured=validation.predicted(point, true)) for point in points]
+    points = published_steps.read_points()
+    made = [replace(point, measured=published_steps.predicted(point, true)) for point in points]
     random.Random(0).shuffle(made)
-    found = validation.fit(made)
+    found = published_steps.fit(made)
     for name in ("product", "memory", "decode_memory", "decode_sequence"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1)
 
@@ -520,7 +519,6 @@ def test_one_command_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFi
             ("--num-gpus", "32", "--response-tokens", "5000"),
             r"--response-tokens \(5000\) .*--max-response-length \(400\)",
         ),
-        (("--validate", "--bf16"), "--validate .*no flags of training: --bf16"),
         (
             ("--tensor-model-parallel-size", "3", "--num-gpus", "32"),
             r"tensor_model_parallel_size \(3\) x .* must divide",

@@ -14,7 +14,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from harness import JSON, interleave, milliseconds_of, provenance, publish, spread, table
+from harness import (
+    JSON,
+    interleave,
+    milliseconds_of,
+    model_flag,
+    provenance,
+    publish,
+    spread,
+    table,
+)
 
 from ragen_mega.commands.command_line import command, flag
 from ragen_mega.config import ParallelConfig
@@ -27,11 +36,7 @@ VOCAB = 1024
 """Words of the model around the layer, which is never run."""
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json",
-        "Qwen3-30B-A3B",
-    ),
+    model_flag("Qwen3-30B-A3B"),
     flag("--tokens", "of a microbatch", 8192),
     flag("--repetitions", "whose median counts", 10),
 )

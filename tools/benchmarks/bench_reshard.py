@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import JSON, interleave, provenance, publish, seconds_of, spread, table
+from harness import JSON, interleave, model_flag, provenance, publish, seconds_of, spread, table
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -59,12 +59,7 @@ from ragen_mega.rollout.engine import EngineShard
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "whose shapes are sent: a name in ragen_mega/planning/model_shapes.json, or a directory"
-        " with a config.json",
-        "Qwen2.5-0.5B",
-    ),
+    model_flag("Qwen2.5-0.5B"),
     flag("--tensor-model-parallel-size", "of the trainer", 2, metavar="TP"),
     flag("--pipeline-model-parallel-size", "of the trainer", 1, metavar="PP"),
     flag(

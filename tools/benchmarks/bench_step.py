@@ -40,7 +40,7 @@ from typing import Any
 
 import psutil
 import torch
-from harness import JSON, provenance, publish, spread, table
+from harness import JSON, model_flag, provenance, publish, spread, table
 from random_models import write_checkpoint
 from transformers import PretrainedConfig
 
@@ -63,12 +63,7 @@ _POLL_SECONDS = 0.02
 _LOG_LINES = 15
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json, of"
-        " which only the shape counts",
-        "Qwen2.5-0.5B",
-    ),
+    model_flag("Qwen2.5-0.5B"),
     flag("--steps", "per run; the first two do not count", 6),
     flag("--num-groups", "initial states a step", 8),
     flag("--group-size", "trajectories of each", 16),

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from bench_step import bfloat16_peak
 from fp8_report import free, random_batch
-from harness import JSON, interleave, provenance, publish, seconds_of, spread, table
+from harness import JSON, interleave, model_flag, provenance, publish, seconds_of, spread, table
 from transformers import PretrainedConfig
 
 from ragen_mega.commands.command_line import command, flag
@@ -45,11 +45,7 @@ from ragen_mega.ranks import collectives
 
 FLAGS = (
     JSON,
-    flag(
-        "--model",
-        "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json",
-        "Qwen3-0.6B",
-    ),
+    model_flag("Qwen3-0.6B"),
     flag("--length", "tokens of a trajectory, which is a microbatch", 16384),
     flag("--trajectories", "of an optimizer step", 2),
     flag("--prompt", "first tokens of all trajectories; 1 if they have none in common", 1),

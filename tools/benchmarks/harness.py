@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ragen_mega.commands.command_line import JSON as JSON
+from ragen_mega.commands.command_line import Flag, flag
 from ragen_mega.report.markdown import table as table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.provenance import provenance as provenance
@@ -23,6 +24,12 @@ sys.path.append(
 )  # for `benchmarks`, which is not installed
 
 T = TypeVar("T")
+
+
+def model_flag(default: str) -> Flag:
+    """Return the flag that names a model, of which a benchmark needs the shape alone."""
+    about = "a name in ragen_mega/planning/model_shapes.json, or a directory with a config.json"
+    return flag("--model", f"{about}; only its shape counts", default)
 
 
 def interleave(

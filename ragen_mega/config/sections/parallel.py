@@ -47,6 +47,10 @@ class ParallelConfig(Section):
     """Ranks that share the experts of a layer (EP): consecutive ones of a pipeline stage, whether
     tensor- or data-parallel. Each holds whole experts, and tokens travel to the rank of theirs.
     """
+    context_parallel_size: Count = 1
+    """Ranks that share the tokens of every microbatch (CP). Each takes a run of the tokens, of
+    about equal cost, and receives the keys and values of the texts that its run continues.
+    """
     sequence_parallel: Annotated[
         bool, OnlyWith("tensor_model_parallel_size", "--tensor-model-parallel-size 2")
     ] = False
@@ -135,6 +139,12 @@ class ParallelConfig(Section):
         )
 
     @property
+    def ranks_of_a_batch(self) -> int:
+        """Return the number of ranks that compute one trajectory together."""
+        cut = self.cut
+        return cut.tp * cut.pp * self.context_parallel_size
+
+    @property
     def recomputation(self) -> Recompute:
         """Return what is recomputed where the memory does not decide."""
         return self.recompute or "none"
@@ -162,11 +172,13 @@ class ParallelConfig(Section):
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError unless the layout fits `world_size` ranks that train."""
-        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        model_parallel = self.ranks_of_a_batch
+        context = self.context_parallel_size
         if world_size % model_parallel:
             raise ValueError(
                 f"tensor_model_parallel_size ({self.tensor_model_parallel_size}) x"
-                f" pipeline_model_parallel_size ({self.pipeline_model_parallel_size}) must divide"
+                f" pipeline_model_parallel_size ({self.pipeline_model_parallel_size})"
+                f"{f' x context_parallel_size ({context})' if context > 1 else ''} must divide"
                 f" the world size ({world_size}); start torchrun with --nproc-per-node"
                 f" {model_parallel + self.rollout_ranks} or"
                 f" {'more of them' if self.rollout_ranks else 'a multiple'}, or lower the parallel"

@@ -1,6 +1,7 @@
 """Flags of sampling: the trajectories of a step, their limits and their engine."""
 
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -54,6 +55,11 @@ class RolloutConfig(Section):
     sglang_python: Annotated[str | None, _SERVER, PathOf(when=lambda name: os.sep in name)] = None
     """Python of an environment that has SGLang, e.g. .venv-sglang/bin/python; it need not be the
     trainer's (default: it is).
+    """
+    engine_addresses: Annotated[str | None, _SERVER] = None
+    """SGLang servers that you have started, HOST:PORT,HOST:PORT, in place of servers of the ranks
+    that sample. Consecutive ranks share one, as many as divide them evenly; the first of them
+    broadcasts the weights to it. Run's and servers' sizes, model and version are compared.
     """
     sglang_arguments: Annotated[str | None, _SERVER] = None
     """Further arguments of SGLang's servers, as on their command line, after an equals sign:
@@ -116,11 +122,40 @@ class RolloutConfig(Section):
                 f"rollout_expert_parallel_size ({ep}) must be 1 or rollout_tensor_parallel_size"
                 f" ({tp}); set --rollout-expert-parallel-size {tp}, or drop it"
             )
+        given = self.given_engines
+        for address in given:
+            if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s/:@\[\]]+):\d{1,5}", address):
+                raise ValueError(
+                    f"engine_addresses must be HOST:PORT, separated by commas, not {address!r}; set"
+                    " --engine-addresses node7:30000,node8:30000"
+                )
+        if len({*given}) < len(given):
+            raise ValueError(
+                f"engine_addresses names an engine twice ({self.engine_addresses}), and each gets"
+                " its weights from one rank; name it once"
+            )
+        if given and self.rollout_fp8:
+            raise ValueError(
+                "rollout_fp8 is for servers of the run: one of engine_addresses takes weights in"
+                " their own type; drop --rollout-fp8"
+            )
+
+    @property
+    def given_engines(self) -> tuple[str, ...]:
+        """Return the addresses of engines that the user has started."""
+        return tuple(self.engine_addresses.split(",")) if self.engine_addresses else ()
 
     def num_engines(self, world_size: int, ranks_per_node: int) -> int:
-        """Return the number of engines of a job. Raises ValueError unless each has its ranks on one
-        node.
+        """Return the number of engines of a job. Raises ValueError unless each has its ranks, and a
+        server of the job has them on one node.
         """
+        if given := self.given_engines:
+            if world_size % len(given):
+                raise ValueError(
+                    f"engine_addresses names {len(given)} engines, which must divide the"
+                    f" {world_size} ranks that sample; name fewer, or start more ranks"
+                )
+            return len(given)
         size = self.rollout_tensor_parallel_size
         if ranks_per_node % size or world_size % size:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""A rollout engine over a real SGLang server of its own (Zheng et al., arXiv:2312.07104): tokens
-in, tokens out. The ranks that share a server have one engine and followers.
+"""A rollout engine over a real SGLang server (Zheng et al., arXiv:2312.07104), of its own or the
+user's: tokens in, tokens out. The ranks that share a server have one engine and followers.
 
 Every completion is its own request, so that each trajectory advances at its own pace; SGLang
 batches what is there and its radix cache keeps earlier turns and common prompts. A server that dies
@@ -10,7 +10,7 @@ import enum
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang.adapter import ServedAdapter
+from ragen_mega.engines.sglang.given import GivenServer
+from ragen_mega.engines.sglang.group import GroupTransfer
 from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
 from ragen_mega.engines.sglang.requests import Requests, is_aborted, read_completion, request_body
 from ragen_mega.engines.sglang.routes import with_routes
@@ -26,9 +28,7 @@ from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings, SGLan
 from ragen_mega.engines.sglang.weights import (
     BUCKET_BYTES,
     TRANSFERS,
-    BucketMessage,
     WeightTransfer,
-    send,
 )
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.rollout.engine import (
@@ -71,23 +71,38 @@ class SGLangEngine(RolloutEngine):
         transfer: Literal["file", "ipc"] = "file",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        sizes = settings.tensor_parallel_size, settings.expert_parallel_size
-        self.shard = EngineShard(0, *sizes)
         self.counts = EngineCounts()
         self.num_slots = min(
             settings.max_running_requests, settings.kv_cache_tokens // settings.max_context
         )
         self._settings = settings
         self._shape = ModelShape.of(model_config)
-        self._transfer = TRANSFERS[transfer](
-            model_config,
-            self.shard,
-            getattr(torch, settings.dtype),
-            fp8=settings.fp8,
-            group=group,
-            bucket_bytes=bucket_bytes,
-        )
-        self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
+        dtype, size = getattr(torch, settings.dtype), settings.tensor_parallel_size
+        self._transfer: WeightTransfer | GroupTransfer
+        self.server: SGLangServer | GivenServer
+        if settings.address is not None:
+            self.shard = None
+            self._transfer = GroupTransfer(
+                model_config,
+                dtype,
+                num_engine_ranks=size,
+                address=settings.address,
+                bucket_bytes=bucket_bytes,
+                patience=settings.hang_timeout,
+                group=group,
+            )
+            self.server = GivenServer(settings, model_config)
+        else:
+            self.shard = EngineShard(0, size, settings.expert_parallel_size)
+            self._transfer = TRANSFERS[transfer](
+                model_config,
+                self.shard,
+                dtype,
+                fp8=settings.fp8,
+                group=group,
+                bucket_bytes=bucket_bytes,
+            )
+            self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
@@ -135,11 +150,11 @@ class SGLangEngine(RolloutEngine):
             )
         self._stage = _Stage.AWAKE
         self.weight_version += not again
-        buckets = self._transfer.receive(weights)  # starts when the first bucket is asked for
+        buckets: Iterator[Any] = self._transfer.receive(weights)  # starts at the first bucket
         try:
             if again:
                 self._wake()
-            send(self.server.client, buckets, self.weight_version)
+            self._transfer.deliver(self.server.client, buckets, self.weight_version)
         except EngineError as error:
             for _ in buckets:
                 continue
@@ -243,8 +258,8 @@ class SGLangEngine(RolloutEngine):
                     # The first to notice restarts it; the others find a new server.
                     if num_starts == self.server.num_starts and not self._replace(str(error)):
                         raise WeightsLost(
-                            f"the SGLang server was lost ({error}), and --weight-transfer ipc keeps"
-                            " no copy of its weights"
+                            f"the SGLang server was lost ({error}), and no copy of its weights is"
+                            " kept (--weight-transfer ipc, --engine-addresses)"
                         ) from error
         finally:
             self._active.discard(session)
@@ -293,7 +308,7 @@ class SGLangEngine(RolloutEngine):
         self._restart(why, weights)
         return True
 
-    def _restart(self, why: str, weights: list[list[BucketMessage]]) -> None:
+    def _restart(self, why: str, weights: list[Any]) -> None:
         """Start a new server with these weights. Blocks, since nobody can go on without it."""
         while True:
             self._restarts_in_a_row += 1
@@ -304,7 +319,7 @@ class SGLangEngine(RolloutEngine):
             self.counts.restarts += 1
             try:
                 self._start()
-                send(self.server.client, weights, self.weight_version)
+                self._transfer.deliver(self.server.client, weights, self.weight_version)
                 self._send_adapter()
                 if self._settings.lora:
                     self._base_of = self.server.num_starts
@@ -324,6 +339,8 @@ class SGLangEngine(RolloutEngine):
             client.call("POST", f"/flush_cache?timeout={_FLUSH_SECONDS}", {})
             # SGLang cannot release a part twice, and takes an empty list to mean all parts.
             kept = {"weights"} if self._settings.lora else set()  # the base of adapters
+            if self._settings.address is not None:  # the memory is not this job's
+                kept = {*_MEMORY}
             if held := [part for part in _MEMORY if part not in {*self._released, *kept}]:
                 with self._freed("weights" in held):
                     client.call("POST", "/release_memory_occupation", {"tags": held})
@@ -381,7 +398,7 @@ class SGLangFollower(RolloutEngine):
     def __init__(
         self,
         model_config: PretrainedConfig,
-        shard: EngineShard,
+        shard: EngineShard | None,
         dtype: torch.dtype,
         *,
         group: dist.ProcessGroup,
@@ -390,12 +407,18 @@ class SGLangFollower(RolloutEngine):
         bucket_bytes: int = BUCKET_BYTES,
         keeps_base: bool = False,
     ) -> None:
-        """`keeps_base`: only the first weights are sent, and adapters beside them later."""
+        """`shard` is None beside a server of the user, to which the first rank sends whole weights.
+        `keeps_base`: only the first weights are sent, and adapters beside them later.
+        """
         self.shard, self._keeps_base, self._has_base = shard, keeps_base, False
         self.counts = EngineCounts()
-        self._transfer = TRANSFERS[transfer](
-            model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
-        )
+        self._transfer: WeightTransfer | GroupTransfer
+        if shard is None:
+            self._transfer = GroupTransfer(model_config, dtype, group=group)
+        else:
+            self._transfer = TRANSFERS[transfer](
+                model_config, shard, dtype, fp8=fp8, group=group, bucket_bytes=bucket_bytes
+            )
 
     def awake(self) -> AbstractContextManager[None]:
         """Wait until the first rank has woken the server, once this rank has made room, and at the
@@ -432,7 +455,7 @@ class SGLangFollower(RolloutEngine):
 
 
 @contextmanager
-def _among(transfer: WeightTransfer) -> Iterator[None]:
+def _among(transfer: WeightTransfer | GroupTransfer) -> Iterator[None]:
     """A time in which a server holds memory on the devices of all its ranks: it begins once all are
     there and has ended when they go on.
 

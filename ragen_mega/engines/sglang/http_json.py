@@ -1,5 +1,5 @@
-"""JSON over HTTP to a server on this machine: a coroutine for many requests at once, and a blocking
-call. Connections are reused.
+"""JSON over HTTP to a server: a coroutine for many requests at once, and a blocking call, over
+connections that are reused.
 """
 
 import asyncio
@@ -25,12 +25,14 @@ class RequestRefused(EngineError):
 
 
 class JSONClient:
-    """Requests to one port of this machine with one key, never through a proxy."""
+    """Requests to one address with one key, never through a proxy."""
 
-    def __init__(self, port: int, api_key: str) -> None:
-        self.port = port
-        self.address = f"{HOST}:{port}"
-        self.api_key = api_key
+    def __init__(self, address: str, authorization: str) -> None:
+        """`address` is HOST:PORT, `authorization` the value of that header; empty for none."""
+        self.address = address
+        self.host, _, port = address.rpartition(":")
+        self.port = int(port)
+        self._authorization = authorization
         self._blocking = self._open(httpx2.Client)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the connections of `post`
 
@@ -63,7 +65,7 @@ class JSONClient:
     def _open(self, kind: type[_Client]) -> _Client:
         return kind(
             base_url=f"http://{self.address}",
-            headers={"Authorization": f"Bearer {self.api_key}"},
+            headers={"Authorization": self._authorization} if self._authorization else {},
             limits=_LIMITS,
             timeout=None,
             trust_env=False,  # no proxies

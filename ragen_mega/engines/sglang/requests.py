@@ -50,7 +50,7 @@ def is_aborted(answer: dict[str, Any]) -> bool:
 
 
 def read_completion(
-    answer: dict[str, Any], sampling: SamplingParams, *, version: int, log: Path
+    answer: dict[str, Any], sampling: SamplingParams, *, version: int, log: Path | str
 ) -> Completion:
     """Return the completion that `/generate` answered with.
 

@@ -31,7 +31,7 @@ from ragen_mega.models.families import find_family
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, NCCL_INTERFACE, loopback
 from ragen_mega.rollout.engine import EngineError
 
-_SPARE_CONTEXT = 8
+SPARE_CONTEXT = 8
 """SGLang refuses requests within some tokens of its context length."""
 _Option = str | int | float | bool | Path | tuple[str, ...]
 _LOG_TAIL_LINES = 30
@@ -136,6 +136,8 @@ class ServerSettings:
     """Samples depend on their seed alone; SGLang has this for its GPU attention backends only."""
     returns_routes: bool = False
     """Answers say which experts the tokens of a mixture went through, on GPUs only."""
+    address: str | None = None
+    """HOST:PORT of a server that the user has started, and that is only asked."""
     lora: LoraConfig | None = None
     """Adapters that stand beside the weights, loaded by `load_adapter`."""
     random_seed: int = 0
@@ -156,16 +158,16 @@ class ServerSettings:
         # Python is a link.
         object.__setattr__(self, "python", Path(os.path.abspath(self.python)))
         object.__setattr__(self, "directory", Path(os.path.abspath(self.directory)))
-        if not os.access(self.python, os.X_OK):
+        if self.address is None and not os.access(self.python, os.X_OK):
             raise ValueError(
                 f"sglang_python must be the Python of an environment with SGLang, and {self.python}"
                 " cannot be executed; build one with tools/setup_sglang_cpu.sh or the h100 extra"
                 " and name its bin/python"
             )
-        if self.kv_cache_tokens < self.max_context + _SPARE_CONTEXT:
+        if self.kv_cache_tokens < self.max_context + SPARE_CONTEXT:
             raise ValueError(
                 f"kv_cache_tokens ({self.kv_cache_tokens}) must hold one trajectory of max_context"
-                f" ({self.max_context}) and {_SPARE_CONTEXT} more; raise it"
+                f" ({self.max_context}) and {SPARE_CONTEXT} more; raise it"
             )
         for name, is_on in (
             ("rollout_deterministic", self.deterministic),
@@ -191,7 +193,7 @@ class ServerSettings:
             "tp-size": self.tensor_parallel_size,
             "ep-size": self.expert_parallel_size,
             "moe-runner-backend": "triton",  # others transpose or permute the experts they load
-            "context-length": self.max_context + _SPARE_CONTEXT,
+            "context-length": self.max_context + SPARE_CONTEXT,
             "max-total-tokens": self.kv_cache_tokens,
             "max-running-requests": self.max_running_requests,
             "grammar-backend": "none",
@@ -235,6 +237,8 @@ class ServerSettings:
     @property
     def has_memory_saver(self) -> bool:
         """Whether a server that sleeps can give memory back."""
+        if self.address is not None:  # it has other devices than the trainer
+            return False
         return self.device == "cuda" and bool(self.options.get("enable-memory-saver", True))
 
     def check_command_line(self) -> None:
@@ -333,7 +337,7 @@ class SGLangServer:
         settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings.directory.chmod(0o700)
         _write_model_config(
-            self._model, model_config, settings.max_context + _SPARE_CONTEXT, fp8=settings.fp8
+            self._model, model_config, settings.max_context + SPARE_CONTEXT, fp8=settings.fp8
         )
         _copy_modules(settings.directory)
 
@@ -385,7 +389,7 @@ class SGLangServer:
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
                 umask=0o077,
             )
-        self._client = JSONClient(port, api_key)
+        self._client = JSONClient(f"{HOST}:{port}", f"Bearer {api_key}")
         self._await_health(self._client)
         return self._client
 

@@ -17,6 +17,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -159,6 +160,12 @@ class WeightTransfer(ABC):
         name is not kept.
         """
         return self._sent
+
+    def deliver(
+        self, client: JSONClient, buckets: Iterable[list[BucketMessage]], version: int
+    ) -> None:
+        """Have a server take buckets of `receive` or `again`. Raises as `send` does."""
+        send(client, buckets, version)
 
     def wait_for_all_ranks(self) -> None:
         """Wait for all ranks of the server."""
@@ -309,16 +316,10 @@ TRANSFERS = {"file": FileTransfer, "ipc": IpcTransfer}
 
 
 def send(client: JSONClient, buckets: Iterable[list[BucketMessage]], version: int) -> None:
-    """Have a server take one full set of weights, in the way its SGLang version takes it, each
-    bucket while the next one is made.
+    """Have a server take one full set of weights, each bucket while the next one is made.
 
     Raises RequestRefused when it does not take a bucket, or holds other bits than were sent.
     """
-
-    def post(path: str, body: dict[str, object]) -> None:
-        answer = client.call("POST", path, body)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise RequestRefused(f"{path}: {answer.get('message')}")
 
     def take(messages: list[BucketMessage]) -> None:
         for message in messages:
@@ -331,26 +332,42 @@ def send(client: JSONClient, buckets: Iterable[list[BucketMessage]], version: in
             # Requests of callers that were cancelled may still run; nobody waits for them.
             "abort_all_requests": True,
         }
-        post("/update_weights_from_tensor", body)
+        post(client, "/update_weights_from_tensor", body)
         for rank, message in enumerate(messages):
             _check_report(message.file, rank)
 
+    with update_of(client, version), ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(lambda: None)
+        for messages in buckets:
+            taken.result()
+            if messages:
+                taken = thread.submit(take, messages)
+        taken.result()
+
+
+@contextmanager
+def update_of(client: JSONClient, version: int) -> Iterator[None]:
+    """Have a server take weights in the block, in the way its SGLang version takes them, and label
+    what it samples from then on.
+    """
     # SGLang 0.5.21 and later take weights between two requests only, which earlier ones lack.
     has_session = "/begin_weight_update" in client.call("GET", "/openapi.json")["paths"]
     if has_session:
-        post("/begin_weight_update", {})
+        post(client, "/begin_weight_update", {})
     try:
-        with ThreadPoolExecutor(1) as thread:
-            taken = thread.submit(lambda: None)
-            for messages in buckets:
-                taken.result()
-                if messages:
-                    taken = thread.submit(take, messages)
-            taken.result()
+        yield
     finally:  # an aborted set can be followed by another
         if has_session:
-            post("/end_weight_update", {})
-    post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            post(client, "/end_weight_update", {})
+    label = {"new_version": str(version), "abort_all_requests": False}
+    post(client, "/update_weight_version", label)
+
+
+def post(client: JSONClient, path: str, body: dict[str, object]) -> None:
+    """Raise RequestRefused where the server says, in its answer, that it did not do it."""
+    answer = client.call("POST", path, body)
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise RequestRefused(f"{path}: {answer.get('message')}")
 
 
 def _check_report(file: Path, rank: int) -> None:

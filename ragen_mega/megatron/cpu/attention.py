@@ -29,11 +29,11 @@ def forest_attention(
     query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float
 ) -> Tensor:
     """Return the attention of the nodes of a forest to their paths, themselves included: query [N,
-    heads, d], key and value [N, kv_heads, d] to [N, heads * d].
+    heads, d], key and value [M, kv_heads, d] to [N, heads * d].
     """
     starts = np.array([*(chain.start for chain in forest.chains), forest.num_nodes])
-    lengths = np.array([len(chain.path) for chain in forest.chains])
-    return _ForestAttention.apply(query, key, value, (starts, lengths), scale).flatten(1)
+    chains = starts, np.array([len(chain.path) for chain in forest.chains]), sum(forest.received)
+    return _ForestAttention.apply(query, key, value, chains, scale).flatten(1)
 
 
 def _arrays(*tensors: Tensor) -> list[Reals]:
@@ -55,7 +55,7 @@ class _ForestAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        chains: tuple[Integers, Integers],
+        chains: tuple[Integers, Integers, int],
         scale: float,
     ) -> Tensor:
         output = query.new_empty(query.shape, dtype=_real(query))
@@ -127,6 +127,7 @@ def attend_forest(
     last: int,
     starts: Integers,
     lengths: Integers,
+    given: int,
     scale: float,
     q: Reals,
     k: Reals,
@@ -137,9 +138,10 @@ def attend_forest(
     """out [N, heads, d] <- attention of the nodes of a forest to their paths, themselves included;
     logs [N, heads] <- log of the sum of exp of their scores. Items are the heads of k.
 
-    q [N, heads, d], k and v [N, kv_heads, d]; starts [C + 1] are the first nodes of the chains, and
-    lengths [C] the lengths of their paths. The path of a chain ends with its own nodes, and begins
-    as the path of the chain before it.
+    q [N, heads, d], k and v [given + N, kv_heads, d]; starts [C + 1] are the first nodes of the
+    chains, and lengths [C] the lengths of their paths. The path of a chain ends with its own nodes,
+    and begins as the path of the chain before it; the path before the first chain consists of the
+    `given` first keys, of nodes that other ranks compute.
     """
     d, group = q.shape[2], q.shape[1] // k.shape[1]
     tile, room = max(1, QUERIES // group), (lengths.max() + 1) // 2 * 2
@@ -149,10 +151,12 @@ def attend_forest(
     scores, sums = np.empty(room * most, q.dtype), np.empty(most * d, q.dtype)
     tops, totals = np.empty(most, q.dtype), np.empty(most, q.dtype)
     for g in range(first, last):
+        _fill(k, g, 0, given, 0, keys)
+        _fill(v, g, 0, given, 0, values)
         for c in range(len(lengths)):
             before = lengths[c] - starts[c + 1]  # and the number of a node: the keys above it
-            _fill(k, g, starts[c], starts[c + 1], before + starts[c], keys)
-            _fill(v, g, starts[c], starts[c + 1], before + starts[c], values)
+            _fill(k, g, starts[c] + given, starts[c + 1] + given, before + starts[c], keys)
+            _fill(v, g, starts[c] + given, starts[c + 1] + given, before + starts[c], values)
             for start in range(starts[c], starts[c + 1], tile):
                 end = min(start + tile, starts[c + 1])
                 count, used = (end - start) * group, (before + end + 1) // 2 * 2
@@ -187,6 +191,7 @@ def attend_forest_backward(
     last: int,
     starts: Integers,
     lengths: Integers,
+    given: int,
     scale: float,
     q: Reals,
     k: Reals,
@@ -214,12 +219,15 @@ def attend_forest_backward(
         np.empty(most * d, q.dtype),
     )
     for g in range(first, last):
+        _fill(k, g, 0, given, 0, keys)
+        _fill(v, g, 0, given, 0, values)
+        path[:given] = np.arange(given)
         for c in range(len(lengths)):
             before = lengths[c] - starts[c + 1]
-            _fill(k, g, starts[c], starts[c + 1], before + starts[c], keys)
-            _fill(v, g, starts[c], starts[c + 1], before + starts[c], values)
+            _fill(k, g, starts[c] + given, starts[c + 1] + given, before + starts[c], keys)
+            _fill(v, g, starts[c] + given, starts[c + 1] + given, before + starts[c], values)
             for t in range(starts[c], starts[c + 1]):
-                path[before + t] = t
+                path[before + t] = t + given
             d_keys[: room * d] = 0
             d_values[: room * d] = 0
             for start in range(starts[c], starts[c + 1], tile):

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SWITCHES = """
@@ -35,7 +37,7 @@ SWITCHES = """
 VALUES = """
     model-path load-format host port device dtype tp-size ep-size context-length max-total-tokens
     max-running-requests grammar-backend random-seed log-level custom-weight-loader sampling-backend
-    attention-backend moe-runner-backend base-gpu-id config
+    attention-backend moe-runner-backend base-gpu-id config mem-fraction-static
 """.split()
 BLOCK = 128
 """Rows and columns that share a scale of FP8."""
@@ -173,6 +175,7 @@ class Server:
         self.seen: list[list[int]] = []
         self.generator = torch.Generator().manual_seed(arguments.random_seed)
         self.one_at_a_time = threading.Lock()
+        self.groups: dict[str, tuple[dist.ProcessGroup, str]] = {}
         self.paths = {
             "/health_generate": self.health_generate,
             "/server_info": self.server_info,
@@ -184,6 +187,10 @@ class Server:
             "/resume_memory_occupation": self.resume_memory_occupation,
             "/update_weights_from_tensor": self.update_weights_from_tensor,
             "/update_weight_version": self.update_weight_version,
+            "/model_info": self.model_info,
+            "/init_weights_update_group": self.init_weights_update_group,
+            "/update_weights_from_distributed": self.update_weights_from_distributed,
+            "/destroy_weights_update_group": self.destroy_weights_update_group,
         }
 
     def _memory(self, kind: str) -> list[Tensor]:
@@ -202,7 +209,59 @@ class Server:
         return {
             "max_total_num_tokens": self.arguments.max_total_tokens,
             "enable_memory_saver": self.arguments.enable_memory_saver,
+            "max_req_input_len": int(self.arguments.context_length),
+            "version": "0.5.17",
+            **dict.fromkeys(("tp_size", "ep_size", "dp_size", "pp_size"), 1),
+            **dict.fromkeys(("quantization", "speculative_algorithm")),
+            "disaggregation_mode": "null",
         }
+
+    def model_info(self) -> dict[str, Any]:
+        architectures = self.model.config.architectures
+        return {"architectures": architectures, "preferred_sampling_params": None}
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int,
+        group_name: str, backend: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Join the sender, which is rank 0."""
+        place = f"tcp://{master_address}:{master_port}"
+        store, rank, size = next(dist.rendezvous(place, rank_offset, world_size))
+        group, _ = c10d._new_process_group_helper(
+            size, rank, [], dist.Backend(backend), dist.PrefixStore(group_name, store),
+            group_name=group_name, timeout=c10d.default_pg_timeout,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
+        self.groups[group_name] = group, backend
+        return {"success": True, "message": ""}
+
+    def update_weights_from_distributed(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str,
+        load_format: str, **_: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Take a bucket of full tensors by the names of transformers."""
+        if load_format != "flattened_bucket":
+            raise ValueError(f"Unknown load_format={load_format}")
+        group, backend = self.groups[group_name]
+        device = self.device if backend == "nccl" else torch.device("cpu")
+        kinds = [getattr(torch, name) for name in dtypes]
+        sizes = [math.prod(s) * kind.itemsize for s, kind in zip(shapes, kinds, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.broadcast(flat, src=0, group=group)
+        named = dict(self.model.inner.named_parameters())
+        with torch.no_grad():
+            for name, shape, kind, part in zip(names, shapes, kinds, flat.split(sizes)):
+                if named[name].shape != tuple(shape):
+                    raise ValueError(f"Failed to update parameter online: size of {name}")
+                named[name].copy_(part.view(kind).view(shape))
+        torch.cuda.synchronize()
+        return {"success": True, "message": "Succeeded to update parameter online."}
+
+    def destroy_weights_update_group(self, group_name: str) -> dict[str, Any]:
+        """Leave a group."""
+        group, _ = self.groups.pop(group_name)
+        dist.destroy_process_group(group)
+        return {"success": True, "message": ""}
 
     def generate(
         self, input_ids: list[int], sampling_params: dict[str, Any], return_logprob: bool = True
@@ -287,7 +346,7 @@ def handler_of(server: Server, key: str) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = self.path.partition("?")[0]
-            if self.headers["Authorization"] != f"Bearer {key}":
+            if key and self.headers["Authorization"] != f"Bearer {key}":
                 self.answer(401, {"error": "Unauthorized"})
             elif path not in server.paths:
                 self.answer(404, {"detail": "Not Found"})
@@ -337,6 +396,7 @@ if __name__ == "__main__":
     arguments = parse(sys.argv[1:])
     if arguments.tp_size != 1:
         sys.exit("this stand-in has one rank")
-    secret = Path(arguments.config).read_text().partition("api-key: ")[2].strip()
+    file = Path(arguments.config) if arguments.config else None
+    secret = file.read_text().partition("api-key: ")[2].strip() if file else ""
     handler = handler_of(Server(arguments), secret)
     ThreadingHTTPServer((arguments.host, arguments.port), handler).serve_forever()

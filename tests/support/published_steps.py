@@ -1,5 +1,7 @@
 """Errors of the predictor against published steps: constants are fitted on every other row and
 judged on the rest.
+
+    python -m tests.support.published_steps      # every published number beside the predicted one
 """
 
 import json
@@ -7,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from ragen_mega.planning.time import (
 )
 from ragen_mega.report.markdown import table
 
-ROWS = files("ragen_mega.planning") / "published_steps.json"
+ROWS = Path(__file__).with_suffix(".json")
 FITTED = {
     "training": ("product", "product_fp8", "memory", "launch", "link", "update", "permute"),
     "decode": (
@@ -96,7 +98,7 @@ def read_points() -> list[Point]:
 def predicted(point: Point, constants: Constants) -> float:
     """Predict a number, in its unit."""
     row, sizes = point.row, point.sizes
-    machine = find_machine(row.get("hardware", "H100"), constants)
+    machine = replace(find_machine(row.get("hardware", "H100")), constants=constants)
     if point.kind == "decode":
         prompt, answer, batch, tp = (
             row[name] for name in ("prompt_tokens", "output_tokens", "batch", "tp")
@@ -276,3 +278,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     )  # fmt: skip
     names = ("kind", "row", "model", "quantity", "use", "published", "predicted")
     return f"{table(head, groups)}\n\n{table(names, rows)}"
+
+
+if __name__ == "__main__":
+    print(markdown(report()))

@@ -1,0 +1,265 @@
+"""Weights for an engine that the user has started, by SGLang's own protocol: this rank and all
+ranks of the engine form a process group, and full Hugging Face tensors are broadcast in buckets,
+each of which the engine's ranks cut by themselves.
+
+Read in SGLang 0.5.17: model_executor/model_runner_components/weight_updater.py. The calls are, in
+this order, `/init_weights_update_group` once, `/update_weights_from_distributed` for each bucket,
+`/update_weight_version`, and after an error `/destroy_weights_update_group`. SGLang's rank 0 of the
+group is always the sender, so every rank that sends has a group of its own.
+"""
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from transformers import PretrainedConfig
+
+from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
+from ragen_mega.engines.sglang.weights import BUCKET_BYTES, post, update_of
+from ragen_mega.models.layout import complete, expected_tensors, group_by_size
+from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks.collectives import device
+from ragen_mega.ranks.waits import here
+from ragen_mega.system.addresses import address_towards, is_local
+
+_SECONDS_TO_LEAVE = 5.0
+"""Time in which an engine must answer that it leaves a group; one that hangs does not."""
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel as one, each behind the other."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    flat: Tensor
+    """[bytes] uint8, where the backend of the group sends from."""
+
+    @classmethod
+    def of(
+        cls, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
+    ) -> "Bucket":
+        """Copy tensors into a bucket on `device`."""
+        names, parts = zip(*tensors, strict=True)
+        kind = str(dtype).removeprefix("torch.")
+        flat = [part.detach().to(device, dtype).contiguous().view(-1) for part in parts]
+        return cls(
+            [*names],
+            [kind] * len(names),
+            [[*part.shape] for part in parts],
+            torch.cat([part.view(torch.uint8) for part in flat]),
+        )
+
+
+class Together:
+    """Calls that need each other, each in a thread: the engine takes what this rank sends."""
+
+    def __init__(self, what: str, *calls: Callable[[], None]) -> None:
+        self._what, self._num_calls = what, len(calls)
+        self._ends: SimpleQueue[Exception | None] = SimpleQueue()
+        for call in calls:  # a thread that hangs must not keep the process from ending
+            threading.Thread(target=self._run, args=(call,), daemon=True, name="group").start()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device())
+        try:
+            call()
+        except Exception as error:
+            self._ends.put(error)
+        else:
+            self._ends.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Return when all have returned. Raises the first error of one, and ConnectionLost after so
+        many seconds without an end of any: the others may then still hang.
+        """
+        with here.requesting(self._what):
+            for _ in range(self._num_calls):
+                try:
+                    error = self._ends.get(timeout=seconds)
+                except Empty:
+                    raise ConnectionLost(f"{self._what}: not done within {seconds:.0f} s") from None
+                if isinstance(error, RequestRefused | ConnectionLost):
+                    raise error
+                if error is not None:
+                    said = " ".join(str(error).split())[:300]
+                    raise ConnectionLost(f"{self._what}: {said}") from error
+
+
+class GroupTransfer:
+    """Sends full weights to the engine of this rank. Ranks that share the engine, each with its own
+    transfer, form `group`; the first of them sends, and the others only pass the stream on.
+    """
+
+    directory = None
+
+    def __init__(
+        self,
+        model_config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        num_engine_ranks: int = 0,
+        address: str = "",
+        bucket_bytes: int = BUCKET_BYTES,
+        patience: float = 60.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`num_engine_ranks` is 0 on a rank that does not send. `address` is the engine's;
+        `patience` are the seconds in which it must take a bucket, or join the group.
+        """
+        shape = ModelShape.of(model_config)
+        self._expected, self._is_tied = expected_tensors(shape), shape.is_tied
+        self.num_bytes = 0  # of this rank's device that the engine takes
+        self._dtype, self._num_engine_ranks = dtype, num_engine_ranks
+        self._bucket_bytes, self._patience, self._group = bucket_bytes, patience, group
+        # NCCL refuses two ranks on one device, where this rank and an engine of its machine may be
+        is_on_gpus = torch.cuda.is_available() and (
+            torch.cuda.device_count() > 1 or not is_local(f"http://{address}")
+        )
+        self._backend = "nccl" if is_on_gpus else "gloo"
+        self._device = device() if is_on_gpus else torch.device("cpu")
+        self._joined: tuple[str, dist.ProcessGroup, dist.Store] | None = None
+
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        """Stream of (Hugging Face name, full tensor) -> buckets. Raises ValueError, with `weights`
+        consumed to its end, unless exactly the expected names and shapes arrive.
+        """
+        weights = iter(weights)
+        named = (
+            (name, tensor)
+            for name, tensor in weights
+            if not (self._is_tied and name == "lm_head.weight")
+        )
+        try:
+            for tensors in group_by_size(
+                complete(named, self._expected), lambda one: one[1].nbytes, self._bucket_bytes
+            ):
+                if self._num_engine_ranks:
+                    yield Bucket.of(tensors, self._dtype, self._device)
+        except ValueError:
+            for _ in weights:
+                continue
+            raise
+        self.wait_for_all_ranks()
+
+    def deliver(self, client: JSONClient, buckets: Iterable[Bucket], version: int) -> None:
+        """Have the engine take one full set of weights, each bucket while the next one is made.
+
+        Raises RequestRefused when it does not take a bucket, and ConnectionLost when it is lost or
+        hangs. The group is then left, and the next delivery forms another.
+        """
+        taken: Together | None = None
+        try:
+            with update_of(client, version):
+                for bucket in buckets:
+                    if taken is not None:
+                        taken.wait(self._patience)
+                    taken = self._take(client, bucket)
+                if taken is not None:
+                    taken.wait(self._patience)
+        except (RequestRefused, ConnectionLost):
+            self._leave(client)
+            raise
+
+    def again(self) -> None:
+        """Return None: nothing is kept."""
+
+    def wait_for_all_ranks(self) -> None:
+        """Wait for all ranks that share the engine."""
+        if self._group is not None:
+            with here.waiting("ranks", "the ranks of an engine"):
+                dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Leave the group; the engine closes its end with the connection. Safe to call again."""
+        self._leave(None)
+
+    def _take(self, client: JSONClient, bucket: Bucket) -> Together:
+        """Begin to send a bucket."""
+        name, group = self._join(client)
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": name,
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+            # Requests of callers that were cancelled may still run; nobody waits for them.
+            "abort_all_requests": True,
+        }
+        return Together(
+            f"/update_weights_from_distributed to {client.address}",
+            lambda: post(client, "/update_weights_from_distributed", body),
+            lambda: dist.broadcast(bucket.flat, src=0, group=group),
+        )
+
+    def _join(self, client: JSONClient) -> tuple[str, dist.ProcessGroup]:
+        """Return the name of the group and the group, which is formed if there is none."""
+        if self._joined is None:
+            name, size = f"ragen-{secrets.token_hex(4)}", 1 + self._num_engine_ranks
+            host = address_towards(client.host)
+            is_ipv6, timeout = ":" in host, timedelta(seconds=self._patience)
+            listener = socket.create_server(
+                (host, 0), family=socket.AF_INET6 if is_ipv6 else socket.AF_INET
+            )
+            port = listener.getsockname()[1]
+            # A listener of our own, because a store by itself would listen on every interface.
+            store = dist.TCPStore(
+                host, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
+                master_listen_fd=listener.detach(), use_libuv=True,
+            )  # fmt: skip
+            body = {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": size,
+                "group_name": name,
+                "backend": self._backend,
+            }
+            formed: list[dist.ProcessGroup] = []
+            Together(
+                f"/init_weights_update_group of {client.address} with {host}:{port}",
+                lambda: post(client, "/init_weights_update_group", body),
+                lambda: formed.append(_form(self._backend, store, name, size, timeout)),
+            ).wait(self._patience)
+            self._joined = name, formed[0], store
+        return self._joined[:2]
+
+    def _leave(self, client: JSONClient | None) -> None:
+        if self._joined is None:
+            return
+        (name, group, _), self._joined = self._joined, None
+        # NCCL's call ends kernels that wait for an engine; what waits over gloo ends by itself.
+        end = c10d._abort_process_group if self._backend == "nccl" else dist.destroy_process_group
+        with suppress(RuntimeError, ValueError):  # it may have failed
+            end(group)
+        if client is not None:
+            with suppress(RequestRefused, ConnectionLost):
+                body = {"group_name": name}
+                client.call(
+                    "POST", "/destroy_weights_update_group", body, timeout=_SECONDS_TO_LEAVE
+                )
+
+
+def _form(
+    backend: str, store: dist.Store, name: str, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Form a group outside the job, whose other ranks are the engine's, as SGLang forms it there
+    (`init_custom_process_group`): torch has no public function for it.
+    """
+    group, _ = c10d._new_process_group_helper(
+        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name,
+        timeout=timeout,
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group

@@ -1,0 +1,203 @@
+"""Mistakes of new users at the command line and in files of theirs: one line with rule, values and
+remedy, exit code 2, before anything heavy is imported.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragen_mega.commands import program
+from ragen_mega.run.check import check_flags
+
+WORLDS = """
+class World:
+    actions = ("a", "b")
+
+    def reset(self, seed):
+        return "say"
+
+    def step(self, action):
+        return "x", 1.0, True, False, {}
+
+
+class NoStep:
+    def reset(self, seed):
+        return "say"
+
+
+class NoActions(World):
+    actions = ()
+
+
+class NeedsKey(World):
+    def __init__(self, key):
+        self.key = key
+
+
+class NoSeed(World):
+    def reset(self):
+        return "say"
+
+
+class Raises(World):
+    def __init__(self):
+        raise RuntimeError("no licence found")
+"""
+FUNCTIONS = """
+number = 3
+
+
+def run(task, client):
+    return 1.0
+
+
+def two(a, b):
+    return 1.0
+
+
+def nothing():
+    return 1.0
+
+
+def large(answer, reference, row):
+    return 7
+
+
+def fails(answer, reference, row):
+    return row["nothing"]
+"""
+ROWS = '{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n'
+FILES = {
+    "mistaken_worlds.py": WORLDS,
+    "mistaken.py": FUNCTIONS,
+    "mistaken_syntax.py": "class World:\n    def reset(self, seed)\n        return 1\n",
+    "mistaken_import.py": "import nothing_there\n",
+    "rows.jsonl": ROWS,
+    "one_row.jsonl": ROWS.partition("\n")[0],
+    "empty.jsonl": "",
+    "cut.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": \n',
+    "columns.jsonl": '{"q": "a", "a": "b"}\n{"q": "c", "a": "d"}\n',
+    "flag.flags": "--num-stepz 3\n",
+    "recipe.flags": "--recipe nosuch\n",
+    "cut.toml": 'title = "x"\n[[arms]\n',
+    "arm.toml": 'title = "x"\nsource = "y"\n[small]\nrecipe = "bandit"\n'
+    '[[arms]]\nname = "one"\nflags = "--lrr 1"\n[[arms]]\nname = "two"\nflags = ""\n',
+}
+MODEL = "--recipe none --load MODEL"
+TRAIN = {
+    "--recipie bandit": "unknown flag --recipie (did you mean --recipe?)",
+    "--recipe bandti": "not 'bandti' (did you mean bandit?)",
+    "--num-steps ten": "--num-steps must be a whole number, not 'ten'",
+    "--group-size 16.5": "--group-size must be a whole number, not '16.5'",
+    "--recipe bandit sokoban": "unexpected 'sokoban': flags begin with --",
+    "--recipe bandit --bf16 true": "--bf16 is a switch and takes no value, not 'true'",
+    "--environments sokobann": "unknown environment 'sokobann' (did you mean sokoban?)",
+    "--environments nosuch_worlds:World": "check the name, and that the module is installed or in",
+    "--environments mistaken_worlds:Wrld": "(did you mean World?)",
+    "--environments mistaken_worlds:World:x": "a whole number behind a further colon for shares",
+    "--environments mistaken_syntax:World": "(mistaken_syntax.py, line 2)); mend the module",
+    "--environments mistaken_import:World": "install nothing_there, which mistaken_import imports",
+    "--environments mistaken_worlds:NoStep": "has no step; an environment is a class with reset",
+    "--environments mistaken_worlds:NoActions": "leave them out for free text, not ()",
+    "--environments mistaken_worlds:NeedsKey": "missing a required argument: 'key'; give it by"
+    " --environment-options, as '{\"mistaken_worlds:NeedsKey\": {...}}'",
+    "--environments mistaken_worlds:NoSeed": "is called as reset(seed), and reset() does not take",
+    "--environments mistaken_worlds:Raises": "cannot be built: RuntimeError: no licence found (in",
+    "--environment sokoban": "unknown flag --environment (did you mean --environments?)",
+    "--environment-options '{bad'": "must be a JSON object, not '{bad'",
+    '--recipe sokoban --environment-options \'{"sokoban": {"dimm": 7}}\'': "has no option dimm;",
+    '--recipe sokoban --environment-options \'{"sokoban": {"dim": "7"}}\'': "must be int, not '7'",
+    "--recipe none --load /nonexistent --environments sokoban": "give the directory of a model",
+    "--recipe none --load runs/none --environments sokoban": "--load runs/none does not exist",
+    "--recipe bandit --reward 'environment + nosuch'": "unknown reward 'nosuch'; choose one of",
+    "--recipe bandit --reward 'environment +'": "must be a sum of distinct terms",
+    "--recipe bandit --reward mistaken:two": "is called with (trajectory), and takes (a, b)",
+    "--recipe bandit --reward mistaken:number": "must be a function or class, not 3",
+    "--recipe bandit --minibatch-size 17": "set --minibatch-size 16",
+    "--recipe bandit --tensor-model-parallel-size 3": "start torchrun with --nproc-per-node 3",
+    "--recipe bandit --stop-at-success 95": "stop_at_success must be from 0 to 1, not 95.0",
+    "--recipe bandit --name a/b": "set --output for where it lies",
+    "--recipe missing.flags": "mend the path, or name one of bandit",
+    "--recipe flag.flags": "flag.flags: unknown flag --num-stepz (did you mean --num-steps?)",
+    "--recipe recipe.flags": "--recipe 'nosuch' in recipe.flags must name one of",
+    "--resume runs/none": "runs/none does not exist; give a run directory",
+    f"{MODEL} --tasks missing.jsonl": "must name a file of rows that can be read (No such file",
+    f"{MODEL} --tasks empty.jsonl": "must hold rows and has none; write one JSON object a line",
+    f"{MODEL} --tasks cut.jsonl": "cut.jsonl, line 2 must be a JSON object",
+    f"{MODEL} --tasks columns.jsonl": "its columns are q, a; name yours by the option",
+    f"{MODEL} --tasks one_row.jsonl": "must hold two prompts",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, large, fails",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:fails": "KeyError: 'nothing' (in fails,",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:large": "a number from 0 to 1, not 7",
+    "--score mistaken:two": "--score does nothing without --tasks FILE",
+    "--agent mistaken": "unknown agent 'mistaken'; give an import path",
+    "--agent mistaken:nothing": "must be a function (task, client) or (task, base_url, api_key)",
+    "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
+    "--agent http:/here": "--agent http:/here must be an address such as http://",
+    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, fails",
+    f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "is called with (episode), and",
+    "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
+}
+OTHERS = {
+    "trian --recipe bandit": "no command 'trian' (did you mean train?)",
+    "evaluate": "the following arguments are required: --load",
+    "evaluate --load runs/none": "--load runs/none does not exist",
+    "evaluate --load MODEL": "--environment is needed where --load is no run",
+    "evaluate --load MODEL --environment sokobann": "(did you mean sokoban?)",
+    "evaluate --load MODEL --environment bandit --num-prompts 0": "must be at least 1, not 0",
+    "evaluate --load empty --environment bandit": "holds no config.json",
+    "view runs/none": "runs/none does not exist; give a run directory",
+    "replay --run runs/none --step 1": "runs/none does not exist; give a run directory",
+    "report runs/none": "runs/none does not exist; give a run directory",
+    "study nosuch": "there is no study nosuch; give a .toml file or one of",
+    "study cut.toml": "cut.toml is no TOML: Expected ']]'",
+    "study arm.toml": "arm one of arm.toml: unknown flag --lrr (did you mean --lr?)",
+    "baselines --environment mistaken_worlds:World --num-prompts 0": "must be at least 1, not 0",
+    "fetch nosuch": "invalid choice: 'nosuch' (choose from 'smollm2')",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """A working directory with the files of a user."""
+    place, before, paths = tmp_path_factory.mktemp("mistakes"), Path.cwd(), sys.path[:]
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    (place / "empty").mkdir()
+    model = place / "MODEL"
+    model.mkdir()
+    (model / "config.json").write_text(
+        '{"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 64,'
+        ' "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}'
+    )
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("x")
+    os.chdir(place)
+    yield
+    os.chdir(before)
+    sys.path[:] = paths
+
+
+def one_line(capsys: pytest.CaptureFixture[str], error: SystemExit) -> str:
+    """Return the error that a command has printed, alone on its line."""
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert error.code == 2 and len(said) == 1
+    return said[0]
+
+
+@pytest.mark.parametrize("words", TRAIN)
+def test_a_mistake_in_training_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        check_flags(shlex.split(words), 2, 2)
+    assert TRAIN[words] in one_line(capsys, error.value)
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_a_mistake_at_another_command_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        program.main(shlex.split(words))
+    assert OTHERS[words] in one_line(capsys, error.value)
