@@ -138,7 +138,7 @@ def test_an_engine_that_hangs_in_a_bucket_ends_the_group_and_not_the_run(
         load(client, 1)
         client._transfer._patience = PATIENCE
         client.start()
-        with pytest.raises(WeightsLost, match="no copy of its weights is kept"):
+        with pytest.raises(WeightsLost, match="not done within 10 s.* no copy of its weights"):
             generate(client)
         engine.wake()
         assert load(client, 1, again=True) == engine.held()
@@ -179,6 +179,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run_in_one_line(
         ({"tp_size": 2}, {}, "tp_size 2, and the run needs 1; .*--rollout-tensor-parallel-size"),
         ({}, {"tensor_parallel_size": 2}, "tp_size 1, and the run needs 2"),
         ({"dp_size": 2}, {}, "dp_size 2"),
+        ({"dtype": "bfloat16"}, {}, "dtype bfloat16, and the run needs float32; .*--bf16"),
         ({"pp_size": 2}, {}, "pp_size 2"),
         ({"quantization": "fp8"}, {}, "quantization fp8"),
         ({"preferred_sampling_params": {"top_k": 5}}, {}, "preferred_sampling_params"),
