@@ -199,6 +199,49 @@ LAYOUTS = {
                 use_distributed_optimizer=True,
             ),
         ),
+        Layout("cp2", 2, ParallelConfig(context_parallel_size=2)),
+        Layout("cp3", 3, ParallelConfig(context_parallel_size=3), max_tokens=20),
+        Layout("cp2_unshared", 2, ParallelConfig(context_parallel_size=2), shared_prefixes="off"),
+        Layout(
+            "cp4_recompute",
+            4,
+            ParallelConfig(context_parallel_size=4, recompute="full"),
+            max_tokens=1,
+        ),
+        Layout(
+            "cp2_dp2_distributed_optimizer",
+            4,
+            ParallelConfig(context_parallel_size=2, use_distributed_optimizer=True),
+        ),
+        Layout(
+            "cp2_pp2_vp2",
+            4,
+            ParallelConfig(
+                context_parallel_size=2,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=2,
+            ),
+        ),
+        Layout(
+            "cp2_tp2_sp",
+            4,
+            ParallelConfig(
+                context_parallel_size=2,
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                recompute="selective",
+            ),
+        ),
+        Layout(
+            "cp2_tp2_sp_ep4",
+            4,
+            ParallelConfig(
+                context_parallel_size=2,
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                expert_model_parallel_size=4,
+            ),
+        ),
     )
 }
 
@@ -231,6 +274,7 @@ LAYOUTS |= {
         _lora_layout(
             "ep2_recompute", 2, expert_model_parallel_size=2, recompute="selective"
         ),
+        _lora_layout("cp2_recompute_full", 2, context_parallel_size=2, recompute="full"),
         _lora_layout(
             "dp2_tp2_sp_ep2_distributed_optimizer", 4, tensor_model_parallel_size=2,
             sequence_parallel=True, expert_model_parallel_size=2, use_distributed_optimizer=True,

@@ -34,7 +34,7 @@ MOMENTS = 2 * FP32
 CUDA_CONTEXT = int(1.5 * GIB)
 """Assumed, for trainer and engine each: context, loaded kernels, cuBLAS workspaces."""
 COMMUNICATOR = 1 * GIB
-"""Assumed: NCCL's buffers per kind of group (TP, PP, EP, DP) with more than one rank."""
+"""Assumed: NCCL's buffers per kind of group (TP, PP, EP, CP, DP) with more than one rank."""
 ENGINE_GRAPHS = ENGINE_WORKSPACE = int(1.5 * GIB)
 """Assumed: SGLang's CUDA graphs, which it keeps while asleep, and its activations."""
 PROGRAM = int(0.8 * GIB)
@@ -488,7 +488,8 @@ def stage_phases(
         base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
     else:
         contexts = CUDA_CONTEXT * (2 if weights else 1)
-        groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, setting.dp))
+        cp = setting.parallel.context_parallel_size
+        groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
     if setting.lora.rank:

@@ -1,6 +1,7 @@
 """Context parallelism: the runs of a forest on several ranks compute what one rank computes."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,23 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
 
-from ragen_mega.config import ParallelConfig
+from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.balance import Cost, even_runs
 from ragen_mega.data.forest import Forest, PrefixOrder
-from ragen_mega.data.packing import ContextRank, Share, microbatch, part_of
-from ragen_mega.data.types import TokenBatch, counts_of, offsets_of
+from ragen_mega.data.packing import ContextRank, Share, microbatch, pack, part_of
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory, counts_of, offsets_of
+from ragen_mega.megatron import context
 from ragen_mega.megatron.attention import attend, schedule_of
 from ragen_mega.megatron.cpu.attention import forest_attention
+from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.layers import PackedForest
+from ragen_mega.megatron.policy import MegatronPolicy
+from ragen_mega.megatron.weights import export_weights
 from ragen_mega.ranks import collectives
 from tests.support.forked_ranks import on_ranks
 from tests.unit.test_forest import TEXTS, batch_of, branching, by_chain
+from tools import parity
 
 CPU = torch.device("cpu")
 
@@ -86,8 +92,8 @@ def test_attention_of_the_parts_is_that_of_the_whole(way: str, size: int) -> Non
         expected = forest_attention(query, key, value, whole, 8**-0.5)
         weight = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
         truth = torch.autograd.grad((expected * weight).sum(), [query, key, value])
-        context = [ContextRank(rank, size, Cost(1, 1, 0), 0) for rank in range(size)]
-        forests = [part_of(batch, share, one).forest for one in context]
+        ranks = [ContextRank(rank, size, Cost(1, 1, 0), 0) for rank in range(size)]
+        forests = [part_of(batch, share, one).forest for one in ranks]
         starts = np.cumsum([0, *(forest.num_nodes for forest in forests)])
         outputs = []
         for rank, forest in enumerate(forests):
@@ -133,8 +139,8 @@ def test_ranks_exchange_keys_and_their_gradients(size: int) -> None:
             batch = batch_of(branching(seed, count, longest))
             share = share_of(batch)
             whole = part_of(batch, share).forest
-            contexts = [ContextRank(index, size, Cost(1, 1, 0), 0) for index in range(size)]
-            forests = [part_of(batch, share, context).forest for context in contexts]
+            ranks = [ContextRank(index, size, Cost(1, 1, 0), 0) for index in range(size)]
+            forests = [part_of(batch, share, one).forest for one in ranks]
             generator = torch.Generator().manual_seed(seed)
             query, key, value, weight = (
                 torch.randn(whole.num_nodes, heads, 8, dtype=torch.float64, generator=generator)
@@ -186,7 +192,7 @@ def test_sequences_on_several_ranks_have_one_ratio(gspo: bool) -> None:
     labels = torch.randint(0, 9, (num_tokens,), generator=generator)
     exact = logprob_entropy(hidden @ head.t(), labels)[0].detach()
     old = exact + drawn(num_tokens, scale=0.1)
-    rollout = old + drawn(num_tokens, scale=0.02)
+    rollout = old + drawn(num_tokens, scale=0.05)
     advantages, weights = drawn(num_tokens), torch.rand(num_tokens, generator=generator)
 
     def loss(kept: torch.Tensor, cu_seqlens: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -215,3 +221,97 @@ def test_sequences_on_several_ranks_have_one_ratio(gspo: bool) -> None:
             torch.testing.assert_close(one, truth[kept].to(one.dtype), rtol=1e-6, atol=1e-9)
 
     on_ranks(work, 2)
+
+
+def windows_and_short_texts() -> TokenBatch:
+    """Branching episodes, an episode of two windows, and one of a single position, which leaves
+    most ranks without a node.
+    """
+    model = parity.random_model("qwen2", num_hidden_layers=2)
+    trajectories = parity.random_trajectories(97, 4)
+    trajectories += parity.branches(trajectories)
+    for texts in (([5, 6, 7], [8, 5, 6, 7, 1]), ([5],)):
+        episode = Trajectory(group_id=9)
+        for text in texts:
+            episode.append_observation(text, afresh=True)
+            episode.append_action(Completion([3, 4][: len(text)], [0.0, 0.0][: len(text)], "stop"))
+        trajectories.append(episode)
+    batch = pack(trajectories)
+    assert batch.cu_segments is not None and int(batch.lengths.min()) == 1
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(batch.num_positions, generator=generator) * batch.loss_mask
+
+    logprobs = parity.transformers_logprobs(model, batch.by_segment())
+    old = logprobs + noise(0.1)
+    return batch.with_fields(
+        old_logprobs=old,
+        rollout_logprobs=old + noise(0.1),
+        ref_logprobs=logprobs,
+        values=noise(1.0),
+        advantages=noise(1.0),
+        returns=noise(1.0),
+    )
+
+
+def trained(parallel: ParallelConfig, batch: TokenBatch, folder: Path) -> dict[str, torch.Tensor]:
+    """Results of an actor with GSPO and a critic, the bytes that ranks sent among them."""
+    model = parity.random_model("qwen2", num_hidden_layers=2)
+    groups, num_bytes = initialize(parallel), 0
+    options = TrainConfig(
+        lr=1e-3, clip_grad=1e6, max_tokens_per_microbatch=30, shared_prefixes="on"
+    )
+    loss = LossConfig(
+        policy_loss="gspo",
+        loss_aggregation="seq-mean-token-mean",
+        importance_cap=1.3,
+        importance_level="sequence",
+    )
+    policy = MegatronPolicy(model.config, groups, parallel, options, loss, temperature=0.7)
+    critic = MegatronCritic(model.config, groups, parallel, options, loss)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    policy.load_weights(weights.get)
+    critic.load_weights(weights.get)
+    found = {"logprobs": policy.logprobs(batch)}
+
+    def counted(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal num_bytes
+        arrived = send(rows, *arguments)
+        num_bytes += arrived.numel() * arrived.itemsize
+        return arrived
+
+    send, context._sent = context._sent, counted
+    metrics = policy.update(batch)
+    context._sent = send
+    moved = float(collectives.sum_over_ranks(torch.tensor(num_bytes)))
+    assert metrics.get("context_gbytes", 0.0) * 1e9 == pytest.approx(moved / 2)  # and gradients
+    for role, learner in (("policy", policy), ("critic", critic)):
+        if role == "critic":
+            critic.update(batch)
+        gradients = learner.trainer.gradients()
+        for name, gradient in export_weights(learner.chunks, groups, tensors=gradients):
+            found[f"{role} {name}"] = gradient.clone()
+    found["values"] = critic.values(batch)
+    found["computed_share"] = torch.tensor(metrics["computed_share"])
+    if collectives.is_main():
+        torch.save(found, folder / str(parallel.context_parallel_size))
+    collectives.barrier()
+    return found
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_train_as_on_one_rank(size: int, tmp_path: Path) -> None:
+    batch = windows_and_short_texts()
+    expected = trained(ParallelConfig(), batch, tmp_path)
+    on_ranks(
+        lambda: trained(ParallelConfig(context_parallel_size=size), batch, tmp_path) and None, size
+    )
+    found = torch.load(tmp_path / str(size))
+    assert found.keys() == expected.keys()
+    # a microbatch of several ranks is larger, and shares more
+    assert found.pop("computed_share") < expected.pop("computed_share") < 1
+    for name, truth in expected.items():
+        scale = max(1.0 if name == "logprobs" else 0.0, float(truth.abs().max()), 1e-6)
+        assert float((found[name] - truth).abs().max()) <= 2e-5 * scale, name

@@ -15,7 +15,13 @@ from tools import parity
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-FAST = ("shared", "tp2_pp2_vp2_sp_recompute", "dp2_tp2_sp_ep2_distributed_optimizer")
+FAST = (
+    "shared",
+    "tp2_pp2_vp2_sp_recompute",
+    "dp2_tp2_sp_ep2_distributed_optimizer",
+    "cp3",
+    "cp2_tp2_sp_ep4",
+)
 """Together they have every kind of parallelism."""
 LORA_FAST = ("lora_tp2_pp2_vp2_sp_recompute", "lora_dp2_tp2_sp_ep2_distributed_optimizer")
 BASELINES = ("single", "lora_single")

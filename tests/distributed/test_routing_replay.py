@@ -371,6 +371,11 @@ def test_routes_that_cannot_be_are_refused(change: Callable, message: str) -> No
         (2, dict(pipeline_model_parallel_size=2, recompute="selective")),
         pytest.param(2, dict(expert_model_parallel_size=2), marks=pytest.mark.slow),
         pytest.param(
+            2,
+            dict(context_parallel_size=2, expert_model_parallel_size=2, recompute="full"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             4,
             dict(
                 tensor_model_parallel_size=2,

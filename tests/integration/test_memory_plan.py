@@ -4,6 +4,7 @@ after a forward pass.
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.packing import Share, microbatch, pack, part_of
+from ragen_mega.data.balance import Cost
+from ragen_mega.data.forest import Forest
+from ragen_mega.data.packing import ContextRank, Share, microbatch, pack, part_of
 from ragen_mega.data.types import Trajectory
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
@@ -128,20 +131,25 @@ def check_bytes(parallel: ParallelConfig, lora: LoraConfig = ALL_WEIGHTS) -> Non
 
 
 def saved_bytes(
-    hf: PretrainedConfig, parallel: ParallelConfig, lora: LoraConfig
-) -> tuple[int, int]:
+    hf: PretrainedConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig = ALL_WEIGHTS,
+    lengths: Sequence[int] = (300, 300, 300),
+) -> tuple[int, Forest]:
     """Bytes that a forward pass of the policy keeps for its backward pass, parameters not counted,
-    and its positions.
+    and its nodes.
     """
     # or tokens would return from experts by way of another copy
     torch.use_deterministic_algorithms(False)
     groups = initialize(parallel)
     (model,) = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    trajectories = [Trajectory(group_id=0, tokens=[place] * 300) for place in range(3)]
+    trajectories = [Trajectory(0, tokens=[place] * n) for place, n in enumerate(lengths)]
     for one in trajectories:
-        one.loss_mask, one.rollout_logprobs = [False] * 300, [0.0] * 300
-    part = part_of(pack(trajectories), Share([0, 1, 2], [0] * 3))
+        one.loss_mask, one.rollout_logprobs = [False] * len(one), [0.0] * len(one)
+    share = Share([*range(len(lengths))], [0] * len(lengths))
+    context = ContextRank(groups.cp.rank(), groups.cp.size(), Cost(100, 1, 0))
+    part = part_of(pack(trajectories), share, context)
     batch = microbatch(part, multiple=2, device=torch.device("cpu"))
     kept, storages = [], {}
 
@@ -152,21 +160,21 @@ def saved_bytes(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        inputs = model_inputs(batch)
+        inputs = model_inputs(batch, context=groups.cp)
         model(**inputs)
     for tensor in inputs["packed_seq_params"].rotation:  # recomputed layers hold it elsewhere
         keep(tensor)
     return (
         sum(size for address, size in storages.items() if address not in parameters),
-        batch.forest.num_nodes,
+        batch.forest,
     )
 
 
 def check_activations(parallel: ParallelConfig, lora: LoraConfig = ALL_WEIGHTS) -> None:
     needs_sp = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
     for hf in CONFIGS[:-1] if needs_sp else CONFIGS:
-        measured, positions = saved_bytes(hf, parallel, lora)
-        planned = replace(setting(parallel, max_tokens=positions), lora=lora)
+        measured, forest = saved_bytes(hf, parallel, lora)
+        planned = replace(setting(parallel, max_tokens=forest.num_nodes), lora=lora)
         predicted = activations(shape_of(hf), planned, 0)
         assert abs(predicted / measured - 1) <= ACTIVATION_MARGIN, (
             hf.model_type,
@@ -222,3 +230,29 @@ def test_saved_activations_beside_adapters(recompute: str, targets: str) -> None
     lora = LoraConfig(lora_rank=16, lora_targets=targets)
     for bf16 in (False, True):
         check_activations(ParallelConfig(bf16=bf16, recompute=recompute), lora)
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_each_of_two_context_ranks_holds_half(recompute: str) -> None:
+    """Each holds at most 55% of what one rank holds of 16,400 tokens, and what the plan says, which
+    counts queries beside the keys that stand behind keys of another rank.
+    """
+    alone = ParallelConfig(recompute=recompute)
+    lengths = [201 + 5 * (place * 17 % 60) for place in range(47)]
+    assert sum(lengths) > 16_384
+    whole = [saved_bytes(hf, alone, lengths=lengths)[0] for hf in CONFIGS[:2]]
+
+    def work() -> None:
+        parallel = replace(alone, context_parallel_size=2)
+        for hf, of_one in zip(CONFIGS, whole):
+            measured, forest = saved_bytes(hf, parallel, lengths=lengths)
+            assert len(forest.received) == 2
+            assert measured <= 0.55 * of_one
+            planned = setting(parallel, 2, forest.num_nodes)
+            planned = replace(planned, max_context=sum(forest.received))
+            predicted = activations(shape_of(hf), planned, 0)
+            assert 0.97 * measured <= predicted <= 1.2 * measured, predicted / measured
+        collectives.barrier()
+
+    on_ranks(work, 2)

@@ -51,6 +51,7 @@ LAYOUTS = {
     "one": (1, ()),
     "tp2": (2, ("--tensor-model-parallel-size", "2")),
     "pp2": (2, ("--pipeline-model-parallel-size", "2")),
+    "cp2": (2, ("--context-parallel-size", "2")),
     "dp2_distributed_optimizer": (2, ("--use-distributed-optimizer",)),
     "ep2": (2, ("--expert-model-parallel-size", "2", "--sft-steps", "5")),
     "tp2_pp2": (4, ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
@@ -269,7 +270,7 @@ def test_what_cannot_be_resumed_is_refused(start: Path, straight: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer", "ep2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2_distributed_optimizer", "ep2", "cp2"])
 def test_killed_and_resumed_equals_straight(start: Path, tmp_path: Path, layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
     if layout == "ep2":
@@ -306,7 +307,7 @@ def test_resumed_on_another_layout(tmp_path: Path) -> None:
     num_ranks, flags = LAYOUTS["tp2_pp2"]
     saved = launch(tmp_path, "saved", num_ranks, *common(3), *flags)
     rows = {}
-    for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4", "pp2_vp2"):
+    for layout in ("tp2_pp2", "one", "dp2_distributed_optimizer", "pp4", "pp2_vp2", "cp2"):
         num_ranks, flags = LAYOUTS[layout]
         shutil.copytree(saved, tmp_path / layout)
         run = launch(tmp_path, layout, num_ranks, *common(4), "--resume", *flags)

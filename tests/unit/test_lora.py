@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,36 @@ def test_exported_weights_are_merged_from_the_base_each_time() -> None:
     for _ in range(3):
         for name, tensor in policy.export_weights():
             assert (tensor - truth(name)).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3])
+def test_an_engine_in_bfloat16_gets_small_adapters(scale: float) -> None:
+    """Of a product far below the distance between two bfloat16 numbers, as after one update, the
+    merged weights hold as much as float64 says: in the mean, since each holds all or nothing.
+    """
+    layout = replace(ONE, bf16=True)
+    model, lora = random_model("qwen2"), settings(8)
+    policy = policy_of(model, lora, layout)
+    small = random_adapter(ModelShape.of(model.config), lora)
+    for name in small:
+        if ".lora_B." in name:
+            small[name] *= scale
+    policy.load_adapter(small.get)
+    base = {name: tensor.clone() for name, tensor in policy.export_weights(is_merged=False)}
+    along, square = 0.0, 0.0
+    exports = dict(policy.export_weights())
+    for name, tensor in policy.export_weights():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, exports[name])
+        up = small.get(name.replace(".weight", ".lora_B.weight"))
+        change = tensor.double() - base[name].double()
+        if up is None:
+            assert not change.any()
+            continue
+        down = small[name.replace(".weight", ".lora_A.weight")]
+        product = lora.scale * up.double() @ down.double()
+        along += float((change * product).sum())
+        square += float(product.square().sum())
+    assert along / square == pytest.approx(1.0, abs=0.1)
 
 
 def test_peft_gives_our_logprobs(tmp_path: Path) -> None:

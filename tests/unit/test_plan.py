@@ -48,20 +48,24 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_config(model_config(name).to_dict())
 
 
+SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b_32k")
+"""Recipes whose layouts are many."""
+
+
 def test_there_is_a_recipe_for_every_size() -> None:
-    """One more is for fewer GPUs, and three have adapters, for one, two and four."""
+    """One more is for fewer GPUs, two are for long contexts, and three have adapters, for one, two
+    and four GPUs.
+    """
     names = {name.lower().replace("-", "_") for name in SHAPES}
     adapted = {"qwen2.5_7b_lora": 1, "qwen2.5_32b_lora": 2, "qwen3_30b_a3b_lora": 4}
-    assert names | {"qwen3_30b_a3b_8_gpus", *adapted} == set(RECIPES)
+    others = {"qwen3_30b_a3b_8_gpus", "qwen2.5_7b_32k", "qwen3_30b_a3b_32k"}
+    assert names | others | {*adapted} == set(RECIPES)
     assert {name: tool.planned_gpus(name) for name in adapted} == adapted
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_235b_a22b"))
-        for name in RECIPES
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RECIPES],
 )
 def test_recipe(name: str) -> None:
     """It parses, its layout divides model and GPUs, every phase fits, and its comments state the
