@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import multiprocessing
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.rollout.engine import WeightsLost
 from tests.support.given_engine import GivenEngine, given_engine
+from tests.support.processes import wait_until
 from tests.support.sockets import all_listening, is_loopback
 
 pytestmark = pytest.mark.forks
@@ -144,6 +146,31 @@ def test_an_engine_that_hangs_in_a_bucket_ends_the_group_and_not_the_run(
         assert load(client, 1, again=True) == engine.held()
         client.start()
         assert generate(client).tokens == [5]
+
+
+def test_a_run_that_is_killed_in_a_bucket_leaves_an_engine_for_the_next(
+    engine: GivenEngine, tmp_path: Path
+) -> None:
+    """Though the engine stands still while the sender's connection ends."""
+
+    def run() -> None:
+        client = SGLangEngine(CONFIG, settings(tmp_path / "killed", engine.address))
+        with client.awake():
+            engine.wish("hang")
+            load(client, 0)
+
+    sender = multiprocessing.get_context("fork").Process(target=run)
+    sender.start()
+    wait_until(lambda: psutil.Process(engine.process.pid).status() == psutil.STATUS_STOPPED)
+    sender.kill()
+    sender.join()
+    engine.wake()
+    client = SGLangEngine(CONFIG, settings(tmp_path / "next", engine.address))
+    with client.awake():
+        assert load(client, 1) == engine.held()
+        client.start()
+        assert generate(client).tokens == [5]
+    client.shutdown()
 
 
 def test_a_refused_bucket_is_said_at_once(engine: GivenEngine, client: SGLangEngine) -> None:

@@ -253,6 +253,19 @@ def test_a_layout_keeps_what_is_given() -> None:
     assert tokens == {32768}, "a trajectory longer than what is usually tried"
 
 
+def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
+    flags = "--bf16 --rollout-engine sglang --placement separate --rollout-ranks 2"
+    shape, config = shape_of("Qwen3-8B"), parse(flags.split())
+    found = list(layouts(shape, config, 8))
+    assert {one.parallel.rollout_ranks for one in found} == {2}
+    assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2}
+    assert {one.parallel.pipeline_model_parallel_size for one in found} >= {1, 2, 3, 6}
+    assert {one.rollout.rollout_tensor_parallel_size for one in found} == {1, 2}
+    room = Room(80 * GIB, 8, 2000 * GIB)
+    fastest = best(shape, config, 8, room)
+    assert fastest is not None and fits(shape, fastest, 8, room)
+
+
 def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
