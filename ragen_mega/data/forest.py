@@ -160,8 +160,8 @@ class Chain(NamedTuple):
 class Forest:
     """N distinct positions of T positions of trajectories, depth first. In host memory.
 
-    Under context parallelism these are the nodes of one rank, which attend to M keys: of the nodes
-    of other ranks above them, then of their own.
+    Under context parallelism these are the nodes of one rank, which attend to M keys: first those
+    received, of nodes of other ranks above, then the keys of these nodes.
     """
 
     chains: list[Chain]
