@@ -356,8 +356,7 @@ def linear_policy_loss(
         rollout_logprobs: [T], needed with `objective.importance_cap`.
         cu_seqlens: [S + 1] int offsets, needed by an objective over sequences, which must be whole;
             they consist of their tokens of nonzero weight.
-        context_group: ranks that together have the tokens of the S sequences, each some of them.
-            None: all tokens are here.
+        context_group: ranks that have tokens of the S sequences (None: all tokens are here).
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
 
@@ -372,14 +371,9 @@ def linear_policy_loss(
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
     found = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
     rows = weights.nonzero().squeeze(1) if rows is None else rows
+    active, vocabulary = rows if repeats is None else None, (vocab_start, vocab_valid, group)
     hidden, labels, shard, chunks = _active_rows(
-        hidden,
-        weight,
-        labels,
-        rows if repeats is None else None,
-        temperature,
-        (vocab_start, vocab_valid, group),
-        chunk_tokens,
+        hidden, weight, labels, active, temperature, vocabulary, chunk_tokens
     )
     terms = TokenTerms(old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs).at(rows)
     if objective.is_over_sequences:

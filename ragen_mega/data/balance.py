@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 SLACK = 1.01
 """Largest factor by which the largest share may grow so that trajectories stay on their ranks."""
 
@@ -57,19 +54,6 @@ def balanced_split(
         if with_homes <= SLACK * most:
             parts = staying
     return [sorted(part) for part in parts]
-
-
-def even_runs(costs: NDArray, num_runs: int, most: int) -> list[int]:
-    """Return the bounds [num_runs + 1] of consecutive runs of items, which cost [N], about the same
-    in every run. No run has more than `most` items, as far as so many runs can hold all items.
-    """
-    total, most = np.cumsum(costs), max(most, -(-len(costs) // num_runs))
-    bounds = [0]
-    for run in range(1, num_runs):
-        even = int(np.searchsorted(total - costs / 2, total[-1] * run / num_runs))
-        least = len(costs) - (num_runs - run) * most
-        bounds.append(max(min(even, bounds[-1] + most), least, bounds[-1]))
-    return [*bounds, len(costs)]
 
 
 def _split(

@@ -127,6 +127,19 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     return place if differs[place] else shortest
 
 
+def even_runs(costs: np.ndarray, num_runs: int, most: int) -> list[int]:
+    """Return the bounds [num_runs + 1] of consecutive runs of items, which cost [N], about the same
+    in every run. No run has more than `most` items, as far as so many runs can hold all items.
+    """
+    total, most = np.cumsum(costs), max(most, -(-len(costs) // num_runs))
+    bounds = [0]
+    for run in range(1, num_runs):
+        even = int(np.searchsorted(total - costs / 2, total[-1] * run / num_runs))
+        least = len(costs) - (num_runs - run) * most
+        bounds.append(max(min(even, bounds[-1] + most), least, bounds[-1]))
+    return [*bounds, len(costs)]
+
+
 class Chain(NamedTuple):
     """The nodes `start` to `start + length` - 1, each the child of the one before. Where a forest
     is cut among ranks, a path numbers the keys of the rank: the keys of other ranks' nodes first.
@@ -147,8 +160,8 @@ class Chain(NamedTuple):
 class Forest:
     """N distinct positions of T positions of trajectories, depth first. In host memory.
 
-    Under context parallelism these are the nodes of one rank, which attend to M keys: of the nodes
-    of other ranks above them, then of their own.
+    Under context parallelism these are the nodes of one rank, which attend to M keys: first those
+    received, of nodes of other ranks above, then the keys of these nodes.
     """
 
     chains: list[Chain]

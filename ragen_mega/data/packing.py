@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragen_mega.data.balance import TOKENS, Cost, balanced_split, even_runs
+from ragen_mega.data.balance import TOKENS, Cost, balanced_split
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, filled_by_trajectories, recorded_fields
-from ragen_mega.data.forest import Forest, PrefixOrder
+from ragen_mega.data.forest import Forest, PrefixOrder, even_runs
 from ragen_mega.data.types import (
     Edges,
     Microbatch,

@@ -308,8 +308,9 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "attention": queries * item + shape.num_heads // cut.tp * FP32,
         "mlp": mlp // cut.tp,
     }
-    if setting.parallel.context_parallel_size > 1:  # values stand behind values of other ranks
-        parts["values behind those received"] = keys * item
+    if setting.parallel.context_parallel_size > 1:  # values are copied, behind those received
+        needs_qkv = "qk_layernorm" in shape.family.overrides
+        parts["qkv"] = (queries + 2 * keys) * item * needs_qkv + keys * item
     if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if setting.lora.rank:
@@ -414,8 +415,8 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
 
 
 def received_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of keys and values that a layer receives from other context-parallel ranks:
-    those of the longest trajectory, at most.
+    """Count the bytes of keys and values that a layer receives from other context-parallel ranks,
+    at most: the longest trajectory's.
     """
     if setting.parallel.context_parallel_size == 1:
         return 0

@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.balance import Cost, even_runs
-from ragen_mega.data.forest import Forest, PrefixOrder
+from ragen_mega.data.balance import Cost
+from ragen_mega.data.forest import Forest, PrefixOrder, even_runs
 from ragen_mega.data.packing import ContextRank, Share, microbatch, pack, part_of
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, counts_of, offsets_of
 from ragen_mega.megatron import context

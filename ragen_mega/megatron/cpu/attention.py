@@ -213,11 +213,8 @@ def attend_forest_backward(
     rows, d_rows = np.zeros((most + 1) * d, q.dtype), np.zeros((most + 1) * d, q.dtype)
     queries, d_outs = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
     p, ds = np.empty(KEYS * most, q.dtype), np.empty(KEYS * most, q.dtype)
-    tops, means, sums = (
-        np.zeros(most, q.dtype),
-        np.zeros(most, q.dtype),
-        np.empty(most * d, q.dtype),
-    )
+    tops, means = np.zeros(most, q.dtype), np.zeros(most, q.dtype)
+    sums = np.empty(most * d, q.dtype)
     for g in range(first, last):
         _fill(k, g, 0, given, 0, keys)
         _fill(v, g, 0, given, 0, values)
