@@ -505,7 +505,7 @@ def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_sampler
     cut, reached = setting.parallel.cut, machine.constants
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
     whole = shape.engine_weights(setting.itemsize, 1)
-    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes all of it
+    if setting.lora.lora_sync == "adapter":  # each rank of an engine takes them whole
         sizes = expected_adapters(shape, setting.lora).values()
         weights = whole = FP32 * sum(map(math.prod, sizes))
     terms = {"weights into engine": weights / reached.sync}

@@ -83,8 +83,8 @@ def exact_chunks(model: PreTrainedModel, parallel: ParallelConfig = ONE) -> Chun
 
 
 def exact_gradients(architecture: str, parallel: ParallelConfig) -> dict[str, Tensor]:
-    """Hidden states of the real positions, and gradients of all adapters of a fixed weighted sum of
-    them, by name.
+    """Hidden states of the real positions, and the gradients of all adapters, by name, of a fixed
+    weighted sum of these states.
     """
     model, lora = random_model(architecture).double(), settings()
     chunks = exact_chunks(model, parallel)
