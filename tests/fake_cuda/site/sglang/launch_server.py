@@ -401,4 +401,6 @@ if __name__ == "__main__":
     file = Path(arguments.config) if arguments.config else None
     secret = file.read_text().partition("api-key: ")[2].strip() if file else ""
     handler = handler_of(Server(arguments), secret)
+    # as many connections as the real server lets wait; Python's five are lost on a busy machine
+    ThreadingHTTPServer.request_queue_size = 2048
     ThreadingHTTPServer((arguments.host, arguments.port), handler).serve_forever()
