@@ -426,7 +426,7 @@ def microbatch(part: Part, *, multiple: int, device: torch.device) -> Microbatch
             }
         ),
         forest=forest,
-        positions=part.positions,
+        batch_positions=part.positions,
         input_ids=move(forest.per_node(whole.tokens), device),
         depths=move(forest.depths(), device),
         sources=sources,

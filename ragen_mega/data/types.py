@@ -544,8 +544,8 @@ class Microbatch(TokenBatch):
     """
 
     forest: Forest
-    positions: Tensor
-    """[T] int64 positions in the batch, in host memory."""
+    batch_positions: Tensor
+    """[T] int64 where the positions are in the batch, in host memory."""
     input_ids: Tensor  # [N] int64
     depths: Tensor  # [N] int64, position ids of the nodes
     sources: Tensor | None

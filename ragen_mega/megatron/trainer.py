@@ -124,7 +124,7 @@ class Passes:
                 outputs = self._run(micros, compute, routings, forward_only=True)[: len(parts)]
             if routes is not None:
                 for micro, routing in zip(micros[: len(parts)], filter(None, routings)):
-                    routing.write(routes, micro.positions, micro.forest.sources)
+                    routing.write(routes, micro.batch_positions, micro.forest.sources)
             if self._reports and parts:
                 positions, values = _joined(micros, outputs)
                 result[positions] = values.cpu()
@@ -502,7 +502,7 @@ def _num_nodes(batch: TokenBatch, parts: Sequence[Share]) -> int:
 
 def _joined(micros: Sequence[Microbatch], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the batch positions of the microbatches that have values, and these."""
-    positions = [micro.positions for micro, _ in zip(micros, values)]
+    positions = [micro.batch_positions for micro, _ in zip(micros, values)]
     return torch.cat(positions), torch.cat(values).float()
 
 

@@ -65,10 +65,12 @@ def test_every_position_is_on_one_rank_with_its_label(
     rows = 0
     for part in parts:
         micro = microbatch(part, multiple=4, device=CPU)
-        assert torch.equal(micro.labels, batch.labels[micro.positions])
+        assert torch.equal(micro.labels, batch.labels[micro.batch_positions])
         of_nodes = micro.per_position(micro.input_ids)
-        assert torch.equal(of_nodes, batch.tokens[micro.positions])
-        assert torch.equal(micro.per_position(micro.depths), batch.position_ids[micro.positions])
+        assert torch.equal(of_nodes, batch.tokens[micro.batch_positions])
+        assert torch.equal(
+            micro.per_position(micro.depths), batch.position_ids[micro.batch_positions]
+        )
         rows += len(micro.rows)
     assert rows == len(whole.rows)
 
