@@ -222,7 +222,6 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         (f"{ADAPTED} --critic-load m/n", r"\(m/n\) is another than load \(m/m\); drop"),
         (f"{ADAPTED} --warm-start-critic-steps 9", "another one for the critic; drop it"),
-        (f"{ADAPTED} {APART} --lora-sync adapter", "placement is separate; drop --lora-sync"),
         (
             f"{ADAPTED} --lora-sync adapter --lora-targets mlp --rollout-engine sglang",
             "set --lora-targets attention,mlp, or drop --lora-sync",
