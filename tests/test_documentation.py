@@ -56,6 +56,7 @@ FOREIGN_FLAGS = {
     "--cuda-graph-max-bs-decode": "of SGLang",
     "--sampling-defaults": "of SGLang",
     "--generation-config": "of vLLM",
+    "--max-lora-rank": "of SGLang and vLLM",
     "--api-key": "of SGLang and vLLM",
     "--chat-template": "of SGLang and vLLM",
     "--dist": "of pytest-xdist",

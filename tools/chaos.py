@@ -7,7 +7,7 @@ A small run is started again and again with --resume. In every round one of its 
 in the phase whose turn it is (setup, rollout, update, checkpoint, finish), after a random delay; in
 every second round a random file of the newest checkpoint is cut short or has bytes flipped
 afterwards. A run that comes to its end is compared with an undisturbed one, and the next begins,
-on another layout. With --sglang-python two layouts roll out with SGLang servers; in every
+on another layout. With --sglang-python three layouts roll out with SGLang servers; in every
 second round of such a run a process of a server is killed instead of a rank, again and again until
 the run is finished. Exit code 1 if any of these fails:
 
@@ -121,6 +121,9 @@ class RunLayout:
     """Whether the run trains a mixture of experts in place of the small model."""
 
 
+SEPARATE = tuple(
+    "--placement separate --rollout-ranks 1 --max-staleness 2 --importance-cap 2".split()
+)
 LAYOUTS: tuple[RunLayout, ...] = (
     RunLayout("dp2_distributed_optimizer", ("--use-distributed-optimizer",)),
     RunLayout("tp2", ("--tensor-model-parallel-size", "2")),
@@ -128,12 +131,7 @@ LAYOUTS: tuple[RunLayout, ...] = (
     RunLayout(
         "ep2", tuple("--expert-model-parallel-size 2 --sft-steps 10".split()), has_experts=True
     ),
-    RunLayout(
-        "separate",
-        tuple(
-            "--placement separate --rollout-ranks 1 --max-staleness 2 --importance-cap 2".split()
-        ),
-    ),
+    RunLayout("separate", SEPARATE),
 )
 
 
@@ -142,13 +140,14 @@ def sglang_layouts(python: Path) -> tuple[RunLayout, ...]:
     rollout on the disk.
 
     One replaces a lost server from its copy of the weights; of two pipeline stages both have to
-    send theirs again.
+    send theirs again; a rank that only samples has the weights of the trainers' last order.
     """
     flags = ("--rollout-engine", "sglang", "--sglang-python", str(python), "--keep-rollouts", "0")
     stages = ("--pipeline-model-parallel-size", "2", "--weight-transfer", "ipc")
     return (
         RunLayout("sglang", (*flags, "--weight-transfer", "file"), num_ranks=1, has_servers=True),
         RunLayout("sglang_pp2_ipc", (*flags, *stages), has_servers=True),
+        RunLayout("sglang_separate", (*flags, *SEPARATE), has_servers=True),
     )
 
 

@@ -314,11 +314,6 @@ def _check_lora(config: Sections) -> None:
         )
     if config.lora.lora_sync == "merged":
         return
-    if config.parallel.placement == "separate":
-        raise ValueError(
-            "lora_sync adapter is for engines on the ranks that train, and placement is separate;"
-            " drop --lora-sync"
-        )
     if config.rollout.given_engines:
         raise ValueError(
             "lora_sync adapter is for engines of the run, and engine_addresses names others; drop"

@@ -308,11 +308,11 @@ def paired(
     return tuple(messages)
 
 
-def read_messages(name: str, value: Any, *, is_whole: bool = True) -> tuple[ChatMessage, ...]:
+def read_messages(name: str, value: Any) -> tuple[ChatMessage, ...]:
     """Read a list of messages in the form of chat completions; see `paired`."""
     given = enumerate(read_list(name, value))
     found = [read_message(f"{name}[{number}]", message) for number, message in given]
-    return paired(found, is_whole=is_whole)
+    return paired(found)
 
 
 def as_texts(messages: Sequence[ChatMessage]) -> Iterator[Message]:

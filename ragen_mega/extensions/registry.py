@@ -175,7 +175,10 @@ class Registry:
             elif isinstance(error, ModuleNotFoundError) and error.name:
                 remedy = f"install {error.name}, which {module_name} imports, or mend the import"
                 if f"{module_name}.".startswith(f"{error.name}."):
-                    remedy = "check the name, and that the module is installed or in this directory"
+                    remedy = (
+                        "check the name, and that the module is installed or in the working"
+                        " directory"
+                    )
             elif path.count(":") > 1:
                 remedy = "write module:name, with a whole number behind a further colon for shares"
             known, colon, _ = name.partition(":")

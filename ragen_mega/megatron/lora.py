@@ -27,6 +27,7 @@ from ragen_mega.models.cuts import ROW
 from ragen_mega.models.family import CRITIC_HEAD, VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
 from ragen_mega.models.lora import adapted, adapter_weights
+from ragen_mega.models.rounding import spread_bits
 from ragen_mega.ranks import collectives
 
 
@@ -73,11 +74,14 @@ class Adapter(nn.Module):
         return down, up
 
     def merged(self, number: int, weight: Tensor) -> Tensor:
-        """Return W + scale B A in the type of the weight, from a sum in float32 at least."""
+        """Return W + scale B A in the type of the weight, from a sum in float32 at least. A weight
+        in bfloat16 is spread between its neighbours before, so that a small product arrives.
+        """
         down, up = self.matrices(number)
-        wide = torch.promote_types(weight.dtype, down.dtype)
+        base = spread_bits(weight, self.slots[number].parameter)
+        wide = torch.promote_types(base.dtype, down.dtype)
         product = (up.to(wide) @ down.to(wide)).mul_(self.scale)
-        return product.add_(weight).to(weight.dtype)
+        return product.add_(base).to(weight.dtype)
 
     def add(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
         """Add the adapter to the output of its linear layer: a forward hook."""

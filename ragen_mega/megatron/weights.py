@@ -7,7 +7,6 @@ How names correspond is in `ragen_mega.models.layout`, how ranks divide a parame
 
 from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from ragen_mega.megatron.resharding import ReshardPlan, Traffic, gather, serve
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.layout import Slot, find_slot
 from ragen_mega.models.lora import expected_adapters
+from ragen_mega.models.rounding import spread_bits
 from ragen_mega.rollout.engine import EngineShard
 from ragen_mega.storage.model_readers import check_finite
 
@@ -120,24 +120,6 @@ def _fill(
     with torch.no_grad():
         parameter.copy_(local)
     return local
-
-
-def spread_bits(tensor: Tensor, name: str) -> Tensor:
-    """Return float32 numbers that round to the bfloat16 numbers of a tensor: one drawn uniformly
-    for each, by the tensor's name. Return a tensor of another type as it is.
-
-    The master copies of weights start from them. From the bfloat16 numbers themselves a step below
-    half of the distance to the next one changes nothing, in all weights at once, and the first
-    steps of a run are lost. From these numbers it changes as many weights as make up for it.
-    """
-    if tensor.dtype != torch.bfloat16:
-        return tensor
-    generator = torch.Generator().manual_seed(crc32(name.encode()))
-    low = torch.empty(tensor.shape, dtype=torch.int32).random_(
-        -(2**15) + 1, 2**15, generator=generator
-    )
-    wide = tensor.float()
-    return (wide.view(torch.int32) + low * (wide != 0)).view(torch.float32)
 
 
 _plans: WeakKeyDictionary[Chunks, ReshardPlan] = WeakKeyDictionary()

@@ -224,18 +224,12 @@ def read_run(
     if own and not machine.hardware.fp8:
         words = ["--fp8", "none", *words]
     settings = read_settings(with_recipe(words, default=recipe))
-    is_apart = settings.get("parallel", {}).get("placement") == "separate"
-    if arguments.search and is_apart:
-        raise ValueError(
-            "--search knows placement colocated, not separate; drop --search, or --placement and"
-            " --rollout-ranks"
-        )
     sampled = settings.get("rollout", {})
     if given & {"rollout_engine"} and sampled["rollout_engine"] == "embedded":
         for name in set(LAYOUT["rollout"]) & sampled.keys() - given:  # of the recipe's server
             del sampled[name]
             words += [flag_of(name), str(getattr(RolloutConfig(), name))]
-    is_searched = arguments.search or (bool(own) and not is_apart)
+    is_searched = arguments.search or bool(own)
     if is_searched:
         for section in ("parallel", "train"):
             for name in set(LAYOUT[section]) - given:
@@ -260,7 +254,8 @@ def searched(
     found = []
     for seconds, config in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
         phases = step_seconds(machine, shape, config, num_gpus, play)
-        report = examine(shape, Setting.from_config(config, num_gpus, sharing=play.sharing), room)
+        trainers = num_gpus - config.parallel.rollout_ranks
+        report = examine(shape, Setting.from_config(config, trainers, sharing=play.sharing), room)
         report |= {"bound_by": cost.bound(phases), "predicted_seconds": seconds}
         found.append(report)
     return {"layouts": found, "fits": bool(found)}, listed(found)

@@ -97,14 +97,13 @@ def advice(
     first.
     """
     now = total(step_seconds(machine, shape, config, num_gpus, play))
-    trainers = config.parallel.num_trainers(num_gpus)
-    saved = []
+    trainers, saved = config.parallel.num_trainers(num_gpus), []
     for name, other in changes(config, machine).items():
         size = other.rollout.rollout_tensor_parallel_size
         server = size, other.rollout.rollout_expert_parallel_size
         if num_gpus % size or trainers % size or server_error(shape, *server):
             continue
-        if fits(shape, other, trainers, room, play.sharing):
+        if fits(shape, other, num_gpus, room, play.sharing):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))
             saved.append((name, now - seconds))
     saved.sort(key=lambda item: -item[1])

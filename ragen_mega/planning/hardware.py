@@ -243,8 +243,8 @@ class Constants:
 
 
 INTERVAL = (0.964, 2.90)
-"""How many times the predicted seconds a step of reinforcement learning took: the range of four of
-five published numbers on which no constant was fitted.
+"""Published seconds of a step of reinforcement learning over the predicted ones: the range of four
+of five numbers on which no constant was fitted.
 """
 
 

@@ -46,8 +46,10 @@ def layouts(
     """Lay `config` out in every way into which the model can be cut on these GPUs, whether it fits
     or not: TP, CP and engine within a node, PP, EP, recomputation, offloading, tokens of a
     microbatch. Several context-parallel ranks are tried for contexts longer than `TOKENS`. What
-    `fixed` names of LAYOUT stays as it is.
+    `fixed` names of LAYOUT stays as it is, and so do the ranks that only sample.
     """
+    samplers = config.parallel.rollout_ranks
+    num_ranks -= samplers
     now = {
         name: getattr(getattr(config, section), name)
         for section, names in LAYOUT.items()
@@ -77,7 +79,11 @@ def layouts(
         if num_ranks % (tp * pp * cp) or num_ranks // pp % ep or cut_error(shape, cut):
             continue
         engine_ep = now.get("rollout_expert_parallel_size", engine_tp if experts else 1)
-        if num_ranks % engine_tp or server_error(shape, engine_tp, engine_ep):
+        if (
+            num_ranks % engine_tp
+            or samplers % engine_tp
+            or server_error(shape, engine_tp, engine_ep)
+        ):
             continue
         parallel = replace(
             config.parallel,
@@ -111,7 +117,8 @@ def fits(
     shape: ModelShape, config: StarPOConfig, num_ranks: int, room: Room, sharing: float = 1.0
 ) -> bool:
     """Return whether every phase fits into the GPUs, and the host's part into the nodes."""
-    setting = Setting.from_config(config, num_ranks, sharing=sharing)
+    trainers = num_ranks - config.parallel.rollout_ranks
+    setting = Setting.from_config(config, trainers, sharing=sharing)
     return (
         peak_bytes(shape, setting) <= room.gpu
         and host_bytes(shape, setting, room.node) <= room.host
@@ -133,7 +140,7 @@ def ranked(
     play = play or default_play(config)
     timed = []
     for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
-        setting = Setting.from_config(candidate, num_ranks)
+        setting = Setting.from_config(candidate, num_ranks - config.parallel.rollout_ranks)
         state = sum(device_state(shape, setting, 0, is_critic=False))
         if max(state, engine_bytes(shape, setting)[0]) > room.gpu:
             continue  # whatever else it needs
@@ -185,6 +192,7 @@ def smallest(
     """Choose the layout that needs least of a GPU, fitting or not; None if there is none."""
 
     def peak(candidate: StarPOConfig) -> int:
-        return peak_bytes(shape, Setting.from_config(candidate, num_ranks, sharing=sharing))
+        trainers = num_ranks - config.parallel.rollout_ranks
+        return peak_bytes(shape, Setting.from_config(candidate, trainers, sharing=sharing))
 
     return min(layouts(shape, config, num_ranks, fixed), key=peak, default=None)

@@ -498,24 +498,18 @@ def cut_of(config: StarPOConfig, shape: ModelShape, setting: Setting) -> Trainin
     )
 
 
-def hand_over(machine: Machine, shape: ModelShape, setting: Setting, num_samplers: int) -> Terms:
-    """Compute the seconds in which engines get the weights: from the ranks that train beside them,
-    or on as many ranks that only sample, the first of which passes them on.
-    """
+def hand_over(machine: Machine, shape: ModelShape, setting: Setting) -> Terms:
+    """Compute the seconds in which engines get the weights of ranks that train beside them."""
     cut, reached = setting.parallel.cut, machine.constants
     weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
-    whole = shape.engine_weights(setting.itemsize, 1)
-    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes all of it
+    if setting.lora.lora_sync == "adapter":  # every rank of an engine takes the whole adapter
         sizes = expected_adapters(shape, setting.lora).values()
-        weights = whole = FP32 * sum(map(math.prod, sizes))
-    terms = {"weights into engine": weights / reached.sync}
-    if num_samplers:
-        return terms | {"weights to samplers": min(2, num_samplers) * whole / CONNECTION}
+        weights = FP32 * sum(map(math.prod, sizes))
     is_local = cut.pp == 1 and (  # of a mixture nearly all bytes are experts'
         setting.engine_ep == cut.ep if shape.num_experts else setting.engine_tp == cut.tp
     )
     moved = 0.0 if is_local else weights / machine.link(cut.pp * max(cut.tp, cut.ep))
-    return terms | {"weights between ranks": moved}
+    return {"weights into engine": weights / reached.sync, "weights between ranks": moved}
 
 
 def offloaded(shape: ModelShape, setting: Setting) -> int:
@@ -555,6 +549,10 @@ def sampling(
     )  # fmt: skip
     if setting.lora.lora_sync == "adapter":
         terms["prompts"] /= PREFILL_WITH_ADAPTERS
+    if config.parallel.rollout_ranks:  # the first of them passes whole weights on to the others
+        passed = (samplers > 1) * shape.engine_weights(setting.itemsize, 1) / CONNECTION
+        weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
+        terms["weights into engine"] = passed + weights / machine.constants.sync
     return terms
 
 
@@ -593,7 +591,10 @@ def step_seconds(
             f"--fp8 and --rollout-fp8 need a GPU that computes in FP8, and --hardware"
             f" {machine.hardware.name} does not; drop them or take another"
         )
-    phases = {"sync": hand_over(machine, shape, setting, config.parallel.rollout_ranks)}
+    whole = shape.engine_weights(setting.itemsize, 1)
+    phases = {"sync": hand_over(machine, shape, setting)}
+    if config.parallel.rollout_ranks:  # a connection takes them from there, beside the next step
+        phases["sync"] = {"copy to the host": whole / machine.host_link}
     phases["rollout"] = sampling(machine, shape, config, num_gpus, play)
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
     count = max(1, round(trained / config.train.minibatch_size))
@@ -639,8 +640,8 @@ def step_seconds(
     phases["other"] = {"overhead": machine.constants.overhead * tokens}
     if config.parallel.placement == "separate":
         played = sum(phases.pop("rollout").values())
-        own = total(phases)
-        step = max(own, played, (own + played) / (1 + rolled.max_staleness))
+        own, sent = total(phases), whole / CONNECTION
+        step = max(own, played, sent, (own + sent + played) / (1 + rolled.max_staleness))
         phases["rollout"] = {"waiting for the ranks that sample": step - own}
     return phases
 

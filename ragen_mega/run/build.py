@@ -550,8 +550,9 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
         )
     if is_adapted and shape.num_experts and "experts" in config.lora.targets:
         raise ValueError(
-            "lora_sync adapter leaves experts to SGLang, whose adapters of experts were never"
-            " compared; drop --lora-sync, or set --lora-targets attention"
+            "lora_sync adapter leaves experts to SGLang, which computes their adapters in Triton"
+            " kernels of GPUs alone, never compared with the trainer; drop --lora-sync, or set"
+            " --lora-targets attention"
         )
     if config.rollout.rollout_fp8:
         if capability is None or capability < (8, 9):

@@ -4,6 +4,7 @@ sample, or the disk, where an earlier process has left it.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -48,6 +49,7 @@ class Rollouts:
         self._oldest_needed, self._say = oldest_needed, say
         self._due: tuple[Tasks, Origin]  # for the step that was recalled last
         self.samplers: Samplers | None = None
+        self._sends_adapter = config.lora.lora_sync == "adapter"
         if config.parallel.placement == "separate":
             self.samplers = Samplers(
                 config,
@@ -57,6 +59,9 @@ class Rollouts:
                 keep=self._write,
                 stop_if_asked=stop_if_asked,
                 say=say,
+                base=partial(policy.export_weights, is_merged=False)
+                if self._sends_adapter
+                else None,
             )
 
     @property
@@ -77,7 +82,9 @@ class Rollouts:
         if self.samplers:
             with self._timers.timed("sync"):
                 digest = fingerprint(self._policy.local_weights())
-                self.samplers.order(step, digest, self._policy.export_weights())
+                export = self._policy.export_weights
+                stream = self._policy.export_adapter() if self._sends_adapter else export()
+                self.samplers.order(step, digest, stream)
 
     def go_back(self, step: int) -> None:
         """Have `request(step)` order the rollouts from `step` on anew: the weights that others have

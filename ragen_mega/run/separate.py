@@ -144,11 +144,13 @@ class Samplers:
         keep: Callable[[int, Origin, Sequence[TrajectoryGroup]], None],
         stop_if_asked: Callable[[], None],
         say: Callable[[str], None],
+        base: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """`recall` and `keep` read and write rollouts on the disk, on the first rank; `keep` in
-        another thread.
+        another thread. With `base`, which streams frozen weights, the weights of `order` are
+        adapters beside them.
         """
-        self._config, self._tasks = config, tasks
+        self._config, self._tasks, self._base = config, tasks, base
         self._link, self._alarm = part.link, part.alarm
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
@@ -202,6 +204,7 @@ class Samplers:
         """
         self._next = self._oldest = step
         self._rollbacks += 1
+        self._sent = None  # they drop what they have not read
         self._ordered.clear()
         self._arrived.clear()
         self._digests.clear()
@@ -224,10 +227,13 @@ class Samplers:
         if version not in self._weights:
             return False
         self._ordered[rollout] = version, origin
-        is_new, self._sent = version != self._sent, version
+        has_base, is_new = self._sent is not None, version != self._sent
+        parts, self._sent = self._weights[version], version
+        if self._base and not has_base:
+            parts = copied(self._base()) | parts
         self._send(Order(rollout, version, is_new, self._rollbacks))
         if is_new and self._link:
-            for make in parts_of(self._weights[version], self._rollbacks):
+            for make in parts_of(parts, self._rollbacks):
                 self._link.send(make)
         return True
 
@@ -412,7 +418,11 @@ class Sampler:
             raise SystemExit(begin.exit_code)
         assert isinstance(begin, Begin)  # it comes first
         self._engine, renderer, self._hf = self._prepare(Path(begin.base), begin.name)
-        self._sync = WeightSync(self._engine, self._export_weights)
+        adapter = partial(self._stream, are_adapters=True)
+        has_adapter = self._config.lora.lora_sync == "adapter"
+        self._sync = WeightSync(
+            self._engine, self._export_weights, adapter=adapter if has_adapter else None
+        )
         self._sampling = Sampling(
             self._config,
             self._engine,
@@ -456,8 +466,9 @@ class Sampler:
         if not order.has_weights:  # the engine has them
             return
         with self._timers.timed("sync"):
-            self._weights = dict(self._receive_weights())
-            self._gbytes += sum(tensor.nbytes for tensor in self._weights.values()) / 1e9
+            received = dict(self._receive_weights())
+            self._weights |= received  # the base of adapters comes once
+            self._gbytes += sum(tensor.nbytes for tensor in received.values()) / 1e9
             self._take_weights(order.version)
 
     def _receive_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -596,9 +607,14 @@ class Sampler:
             self._link.send(encode(Interrupted()))
 
     def _export_weights(self, shard: EngineShard | None) -> Iterable[tuple[str, Tensor]]:
-        """Stream the weights of the last order as the engine takes them."""
-        weights = ((name, tensor.to(device())) for name, tensor in self._weights.items())
+        """Stream the weights of the last order as the engine takes them, without adapters."""
+        weights = self._stream(are_adapters=False)
         return weights if shard is None else cut_stream(weights, self._hf, *shard)
+
+    def _stream(self, *, are_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights.items():
+            if (".lora_" in name) == are_adapters:
+                yield name, tensor.to(device())
 
 
 def copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

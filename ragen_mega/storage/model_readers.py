@@ -32,6 +32,7 @@ from ragen_mega.models.layout import (
     model_slots,
 )
 from ragen_mega.models.lora import adapter_slots
+from ragen_mega.models.rounding import spread_bits
 from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import check_files, read_manifest
@@ -371,7 +372,9 @@ class MegatronReader:
 
 
 class MergedReader:
-    """A model with an adapter added to its weights, in float32 at least."""
+    """A model with an adapter added to its weights, in float32 at least; weights in bfloat16 are
+    spread between their neighbours before, so that a small adapter arrives.
+    """
 
     def __init__(
         self, base: ModelReader, adapter: Callable[[str], Tensor | None], scale: float
@@ -398,9 +401,10 @@ class MergedReader:
         )
         if down is None or up is None:
             return weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        base = spread_bits(weight, name)
+        wide = torch.promote_types(base.dtype, torch.float32)
         product = (up.to(wide) @ down.to(wide)).mul_(self._scale)
-        return product.add_(weight).to(weight.dtype)
+        return product.add_(base).to(weight.dtype)
 
 
 ModelReader: TypeAlias = HuggingFaceReader | MegatronReader | MergedReader

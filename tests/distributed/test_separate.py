@@ -99,6 +99,29 @@ def test_without_staleness_it_equals_the_colocated_run_to_the_bit(output: Path) 
     assert all(torch.equal(last[key], others[key]) for key in others)
 
 
+ADAPTERS = "--lora-rank 4 --lora-sync adapter".split()
+
+
+def test_adapters_travel_beside_a_base_that_is_sent_once(output: Path) -> None:
+    """With the samples of engines on the ranks that train, which take adapters too."""
+    together = launch(output, "adapters", 1, *flags(output, *ADAPTERS))
+    apart = launch(output, "adapters_apart", 2, *flags(output, *SEPARATE, *ADAPTERS))
+    assert sampled(apart) == sampled(together)
+    rows = read_metrics(apart / METRICS_FILE)
+    first, *later = [row["engine/weights_gbytes"] for row in rows]
+    assert len(later) == NUM_STEPS - 1 and 0 < max(later) < first / 5
+    assert max(row["mismatch/logprob_max_abs_diff"] for row in rows) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_adapters_that_rollouts_are_due_under(output: Path) -> None:
+    """A checkpoint keeps adapters of earlier steps, and the base is sent anew."""
+    straight = launch(output, "straight", 2, *flags(output, *STALE, *ADAPTERS))
+    kill_after_two_steps(output, "resumed", *STALE, *ADAPTERS)
+    run = launch(output, "resumed", 2, *flags(output, *STALE, *ADAPTERS, "--resume"))
+    assert_equal(run, straight)
+
+
 def test_rollouts_are_of_weights_so_many_steps_old_and_corrected(stale: Path) -> None:
     assert versions(stale) == [{0}, {0}, {0}, {1}]
     rows = metrics(stale)
@@ -164,15 +187,19 @@ def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:
     assert result["equal"] and len(result["keys"]) > 20, result["keys"]
 
 
-def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
-    processes = start_ranks(output, "killed", 2, *flags(output, *STALE))
-    checkpoint = output / "killed" / "checkpoints" / "step_00000002"
+def kill_after_two_steps(output: Path, name: str, *others: str) -> None:
+    processes = start_ranks(output, name, 2, *flags(output, *others))
+    checkpoint = output / name / "checkpoints" / "step_00000002"
     while not checkpoint.exists():
         assert all(process.is_alive() for process in processes)
         time.sleep(0.01)
     for process in processes:
         process.kill()
         process.join()
+
+
+def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
+    kill_after_two_steps(output, "killed", *STALE)
     assert_equal(launch(output, "killed", 2, *flags(output, *STALE, "--resume")), stale)
 
 

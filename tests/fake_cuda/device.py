@@ -213,7 +213,9 @@ _published: list[ctypes.c_int64] = []  # they keep the file mapped
 
 
 def _publish_memory(folder: Path) -> None:
-    """Keep this process's allocated bytes in a file of the folder. Raises OSError on a full disk."""
+    """Keep this process's allocated bytes in a file of the folder. Raises OSError if the disk is
+    full.
+    """
     with (folder / str(os.getpid())).open("w+b") as file:
         file.write(bytes(8))  # a hole that finds no room when it is first written is a bus error
         file.flush()

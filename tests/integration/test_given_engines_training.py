@@ -51,7 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with users_server(model, tmp_path_factory.mktemp("server")) as (address, _):
+    folder = tmp_path_factory.mktemp("server")
+    with users_server(model, folder, "--dtype", "float32") as (address, _):
         yield address
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
 from ragen_mega.commands import replayed_step
@@ -105,3 +106,33 @@ def test_what_no_run_can_replay(tmp_path: Path) -> None:
             start()
         assert "\n" not in str(caught.value)
     assert not runs.exists()
+
+
+@pytest.mark.slow
+def test_adapters_of_a_mixture_train_on_recorded_routes_and_go_on(tmp_path: Path) -> None:
+    """Adapters of experts too, sent alone; what goes on from them samples as the merged model."""
+    write_model(tmp_path / "model")
+    lora = "--lora-rank 2 --lora-lr-factor 1 --lora-sync adapter".split()
+    run = train(tmp_path, "run", 1, *lora)
+    rows = metrics(run)
+    assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
+    assert max(row["mismatch/logprob_max_abs_diff"] for row in rows) < 1e-4
+    assert rows[0]["actor/routing_overlap"] > 0.98
+    more = train(tmp_path, "more", 1, *lora, "--lora-load", str(run / "adapter"))
+    merged = train(tmp_path, "merged", 1, "--load", str(run / "huggingface"))
+    of_first_steps = (
+        [
+            one
+            for group in RolloutStore(each / "rollouts").read(0).groups
+            for one in group.trajectories
+        ]
+        for each in (more, merged)
+    )
+    for ours, theirs in zip(*of_first_steps, strict=True):
+        assert ours.tokens == theirs.tokens
+        difference = np.subtract(ours.rollout_logprobs, theirs.rollout_logprobs)
+        assert np.abs(difference).max() < 1e-4
+    last = dict(load_file(run / "adapter/adapter_model.safetensors"))
+    assert any(bool(tensor.any()) for name, tensor in last.items() if "lora_B" in name)
+    with pytest.raises(ValueError, match="has lora_rank 2; set --lora-rank 2"):
+        train(tmp_path, "other", 1, "--lora-rank", "3", "--lora-load", str(run / "adapter"))

@@ -107,7 +107,7 @@ def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLan
     "device", [pytest.param(DEVICE, marks=() if IS_CUDA else pytest.mark.slow)]
 )
 def test_users_servers_follow_transformers(device: str, tmp_path: Path) -> None:
-    """Its weights come through a process group, NCCL's where it has a device of its own."""
+    """Its weights come through a process group, NCCL's where no rank shares its device."""
     build_model(1).save_pretrained(tmp_path / "model")
     with users_server(tmp_path / "model", tmp_path / "server") as (address, _):
         if torch.cuda.device_count() > 1:

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +28,8 @@ from torch.distributed import distributed_c10d as c10d
 _FORK = multiprocessing.get_context("fork")
 ABOUT = {
     "version": "0.5.17", "tp_size": 1, "ep_size": 1, "dp_size": 1, "pp_size": 1,
-    "quantization": None, "speculative_algorithm": None, "disaggregation_mode": "null",
+    "dtype": "auto", "quantization": None, "speculative_algorithm": None,
+    "disaggregation_mode": "null",
     "max_req_input_len": 400, "max_total_num_tokens": 8192,
     "architectures": ["Qwen2ForCausalLM"], "preferred_sampling_params": None,
 }  # fmt: skip
@@ -138,33 +139,9 @@ class GivenEngine:
             "/health_generate": lambda body: None,
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                path = self.path.partition("?")[0]
-                if path not in ("/server_info", "/model_info", "/openapi.json"):
-                    with (folder / "asked").open("a") as log:
-                        log.write(f"{path}\n")
-                status, answer = 200, {"success": True, "message": ""}
-                try:
-                    answer = paths[path](json.loads(content or b"{}")) or answer
-                except Exception as error:  # as SGLang does, with status 400
-                    status, answer = 400, {"success": False, "message": str(error)}
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
+        handler = handler_of(paths, folder / "asked")
         ThreadingHTTPServer.allow_reuse_address = True
-        ThreadingHTTPServer(("127.0.0.1", self.port), Handler).serve_forever()
+        ThreadingHTTPServer(("127.0.0.1", self.port), handler).serve_forever()
 
 
 @contextmanager
@@ -183,3 +160,36 @@ def given_engine(folder: Path, **about: Any) -> Iterator[GivenEngine]:
         yield engine
     finally:
         engine.stop()
+
+
+def handler_of(
+    paths: Mapping[str, Callable[[dict[str, Any]], Any]], asked: Path
+) -> type[BaseHTTPRequestHandler]:
+    """HTTP around functions, which takes down in a file what changed the engine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = self.path.partition("?")[0]
+            if path not in ("/server_info", "/model_info", "/openapi.json"):
+                with asked.open("a") as log:
+                    log.write(f"{path}\n")
+            status, answer = 200, {"success": True, "message": ""}
+            try:
+                answer = paths[path](json.loads(content or b"{}")) or answer
+            except (RuntimeError, ValueError, KeyError, OSError) as error:  # as SGLang does
+                status, answer = 400, {"success": False, "message": str(error)}
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    return Handler

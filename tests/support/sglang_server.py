@@ -195,8 +195,8 @@ def users_server(model: Path, directory: Path, *flags: str) -> Iterator[tuple[st
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
             try:
-                url = f"http://127.0.0.1:{port}/health"
-                with urllib.request.urlopen(url, timeout=5.0) as answer:
+                url = f"http://127.0.0.1:{port}/health_generate"
+                with urllib.request.urlopen(url, timeout=60.0) as answer:
                     if answer.status == 200:
                         break
             except OSError:

@@ -30,6 +30,9 @@ class Patient:
         return "", 0.0, True, False, {}
 
 
+APART = "--placement separate --rollout-ranks 1 --max-staleness 1 --importance-cap 2"
+ADAPTED = "--lora-rank 8 --load m/m"
+TAUGHT = "--teacher-prompt-examples 4 --reward environment+0.1*teacher"
 AGENT = "--agent my:run --agent-example my:example"
 GSPO = "--policy-loss gspo --loss-aggregation seq-mean-token-mean --advantage-estimator grpo"
 
@@ -193,6 +196,65 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "keeps the groups that vary most, and filter_start 0.5 passes over them",
         ),
         ("--max-sampling-rounds 0", "at least 1"),
+        ("--bf16 --fp8 hybrid --shared-prefixes on", "drop --shared-prefixes or --fp8"),
+        (
+            "--loss-mask legacy --advantage-estimator bilevel_gae --reward-placement turn",
+            "bilevel_gae works on sampled turns, .* drop --loss-mask",
+        ),
+        ("--stop-at-success 0.9 --eval-interval 0", "drop it or set --eval-interval"),
+        (
+            "--routing-replay policy --old-logprobs engine",
+            "old_logprobs engine may do without it; set --old-logprobs recompute",
+        ),
+        (
+            f"{APART} --curriculum-success 0.8 --max-staleness 0",
+            "which placement separate samples ahead of; drop one",
+        ),
+        (f"{APART} --carry-over 0.2", "at max_staleness 1; set --max-staleness 2"),
+        ("--offload turns --advantage-estimator grpo", "has no critic; set --offload rollout"),
+        (
+            "--advantage-estimator grpo --load m/m --critic-load m/n",
+            "critic_load does nothing: advantage_estimator grpo has no critic; drop it",
+        ),
+        (
+            "--warm-start-critic-steps 9 --reward-normalization mean",
+            "reward_normalization mean subtracts the group's mean; drop one",
+        ),
+        (f"{ADAPTED} --critic-load m/n", r"\(m/n\) is another than load \(m/m\); drop"),
+        (f"{ADAPTED} --warm-start-critic-steps 9", "another one for the critic; drop it"),
+        (f"{ADAPTED} {APART} --lora-sync adapter", "placement is separate; drop --lora-sync"),
+        (
+            f"{ADAPTED} --lora-sync adapter --lora-targets mlp --rollout-engine sglang",
+            "set --lora-targets attention,mlp, or drop --lora-sync",
+        ),
+        ("--reward environment+0.1*teacher", "set --teacher-load MODEL, --teacher-prompt-exampl"),
+        (
+            f"{TAUGHT} --loss-mask legacy",
+            "which policy_loss gspo and loss_mask legacy have no place for",
+        ),
+        (
+            f"{TAUGHT} --context-window 2",
+            "context_window 2 writes prompts anew .* drop --context-window",
+        ),
+        (
+            "--teacher-prompt-examples 4 --reward teacher --advantage-estimator none",
+            "reward teacher leaves none; set --filter-strategy none",
+        ),
+        (
+            "--reward-placement turn --reward-normalization mean",
+            "acts on whole returns; drop it or --reward-placement turn",
+        ),
+        (
+            "--importance-cap 2 --old-logprobs engine",
+            "importance_cap compares .* drop --importance-cap or --old-logprobs",
+        ),
+        ("--num-query-groups 3", r"num_attention_heads \(4\) must be a multiple"),
+        ("--num-experts 8 --ffn-hidden-size 129", r"must divide ffn_hidden_size \(129\)"),
+        ('--curriculum {"soon":{}}', "'soon' is no step"),
+        (
+            "--environments sokoban --eval-environments sokoban",
+            "eval_environments must be distinct and not among sokoban",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(flags: str, message: str) -> None:

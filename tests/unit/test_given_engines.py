@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import multiprocessing
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ragen_mega.engines.sglang.http_json import ConnectionLost, RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, ServerSettings
 from ragen_mega.rollout.engine import WeightsLost
 from tests.support.given_engine import GivenEngine, given_engine
+from tests.support.processes import wait_until
 from tests.support.sockets import all_listening, is_loopback
 
 pytestmark = pytest.mark.forks
@@ -138,12 +140,37 @@ def test_an_engine_that_hangs_in_a_bucket_ends_the_group_and_not_the_run(
         load(client, 1)
         client._transfer._patience = PATIENCE
         client.start()
-        with pytest.raises(WeightsLost, match="no copy of its weights is kept"):
+        with pytest.raises(WeightsLost, match="not done within 10 s.* no copy of its weights"):
             generate(client)
         engine.wake()
         assert load(client, 1, again=True) == engine.held()
         client.start()
         assert generate(client).tokens == [5]
+
+
+def test_a_run_that_is_killed_in_a_bucket_leaves_an_engine_for_the_next(
+    engine: GivenEngine, tmp_path: Path
+) -> None:
+    """Though the engine stands still while the sender's connection ends."""
+
+    def run() -> None:
+        client = SGLangEngine(CONFIG, settings(tmp_path / "killed", engine.address))
+        with client.awake():
+            engine.wish("hang")
+            load(client, 0)
+
+    sender = multiprocessing.get_context("fork").Process(target=run)
+    sender.start()
+    wait_until(lambda: psutil.Process(engine.process.pid).status() == psutil.STATUS_STOPPED)
+    sender.kill()
+    sender.join()
+    engine.wake()
+    client = SGLangEngine(CONFIG, settings(tmp_path / "next", engine.address))
+    with client.awake():
+        assert load(client, 1) == engine.held()
+        client.start()
+        assert generate(client).tokens == [5]
+    client.shutdown()
 
 
 def test_a_refused_bucket_is_said_at_once(engine: GivenEngine, client: SGLangEngine) -> None:
@@ -179,6 +206,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run_in_one_line(
         ({"tp_size": 2}, {}, "tp_size 2, and the run needs 1; .*--rollout-tensor-parallel-size"),
         ({}, {"tensor_parallel_size": 2}, "tp_size 1, and the run needs 2"),
         ({"dp_size": 2}, {}, "dp_size 2"),
+        ({"dtype": "bfloat16"}, {}, "dtype bfloat16, and the run needs float32; .*--bf16"),
         ({"pp_size": 2}, {}, "pp_size 2"),
         ({"quantization": "fp8"}, {}, "quantization fp8"),
         ({"preferred_sampling_params": {"top_k": 5}}, {}, "preferred_sampling_params"),

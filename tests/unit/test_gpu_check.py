@@ -34,7 +34,7 @@ def run(*flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHON": sys.executable}
     environment |= changes
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment, check=False
+        command, capture_output=True, text=True, timeout=2800, env=environment, check=False
     )
 
 
@@ -43,7 +43,7 @@ def metadata(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
     archives, output = tmp_path / "archives", tmp_path / "out"
@@ -72,7 +72,7 @@ def test_missing_packages_are_reported_and_never_fatal(tmp_path: Path) -> None:
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    flags = ("--output", str(output), "--archives", str(archives), "--minutes", "9")
+    flags = ("--output", str(output), "--archives", str(archives), "--minutes", "60")
     parts = ("versions", "te", "fp8", "sglang")
     shares = " ".join(f"{part}=500" for part in parts)  # for a busy machine
     done = run(*flags, *parts, PYTHON=str(python), SHARES=shares)

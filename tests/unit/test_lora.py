@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,17 @@ from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.lora import Adapter, Merged, adapters, attach
 from ragen_mega.megatron.model import Chunks, build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
-from ragen_mega.megatron.weights import held, load_adapters, load_weights
+from ragen_mega.megatron.weights import (
+    export_weights,
+    held,
+    load_adapters,
+    load_weights,
+    trained,
+)
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.run.check import check
 from ragen_mega.storage.adapter_files import AdapterReader, save_adapter
@@ -65,13 +73,59 @@ def policy_of(
     return policy
 
 
-def exact_chunks(model: PreTrainedModel) -> Chunks:
+def exact_chunks(model: PreTrainedModel, parallel: ParallelConfig = ONE) -> Chunks:
     """The model in float64, without a trainer."""
-    groups = initialize(ONE)
-    chunks = build_model(model.config, transformer_config(model.config, ONE), groups)
+    groups = initialize(parallel)
+    chunks = build_model(model.config, transformer_config(model.config, parallel), groups)
     chunks.double()
     load_weights(chunks, reader(model))
     return chunks
+
+
+def exact_gradients(architecture: str, parallel: ParallelConfig) -> dict[str, Tensor]:
+    """Hidden states of the real positions, and the gradients of all adapters, by name, of a fixed
+    weighted sum of these states.
+    """
+    model, lora = random_model(architecture).double(), settings()
+    chunks = exact_chunks(model, parallel)
+    attach(chunks, lora)
+    chunks.double()
+    load_adapters(chunks, random_adapter(ModelShape.of(model.config), lora).get)
+    batch = make_batch(random_model(architecture))
+    ranks = parallel.tensor_model_parallel_size
+    part = part_of(batch, Share([0, 1], [0, 0]))
+    micro = microbatch(part, multiple=ranks, device=torch.device("cpu"))
+    hidden = chunks[0].head_input(chunks[0](**model_inputs(micro)))[: int(batch.cu_seqlens[2])]
+    draw = torch.Generator().manual_seed(3)
+    weights = torch.randn(hidden.shape, generator=draw, dtype=torch.float64)
+    # as each rank has a part of the vocabulary, each adds a part of the loss
+    (hidden * weights)[collectives.rank() :: ranks].sum().backward()
+    gradients = {}
+    for slot, parameter in trained(chunks):
+        if vars(parameter)["sequence_parallel"]:  # whole, and of a part of the positions
+            torch.distributed.all_reduce(parameter.grad)
+        gradients[slot.parameter] = parameter.grad
+    groups = initialize(parallel)
+    return dict(export_weights(chunks, groups, tensors=gradients)) | {"hidden": hidden.detach()}
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_two_ranks_agree_with_one_in_float64(is_sequence: bool, tmp_path: Path) -> None:
+    """What they differ by in float32 is rounding."""
+    layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=is_sequence)
+
+    def compute() -> None:
+        found = exact_gradients("qwen2", layout)
+        if collectives.is_main():
+            torch.save(found, tmp_path / "found")
+
+    on_ranks(compute, 2)
+    two, one = torch.load(tmp_path / "found"), exact_gradients("qwen2", ONE)
+    assert two.keys() == one.keys() and len(one) > 20
+    for name, tensor in one.items():
+        assert tensor.abs().max() > 0
+        assert (two[name] - tensor).abs().max() < 1e-11 * tensor.abs().max(), name
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
@@ -153,6 +207,36 @@ def test_exported_weights_are_merged_from_the_base_each_time() -> None:
     for _ in range(3):
         for name, tensor in policy.export_weights():
             assert (tensor - truth(name)).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3])
+def test_an_engine_in_bfloat16_gets_small_adapters(scale: float) -> None:
+    """Of a product far below the distance between two bfloat16 numbers, as after one update, the
+    merged weights hold as much as float64 says: in the mean, since each holds all or nothing.
+    """
+    layout = replace(ONE, bf16=True)
+    model, lora = random_model("qwen2"), settings(8)
+    policy = policy_of(model, lora, layout)
+    small = random_adapter(ModelShape.of(model.config), lora)
+    for name in small:
+        if ".lora_B." in name:
+            small[name] *= scale
+    policy.load_adapter(small.get)
+    base = {name: tensor.clone() for name, tensor in policy.export_weights(is_merged=False)}
+    along, square = 0.0, 0.0
+    exports = dict(policy.export_weights())
+    for name, tensor in policy.export_weights():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, exports[name])
+        up = small.get(name.replace(".weight", ".lora_B.weight"))
+        change = tensor.double() - base[name].double()
+        if up is None:
+            assert not change.any()
+            continue
+        down = small[name.replace(".weight", ".lora_A.weight")]
+        product = lora.scale * up.double() @ down.double()
+        along += float((change * product).sum())
+        square += float(product.square().sum())
+    assert along / square == pytest.approx(1.0, abs=0.1)
 
 
 def test_peft_gives_our_logprobs(tmp_path: Path) -> None:

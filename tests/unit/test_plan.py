@@ -152,13 +152,6 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ),
         (("--model", "Qwen2.5-3B", "--tensor-parallel", "4"), "unknown flag --tensor-parallel"),
         (("--recipe", "nothing"), "--recipe must name"),
-        (
-            (
-                *("--model", "Qwen2.5-3B", "--rollout-engine", "embedded"),
-                *("--placement", "separate", "--rollout-ranks", "1", "--search"),
-            ),
-            "--search knows placement colocated",
-        ),
     ):
         code, said = run_plan(capsys, *flags)
         assert code == 2 and message in said and said.count("\n") == 1
@@ -263,6 +256,19 @@ def test_a_layout_keeps_what_is_given() -> None:
     assert {size for cp, size in tokens if cp == 1} == {32768}, "longer than what is usually tried"
     assert {(2, 16384), (4, 8192), (8, 4096)} <= tokens
     assert all(cp * size >= 32768 for cp, size in tokens)
+
+
+def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
+    flags = "--bf16 --rollout-engine sglang --placement separate --rollout-ranks 2"
+    shape, config = shape_of("Qwen3-8B"), parse(flags.split())
+    found = list(layouts(shape, config, 8))
+    assert {one.parallel.rollout_ranks for one in found} == {2}
+    assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2}
+    assert {one.parallel.pipeline_model_parallel_size for one in found} >= {1, 2, 3, 6}
+    assert {one.rollout.rollout_tensor_parallel_size for one in found} == {1, 2}
+    room = Room(80 * GIB, 8, 2000 * GIB)
+    fastest = best(shape, config, 8, room)
+    assert fastest is not None and fits(shape, fastest, 8, room)
 
 
 def test_a_directory_of_llama_is_planned_and_a_mixture_refused(

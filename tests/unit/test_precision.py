@@ -29,9 +29,10 @@ from ragen_mega.megatron.precision import (
     scales_from_history,
     token_alignment,
 )
-from ragen_mega.megatron.weights import held, spread_bits
+from ragen_mega.megatron.weights import held
 from ragen_mega.models.family import VALUE_HEAD
 from ragen_mega.models.huggingface import random_weights
+from ragen_mega.models.rounding import spread_bits
 from tests.support.rounding import FLOAT32, SLACK, forward_bound
 
 CPU = Device(None, None, None)

@@ -20,6 +20,7 @@ from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     ADAM_BYTES,
     ALL_REDUCE,
+    CONNECTION,
     EXPOSED,
     TILE,
     AdapterSizes,
@@ -399,7 +400,8 @@ def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibat
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int) -> None:
     """Two ranks that sample and six that train, played step by step as the schedule says: the
-    weights leave after a step, and a rollout waits for the weights of `staleness` steps ago.
+    weights leave after a step, over one connection, and a rollout waits for the weights of
+    `staleness` steps ago.
     """
     shape = shape_of("Qwen2.5-1.5B")
     base = ["--bf16", "--rollout-engine", "sglang", "--importance-cap", "2"]
@@ -411,14 +413,19 @@ def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int)
         play = default_play(config, environment_seconds=seconds)
         return step_seconds(H100, shape, config, ranks, play)
 
-    sampling = sum(phases(2)["rollout"].values())
+    whole = shape.engine_weights(2, 1)
+    passed, copied = whole / CONNECTION, {"copy to the host": whole / H100.host_link}
+    sampling = sum(phases(2)["rollout"].values()) + passed + whole / H100.constants.sync
     found = phases(8, *apart)
     own = total({name: terms for name, terms in found.items() if name != "rollout"})
-    played, sent = [], [0.0]  # when each rollout ends, and each step with its sync
+    assert found["sync"] == copied
+    # when each rollout ends, each step with its copy, and when its weights have arrived
+    played, sent, arrived = [], [0.0], [passed]
     for step in range(400):
-        begun = max(sent[max(0, step - staleness)], played[-1] if played else 0.0)
+        begun = max(arrived[max(0, step - staleness)], played[-1] if played else 0.0)
         played.append(begun + sampling)
         sent.append(max(played[-1], sent[-1]) + own)
+        arrived.append(max(sent[-1], arrived[-1]) + passed)
     step = (sent[-1] - sent[200]) / 200
     assert total(found) == pytest.approx(step, rel=1e-6)
     config = parse([*base, *apart])

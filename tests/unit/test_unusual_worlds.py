@@ -1,4 +1,4 @@
-"""Worlds that use what few worlds use: each function is asked for what no other test asks of it."""
+"""Worlds that use what few worlds use, in ways that no other test asks for."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -202,7 +202,7 @@ def memory(
     config: StarPOConfig, hf: PretrainedConfig, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, float]]:
     """Return phase -> most GiB of the device that all processes held at its end, when torch has
-    given nothing back yet, and those of `ragen-mega plan`.
+    given nothing back yet, and the plan's GiB.
     """
     all_gib, found = torch.cuda.mem_get_info()[1] / GIB, dict[str, dict[str, float]]()
     for name, terms in plan(ModelShape.of(hf), Setting.from_config(config, 1)).items():

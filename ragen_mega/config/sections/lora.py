@@ -26,7 +26,8 @@ class LoraConfig(Section):
     """
     lora_targets: Annotated[str, _WITH_RANK] = "all"
     """Linear layers with adapters, separated by commas: attention, mlp, experts, or all. Adapters
-    of the attention alone learn less; a router has none.
+    of the attention alone learn less. Routers have none, and neither has the LM head: in most
+    small models its matrix is the embedding too, which a merged adapter would change with it.
     """
     lora_lr_factor: Annotated[Positive, _WITH_RANK] = 10.0
     """Adapters are trained at this many times the learning rates of the flags, which are the rates
@@ -45,9 +46,11 @@ class LoraConfig(Section):
     def check(self) -> None:
         unknown = [name for name in self.lora_targets.split(",") if name not in (*TARGETS, "all")]
         if unknown:
+            is_head = unknown[0] == "head"
+            why = " (in most small models the LM head is the embedding too)" if is_head else ""
             raise ValueError(
-                f"lora_targets must be of {', '.join(TARGETS)}, or all, not {unknown[0]!r}; set"
-                " --lora-targets all"
+                f"lora_targets must be of {', '.join(TARGETS)}, or all, not {unknown[0]!r}{why};"
+                " set --lora-targets all"
             )
 
     @property

@@ -94,7 +94,7 @@ class SGLangEngine(RolloutEngine):
             self.server = GivenServer(settings, model_config)
         else:
             self.shard = EngineShard(0, size, settings.expert_parallel_size)
-            self._transfer = TRANSFERS[transfer](
+            served = TRANSFERS[transfer](
                 model_config,
                 self.shard,
                 dtype,
@@ -102,13 +102,15 @@ class SGLangEngine(RolloutEngine):
                 group=group,
                 bucket_bytes=bucket_bytes,
             )
-            self.server = SGLangServer(settings, model_config, weights=self._transfer.directory)
+            self._transfer = served
+            self.server = SGLangServer(settings, model_config, weights=served.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
         self._base_of: int | None = None  # the start of the server that holds a base
         self._adapter: ServedAdapter | None = None
         self._served: str | None = None  # the name of the adapter that the server has
+        self._why_lost: str | None = None  # the reason since which the server has no weights
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._num_pauses = 0  # each aborts what the server works on
@@ -155,6 +157,7 @@ class SGLangEngine(RolloutEngine):
             if again:
                 self._wake()
             self._transfer.deliver(self.server.client, buckets, self.weight_version)
+            self._why_lost = None
         except EngineError as error:
             for _ in buckets:
                 continue
@@ -258,8 +261,8 @@ class SGLangEngine(RolloutEngine):
                     # The first to notice restarts it; the others find a new server.
                     if num_starts == self.server.num_starts and not self._replace(str(error)):
                         raise WeightsLost(
-                            f"the SGLang server was lost ({error}), and no copy of its weights is"
-                            " kept (--weight-transfer ipc, --engine-addresses)"
+                            f"the SGLang server was lost ({self._why_lost}), and no copy of its"
+                            " weights is kept (--weight-transfer ipc, --engine-addresses)"
                         ) from error
         finally:
             self._active.discard(session)
@@ -303,6 +306,7 @@ class SGLangEngine(RolloutEngine):
         """
         weights = self._transfer.again()
         if weights is None:
+            self._why_lost = self._why_lost or why
             self.server.stop()
             return False
         self._restart(why, weights)

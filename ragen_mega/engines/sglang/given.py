@@ -90,7 +90,10 @@ def connect(settings: ServerSettings, model_config: PretrainedConfig) -> JSONCli
             f" {'.'.join(map(str, OLDEST))} or newer; start it with that"
         )
     architecture = find_family(model_config.model_type).architecture
+    # the type of the files that it was started from is unknown
+    dtype = settings.dtype if about.get("dtype") == "auto" else about.get("dtype")
     asked: dict[str, tuple[Any, Any]] = {
+        "dtype": (dtype, settings.dtype),
         "architectures": (model.get("architectures"), [architecture]),
         "tp_size": (about.get("tp_size"), settings.tensor_parallel_size),
         "ep_size": (about.get("ep_size"), settings.expert_parallel_size),
@@ -118,6 +121,7 @@ def connect(settings: ServerSettings, model_config: PretrainedConfig) -> JSONCli
 
 
 _REMEDIES = {
+    "dtype": "--bf16, or drop it",
     "architectures": "--load to its model",
     "tp_size": "--rollout-tensor-parallel-size to it",
     "ep_size": "--rollout-expert-parallel-size to it",

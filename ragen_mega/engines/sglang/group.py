@@ -4,8 +4,8 @@ each of which the engine's ranks cut by themselves.
 
 Read in SGLang 0.5.17: model_executor/model_runner_components/weight_updater.py. The calls are, in
 this order, `/init_weights_update_group` once, `/update_weights_from_distributed` for each bucket,
-`/update_weight_version`, and after an error `/destroy_weights_update_group`. SGLang's rank 0 of the
-group is always the sender, so every rank that sends has a group of its own.
+`/update_weight_version`, and after an error `/destroy_weights_update_group`. To SGLang rank 0 of a
+group is always the sender, so every rank that sends has another group.
 """
 
 import secrets
@@ -65,16 +65,17 @@ class Together:
 
     def __init__(self, what: str, *calls: Callable[[], None]) -> None:
         self._what, self._num_calls = what, len(calls)
+        self._device = device()  # which a thread does not inherit
         self._ends: SimpleQueue[Exception | None] = SimpleQueue()
         for call in calls:  # a thread that hangs must not keep the process from ending
             threading.Thread(target=self._run, args=(call,), daemon=True, name="group").start()
 
     def _run(self, call: Callable[[], None]) -> None:
         if torch.cuda.is_available():
-            torch.cuda.set_device(device())
+            torch.cuda.set_device(self._device)
         try:
             call()
-        except Exception as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self._ends.put(error)
         else:
             self._ends.put(None)
@@ -100,8 +101,6 @@ class GroupTransfer:
     """Sends full weights to the engine of this rank. Ranks that share the engine, each with its own
     transfer, form `group`; the first of them sends, and the others only pass the stream on.
     """
-
-    directory = None
 
     def __init__(
         self,
@@ -258,8 +257,8 @@ def _form(
     (`init_custom_process_group`): torch has no public function for it.
     """
     group, _ = c10d._new_process_group_helper(
-        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name,
-        timeout=timeout,
+        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), timeout=timeout,
+        group_name=name,  # type: ignore[arg-type] # torch's own alias of str
     )  # fmt: skip
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group

@@ -6,7 +6,7 @@ from ragen_mega.models.family import Family, Limit, Weight
 
 NEUTRAL = dense.NEUTRAL | {"sliding_window", "max_window_layers"}
 """Windows are of no effect without sliding-window attention."""
-_QKV_BIAS = Weight(
+QKV_BIAS = Weight(
     "self_attention.linear_qkv.bias",
     QKV,
     {
@@ -38,7 +38,7 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     outer=dense.OUTER,
-    layer=(*dense.ATTENTION, _QKV_BIAS, *dense.MLP),
+    layer=(*dense.ATTENTION, QKV_BIAS, *dense.MLP),
     computed=dense.COMPUTED,
     limits=limits("Qwen2ForCausalLM"),
     neutral=NEUTRAL,

@@ -211,6 +211,7 @@ class Server:
             "enable_memory_saver": self.arguments.enable_memory_saver,
             "max_req_input_len": int(self.arguments.context_length),
             "version": "0.5.17",
+            "dtype": self.arguments.dtype,
             **dict.fromkeys(("tp_size", "ep_size", "dp_size", "pp_size"), 1),
             **dict.fromkeys(("quantization", "speculative_algorithm")),
             "disaggregation_mode": "null",
@@ -389,6 +390,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     numbers = ("port", "base-gpu-id", "max-total-tokens", "random-seed", "tp-size", "ep-size")
     for name in VALUES:
         parser.add_argument(f"--{name}", type=int if name in numbers else str, default=0)
+    parser.set_defaults(tp_size=1, ep_size=1)
     return parser.parse_args(argv)
 
 
@@ -399,4 +401,6 @@ if __name__ == "__main__":
     file = Path(arguments.config) if arguments.config else None
     secret = file.read_text().partition("api-key: ")[2].strip() if file else ""
     handler = handler_of(Server(arguments), secret)
+    # as many connections as the real server lets wait; Python's five are lost on a busy machine
+    ThreadingHTTPServer.request_queue_size = 2048
     ThreadingHTTPServer((arguments.host, arguments.port), handler).serve_forever()
