@@ -471,6 +471,10 @@ def test_world_size_must_fit() -> None:
     config.parallel.check_world(8)
     with pytest.raises(ValueError, match=r"must divide the world size \(6\)"):
         config.parallel.check_world(6)
+    config = parse(["--tensor-model-parallel-size", "2", "--context-parallel-size", "3"])
+    config.parallel.check_world(12)
+    with pytest.raises(ValueError, match=r"x context_parallel_size \(3\) must divide .* \(8\);"):
+        config.parallel.check_world(8)
 
 
 def test_engines_have_their_ranks_on_one_node() -> None:

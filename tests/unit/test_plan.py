@@ -249,8 +249,13 @@ def test_a_layout_keeps_what_is_given() -> None:
     }
     assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2, 4, 8}
     long = parse(["--bf16", "--max-context-length", "32768"])
-    tokens = {one.train.max_tokens_per_microbatch for one in layouts(shape_of(shape), long, 8)}
-    assert tokens == {32768}, "a trajectory longer than what is usually tried"
+    tokens = {
+        (one.parallel.context_parallel_size, one.train.max_tokens_per_microbatch)
+        for one in layouts(shape_of(shape), long, 8)
+    }
+    assert {size for cp, size in tokens if cp == 1} == {32768}, "longer than what is usually tried"
+    assert {(2, 16384), (4, 8192), (8, 4096)} <= tokens
+    assert all(cp * size >= 32768 for cp, size in tokens)
 
 
 def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
