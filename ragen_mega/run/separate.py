@@ -228,12 +228,12 @@ class Samplers:
             return False
         self._ordered[rollout] = version, origin
         has_base, is_new = self._sent is not None, version != self._sent
-        weights, self._sent = self._weights[version], version
+        sent, self._sent = self._weights[version], version
         if self._base and not has_base:
-            weights = copied(self._base()) | weights
+            sent = copied(self._base()) | sent
         self._send(Order(rollout, version, is_new, self._rollbacks))
         if is_new and self._link:
-            for make in parts_of(weights, self._rollbacks):
+            for make in parts_of(sent, self._rollbacks):
                 self._link.send(make)
         return True
 
