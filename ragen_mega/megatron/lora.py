@@ -133,6 +133,9 @@ def attach(chunks: Iterable[Any], lora: LoraConfig) -> None:
             linear = chunk.get_submodule(name)
             numbers = slots[0].parameter[len(slots[0].parameter.rstrip("0123456789")) :]
             linear.adapter = Adapter(slots, lora, chunk, numbers)
+            # a Transformer Engine layer that has not seen its input's type yet asks that all of its
+            # parameters have this type
+            vars(linear)["activation_dtype"] = chunk.config.params_dtype
             linear.register_forward_hook(linear.adapter.add)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
@@ -25,7 +25,8 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe
 from ragen_mega.megatron.weights import export_weights
 from ragen_mega.models.huggingface import random_weights
-from tools.parity import branches, random_trajectories
+from ragen_mega.models.shape import ModelShape
+from tools.parity import branches, random_adapter, random_trajectories
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,6 +172,27 @@ def test_gradients_agree(build: Build, batch: TokenBatch, architecture: str) -> 
     rounding = distance(local, truth)
     assert 0 < rounding < 0.2 and distance(engine, truth) < 2 * rounding
     assert norms[2] == pytest.approx(norms[0], rel=0.05)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_adapters_beside_these_layers_compute_the_same(
+    build: Build, batch: TokenBatch, architecture: str
+) -> None:
+    """Log-probabilities and gradients of A and B, with the norm inside the layer."""
+    lora = LoraConfig(lora_rank=4, lora_alpha=2.0)
+    adapter = random_adapter(ModelShape.of(MODELS[architecture]), lora)
+    models = [build(architecture, layout, lora=lora) for layout in (FLOAT32, LOCAL, ENGINE)]
+    bare = models[0].logprobs(batch)
+    for model in models:
+        model.load_adapter(adapter.get)
+    truth, local, engine = (model.logprobs(batch) for model in models)
+    rounding, error = (local - truth).abs().mean(), (engine - truth).abs().mean()
+    assert 0 < rounding < 0.2 * (truth - bare).abs().mean() and error < 1.5 * rounding
+    for model in models:
+        model.update(batch)
+    truth, local, engine = map(gradients, models)
+    rounding = distance(local, truth)
+    assert 0 < rounding < 0.3 and distance(engine, truth) < 2 * rounding
 
 
 def test_shared_prefixes_cost_no_more_than_rounding(build: Build) -> None:
