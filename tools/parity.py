@@ -233,13 +233,13 @@ LAYOUTS = {
             ),
         ),
         Layout(
-            "cp2_tp2_sp_ep4",
+            "cp2_tp2_sp_ep2",
             4,
             ParallelConfig(
                 context_parallel_size=2,
                 tensor_model_parallel_size=2,
                 sequence_parallel=True,
-                expert_model_parallel_size=4,
+                expert_model_parallel_size=2,
             ),
         ),
     )

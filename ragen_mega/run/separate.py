@@ -407,6 +407,7 @@ class Sampler:
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
         self._inbox: list[Begin | Order | Weights | End] = []  # first rank: messages that are read
         self._rollbacks = 0  # number of the last order
+        self._is_reading = False  # weights, whose order is taken and may have become void since
         self._playing = ExitStack()  # ends what `_together` plays
         self._last_beat = time.monotonic()
         self._timers, self._gbytes = Timers(), 0.0
@@ -475,13 +476,13 @@ class Sampler:
         """Yield the tensors of the weights that follow an order. Raises SystemExit if the trainers
         have ended meanwhile.
         """
-        is_last = False
-        while not is_last:
+        self._is_reading = True
+        while self._is_reading:
             if isinstance(part := self._receive(), End):
                 raise SystemExit(part.exit_code)
             assert isinstance(part, Weights)  # they come behind their order
             yield from part.tensors(collectives.from_main(self._memory, sum(part.sizes)))
-            self._memory, is_last = None, part.is_last
+            self._memory, self._is_reading = None, not part.is_last
 
     def _take_weights(self, version: int) -> None:
         if self._config.rollout.carry_over_cache == "recompute":
@@ -579,7 +580,8 @@ class Sampler:
             if not self._inbox:
                 raise
         latest = max((m.rollbacks for m in self._inbox if isinstance(m, Order)), default=0)
-        self._inbox = [m for m in self._inbox if getattr(m, "rollbacks", latest) == latest]
+        valid = {latest, self._rollbacks} if self._is_reading else {latest}
+        self._inbox = [m for m in self._inbox if getattr(m, "rollbacks", latest) in valid]
         message = self._inbox.pop(0) if self._inbox else None
         if isinstance(message, Weights):  # the bytes go to the others by themselves
             self._memory, message = message.memory, replace(message, memory=None)

@@ -127,7 +127,9 @@ def rows_of(whole: torch.Tensor, forests: list[Forest], rank: int) -> torch.Tens
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_ranks_exchange_keys_and_their_gradients(size: int) -> None:
     """Attention of random forests in float64, with padding and with ranks that have no nodes; a
     key is sent to several ranks, whose gradients add up.

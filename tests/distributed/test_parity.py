@@ -19,8 +19,7 @@ FAST = (
     "shared",
     "tp2_pp2_vp2_sp_recompute",
     "dp2_tp2_sp_ep2_distributed_optimizer",
-    "cp3",
-    "cp2_tp2_sp_ep4",
+    "cp2_tp2_sp_ep2",
 )
 """Together they have every kind of parallelism."""
 LORA_FAST = ("lora_tp2_pp2_vp2_sp_recompute", "lora_dp2_tp2_sp_ep2_distributed_optimizer")

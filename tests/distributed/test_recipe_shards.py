@@ -75,7 +75,8 @@ class Recipe:
                 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.ranks)
                 groups = initialize(self.config.parallel)
                 assert (groups.pp.rank(), groups.tp.rank()) == (stage, place % self.tp)
-                assert (groups.dp.rank(), groups.dp.size()) == (place // self.tp, self.setting.dp)
+                copies = groups.dp_cp.rank(), groups.dp_cp.size()
+                assert copies == (place // self.tp, self.setting.dp)
                 assert (groups.ep.rank(), groups.expt_dp.size()) == (
                     place % self.ep,
                     self.setting.expert_dp,

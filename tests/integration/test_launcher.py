@@ -543,6 +543,7 @@ class TestLaunch:
         assert process.returncode == 0
         assert not [*(tmp_path / "temporary").iterdir()] or command != LAUNCH
 
+    @pytest.mark.slow
     def test_a_second_signal_ends_a_job_that_hangs(self, tmp_path):
         """A rank that is frozen, with a process that it has started; the other one has ended."""
         script = program(

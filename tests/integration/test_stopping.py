@@ -25,7 +25,7 @@ HANGING = {
     "under SIGSTOP": "os.kill(os.getpid(), signal.SIGSTOP)",
     "deaf to signals": "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(600)",
 }
-QUICK = [("in C++ that holds the interpreter", 1), ("under SIGSTOP", 3)]
+QUICK = [("in C++ that holds the interpreter", 1)]
 LISTENS = """
 import ctypes, os, signal, subprocess, threading, time
 from ragen_mega.run.stop import StopSignal, end_with_launcher, exit_on_signal
@@ -145,6 +145,7 @@ def test_ranks_end_in_the_rendezvous_and_say_that_they_wait(tmp_path, number):
         assert process.communicate()[1] in ("", f"stopped by {number.name} at once\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_signal_that_its_sender_doubles_counts_once(tmp_path):
     """`timeout` sends it to the launcher and to its group, a scheduler to the ranks as well."""

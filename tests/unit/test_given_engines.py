@@ -232,7 +232,8 @@ def test_the_key_comes_from_the_environment_and_another_model_is_told(
 
 
 def answering(data: bytes) -> Callable[[], str]:
-    """A listener that says the same to everybody, or nothing."""
+    """A listener that says the same to everybody, or nothing. It keeps no connection, and says so."""
+    data = data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 
     def listen() -> str:
         server = socket.create_server(("127.0.0.1", 0))

@@ -168,8 +168,9 @@ def test_what_was_taken_is_forgotten(world: type[FrozenLake]) -> None:
             while (left := alive())[Worker] > before[Worker] and time.monotonic() < deadline:
                 time.sleep(0.01)  # their threads end
             counts.append(left)
-    assert counts[0] == counts[1] == counts[-1]
-    assert all(counts[-1][kind] == before[kind] for kind in (Task, Trajectory, Worker))
+    # What tests before have left may end meanwhile.
+    assert all(counts[-1][kind] <= counts[0][kind] for kind in counts[-1])
+    assert all(counts[-1][kind] <= before[kind] for kind in (Task, Trajectory, Worker))
 
 
 def test_the_same_whenever_environments_answer() -> None:
