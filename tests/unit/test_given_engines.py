@@ -232,7 +232,7 @@ def test_the_key_comes_from_the_environment_and_another_model_is_told(
 
 
 def answering(data: bytes) -> Callable[[], str]:
-    """A listener that says the same to everybody, or nothing. It keeps no connection, and says so."""
+    """A listener that says the same to everybody, or nothing, and keeps no connection."""
     data = data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 
     def listen() -> str:
