@@ -123,7 +123,8 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_everything_ends_when_the_owner_is_killed(family: Family, number: signal.Signals) -> None:
     """The weights and the shared memory of the command too, and no other program's."""
-    assert len(set(family.members)) == 3 and all(map(is_alive, family.members))
+    # The process that tracks the lock may have begun, too.
+    assert len(set(family.members)) in (3, 4) and all(map(is_alive, family.members))
     other = Path(f"/dev/shm/other_test_{family.command}")
     wait_until(other.exists)
     inodes = supervisor.shared_memory(family.supervisor)
