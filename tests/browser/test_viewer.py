@@ -449,6 +449,7 @@ def test_the_timeline_of_the_ranks_is_saved(run: Path, page) -> None:
     assert {("evaluation", 0), ("evaluation", 1)} <= done  # before the first step; after two
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_live_page_follows_its_run(run: Path, page, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("check*", "roll*"))

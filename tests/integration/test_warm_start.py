@@ -21,6 +21,7 @@ FLAGS = """
 """.split()
 
 
+@pytest.mark.slow
 def test_one_and_two_ranks_and_a_run_that_takes_the_warm_start_begin_alike(tmp_path: Path) -> None:
     one, two = (launch(tmp_path, name, ranks, *FLAGS) for name, ranks in (("one", 1), ("two", 2)))
     taken = launch(tmp_path, "taken", 1, *FLAGS, "--warm-start-from", str(one))

@@ -48,7 +48,7 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_config(model_config(name).to_dict())
 
 
-SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b_32k")
+SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_30b_a3b_32k")
 """Recipes whose layouts are many."""
 
 

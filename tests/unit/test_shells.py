@@ -198,6 +198,7 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
         assert done.stderr.startswith("error: the working directory does not exist any more")
 
 
+@pytest.mark.slow
 def test_a_command_whose_reader_has_gone_ends_in_silence(tmp_path: Path) -> None:
     done = run("program study --list | true", tmp_path)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)
