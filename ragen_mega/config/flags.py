@@ -168,7 +168,8 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
-            before = [*argv][[*argv].index(word) - 1] if word in argv else ""
+            pairs = itertools.pairwise(argv)
+            before = next((flag for flag, value in pairs if value == word), "")
             if before.removeprefix("--").replace("-", "_") in {
                 setting.name for setting in all_flags() if setting.is_switch
             }:
