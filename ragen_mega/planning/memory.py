@@ -698,6 +698,25 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
     return lines
 
 
+TRAJECTORY_BYTES = 4096
+"""Host memory of the shortest trajectory on rank 0, which holds all of a step: 4,309 bytes for an
+episode of the bandit with 48 tokens.
+"""
+
+
+def check_trajectories(config: StarPOConfig, host: int) -> None:
+    """Raise ValueError unless all trajectories of a step fit into the `host` bytes of rank 0's
+    machine, however small the engine's cache is.
+    """
+    groups, size = config.rollout.num_groups, config.rollout.group_size
+    if (least := groups * size * TRAJECTORY_BYTES) > host:
+        raise ValueError(
+            f"num_groups ({groups}) x group_size ({size}) = {groups * size} trajectories of a step"
+            f" take at least {least / GIB:.1f} GiB of host memory, and there are {host / GIB:.1f};"
+            " lower --group-size or --num-groups"
+        )
+
+
 def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel

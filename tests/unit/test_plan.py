@@ -37,6 +37,7 @@ from ragen_mega.planning.memory import (
 )
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import default_play, step_seconds, total
+from ragen_mega.run import build
 from ragen_mega.run.placement import host_memory
 from tests.support.plan_command import run_plan
 
@@ -360,6 +361,19 @@ def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_fla
         check_fits(shape, setting, 24 * GIB)
     with pytest.raises(ValueError, match=refusal):  # a server takes its whole cache at its start
         check_fits(shape, replace(setting, engine="sglang"), 24 * GIB)
+
+
+def test_a_small_cache_of_a_server_lets_no_absurd_group_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All trajectories of a step are on rank 0, whatever waits for the engine."""
+    flags = ["--rollout-engine", "sglang", "--kv-cache-tokens", "100000", "--group-size"]
+    monkeypatch.setattr(build, "device_capacity", lambda: 80 * GIB)
+    monkeypatch.setattr(build, "host_memory", lambda: 24 * GIB)
+    assert build.fit_memory(parse([*flags, "16"]), SMOLLM2).rollout.group_size == 16
+    refusal = r"8\) x group_size \(1000000\) = 8000000 .* 30\.5 GiB .* 24\.0; lower --group-size"
+    with pytest.raises(ValueError, match=refusal):
+        build.fit_memory(parse([*flags, "1000000"]), SMOLLM2)
 
 
 def test_offloading_empties_the_other_phases() -> None:

@@ -149,8 +149,8 @@ class EnvironmentConfig(Section):
             )
         if unknown := set(options) - set(self.evaluated):
             raise ValueError(
-                f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
-                f" ({', '.join(self.shares)}); drop it or add it to --environments"
+                f"{flag} names {', '.join(sorted(unknown))}, which is not trained; write"
+                f" {' or '.join(self.shares)}, or add it to --environments"
             )
 
     @property
@@ -223,16 +223,16 @@ def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
     """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
+    example = '{"sokoban": {"observation": "grid"}}'
+    if flag == "curriculum":
+        example = f'{{"0": {example}, "30": {{}}}}'
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{flag} must be a JSON object, not {text!r} ({error}); write it in single quotes, e.g."
-            ' \'{"sokoban": {"observation": "grid"}}\''
+            f" '{example}'"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{flag} must be a JSON object, not {text!r}; write e.g."
-            ' \'{"sokoban": {"observation": "grid"}}\''
-        )
+        raise ValueError(f"{flag} must be a JSON object, not {text!r}; write e.g. '{example}'")
     return value
