@@ -221,18 +221,17 @@ def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def json_object(flag: str, text: str) -> dict[str, Any]:
+def json_object(
+    flag: str, text: str, example: str = '{"sokoban": {"observation": "grid"}}'
+) -> dict[str, Any]:
     """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{flag} must be a JSON object, not {text!r} ({error}); write it in single quotes, e.g."
-            ' \'{"sokoban": {"observation": "grid"}}\''
+            f" '{example}'"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{flag} must be a JSON object, not {text!r}; write e.g."
-            ' \'{"sokoban": {"observation": "grid"}}\''
-        )
+        raise ValueError(f"{flag} must be a JSON object, not {text!r}; write e.g. '{example}'")
     return value
