@@ -343,11 +343,12 @@ def _check_teacher(config: Sections) -> None:
             "reward teacher needs a teacher that is not the policy itself; set --teacher-load"
             " MODEL, --teacher-prompt-examples 4 or --teacher-system-prompt TEXT"
         )
-    names = set(config.environment.shares)
-    if (given := set(model.teachers) - {""}) and given != names:
+    names, given = set(config.environment.shares), set(model.teachers)
+    if model.teacher_load is not None and given not in ({""}, names):
         raise ValueError(
-            f"teacher_load must name a teacher for each environment that is trained"
-            f" ({', '.join(sorted(names))}), not for {', '.join(sorted(given))}; write one for each"
+            "teacher_load must name a teacher for each environment that is trained"
+            f" ({', '.join(sorted(names))}), not for {', '.join(sorted(given)) or 'none'}; write"
+            " one for each, or a single model for all"
         )
     is_gspo = loss.policy_loss == "gspo" and not advantage.teacher_top_k
     if is_gspo or loss.loss_mask == "legacy":

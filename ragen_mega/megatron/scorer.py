@@ -62,7 +62,7 @@ class Scorer:
                 top_below=top_below,
                 **self.head.vocab_arguments(),
             )
-            of_rows = torch.stack([micro.per_row(values[rows]) for values in columns], dim=-1)
+            of_rows = micro.per_row(torch.stack(columns, dim=-1)[rows])
             found = of_rows.new_zeros(micro.num_positions, len(columns))
             return found.index_copy_(0, micro.rows, of_rows)
 

@@ -110,7 +110,7 @@ class Setting:
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
         num_engines = rollout.num_engines(num_ranks, num_ranks)
-        shares, teachers = config.environment.shares, []
+        shares, teachers = config.environment.shares, list[tuple[ModelShape, float]]()
         for name, taught in config.loaded_teachers.items():
             shape = check_model_directory("--teacher-load", name, needs_tokenizer=False)
             if shape is not None:  # one on the hub has no size yet

@@ -623,12 +623,14 @@ def ranks_per_node(world_size: int) -> int:
 
 def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
-    loaded = {"load": config.model.load, "critic_load": config.model.critic_load}
-    teachers = config.model.teachers
-    loaded |= {f"teacher_load {name}".strip(): model for name, model in teachers.items()}
+    loaded = {name: getattr(config.model, name) for name in ("load", "critic_load")}
     if config.lora.rank and (base := lora_base(config)).exists():
         loaded[BASE_MODEL] = str(base)
-    return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+    found = {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+    teachers = config.model.teachers.items()
+    if of_teachers := [f"{name} {content_digest(Path(path))}".strip() for name, path in teachers]:
+        found["teacher_load"] = ", ".join(of_teachers)
+    return found
 
 
 def lora_base(config: StarPOConfig) -> Path:
