@@ -181,14 +181,16 @@ class MegatronPolicy(Scorer):
         """
         return self.reference_scores(batch)[:, 0].contiguous()
 
-    def reference_scores(self, batch: TokenBatch, **top: int) -> Tensor:
+    def reference_scores(
+        self, batch: TokenBatch, *, top_k: int = 0, top_below: int | None = None
+    ) -> Tensor:
         """`scores` under the weights of `reference_logprobs`."""
         if self.chunks[0].lora.rank:
             with without_adapters(self.chunks):
-                return self.scores(batch, **top)
+                return self.scores(batch, top_k=top_k, top_below=top_below)
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
-            return self.scores(batch, **top)
+            return self.scores(batch, top_k=top_k, top_below=top_below)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """Take one clipped-surrogate step on a minibatch with advantages. Returns its metrics.

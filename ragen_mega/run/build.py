@@ -363,8 +363,9 @@ def build_teacher(
     """Return the teachers: the policy's frozen start, or the models of --teacher-load."""
     if not config.advantage.has_teacher:
         return None
-    top = {"top_k": config.advantage.teacher_top_k, "top_below": hf.vocab_size}
-    start = Model(partial(policy.reference_scores, **top), hf.max_position_embeddings)
+    top_k, below = config.advantage.teacher_top_k, hf.vocab_size
+    scores = partial(policy.reference_scores, top_k=top_k, top_below=below)
+    start = Model(scores, hf.max_position_embeddings)
     models = dict.fromkeys(config.teachers, start)
     for name, taught in config.loaded_teachers.items():
         directory = local_directory(name)
@@ -378,7 +379,8 @@ def build_teacher(
             temperature=config.rollout.temperature,
         )
         placement.add(f"{TEACHER} of {', '.join(taught)}", frozen.trainer.memory)
-        model = Model(partial(frozen.scores, **top), own.max_position_embeddings)
+        scores = partial(frozen.scores, top_k=top_k, top_below=below)
+        model = Model(scores, own.max_position_embeddings)
         models |= dict.fromkeys(taught, model)
     return Teacher(config, models, renderer)
 

@@ -99,9 +99,9 @@ class Teacher:
         batch = batch.with_fields(teacher_log_ratios=ratios)
         if not top_k:
             return batch
-        logprobs, ids = found[:, 2:].split(top_k, dim=1)
+        logprobs, tokens = found[:, 2:].split(top_k, dim=1)
         log.add("teacher", top_k_mass=float(logprobs[mask].double().exp().sum(1).mean()))
-        return batch.with_fields(**{TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs})
+        return batch.with_fields(**{TEACHER_IDS: tokens, TEACHER_LOGPROBS: logprobs})
 
     def _restated(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Return the trajectories behind the teacher's prompts."""
