@@ -413,14 +413,14 @@ def test_a_teacher_takes_its_parameters_and_one_that_is_too_large_is_refused() -
         copies = [
             host_copies(shape, each, 0) for each in (replace(setting, teachers=()), setting, two)
         ]
-        own = state_of(shape, setting, 0, is_critic=False).parameters
-        on_host = (0, 0) if mode == "none" else (size, own)
+        smaller = state_of(shape, setting, 0, is_critic=False).parameters
+        on_host = (0, 0) if mode == "none" else (size, smaller)
         assert (copies[1] - copies[0], copies[2] - copies[1]) == on_host
         together = {phase: sum(terms.values()) for phase, terms in plan(shape, two).items()}
         if mode == "turns":  # one at a time
             assert together == after
         else:
-            assert together["train actor"] - after["train actor"] == own
+            assert together["train actor"] - after["train actor"] == smaller
         with pytest.raises(ValueError, match="give a smaller --teacher-load") as error:
             check_fits(shape, setting, 40 * GIB)
         assert "\n" not in str(error.value)
