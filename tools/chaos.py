@@ -23,11 +23,11 @@ the run is finished. Exit code 1 if any of these fails:
 
 With --endure one run of so many steps is disturbed twice: a process of its server is killed after
 a third of the steps, the rank after two thirds. Resident memory and open files of every process are
-read once a second. `growth` is how much the median of the last third of the readings of a process
-lies above the median of the third before it, for 100 steps; the run's own memory metrics and the
-mismatch between engine and trainer are compared alike. The exit code is then 1 if a step is
-missing, the server was not replaced, a process outlived the kill or something grew by more than its
-limit.
+read once a second while the run takes steps. `growth` is what values add all the time, for 100
+steps: the medians of the last three quarters of a process's readings are compared. The run's own
+memory metrics and the mismatch between engine and trainer are compared alike. The exit code is then
+1 if a step is missing, the server was not replaced, a process outlived the kill or something grew
+by more than its limit.
 """
 
 import argparse
@@ -533,13 +533,20 @@ def run_rounds(
 
 
 def growth(readings: Sequence[tuple[float, float]]) -> float:
-    """Return what the last third of the values adds to the third before it, for 100 steps; 0 where
-    less than ten steps lie between them. `readings` are steps with values.
+    """Return what values add all the time, for 100 steps: the lesser of what each of the last two
+    quarters adds to the quarter before it, so that neither a beginning nor a single step upwards
+    counts. `readings` are steps with values. The result is 0 where less than ten steps lie between
+    the first and the last of these quarters.
     """
-    third = len(readings) // 3
-    parts = readings[third : 2 * third] or [(0.0, 0.0)], readings[2 * third :] or [(0.0, 0.0)]
-    (begin, low), (end, high) = (map(statistics.median, zip(*part)) for part in parts)
-    return 100 * (high - low) / (end - begin) if end - begin >= 10 else 0.0
+    quarter = len(readings) // 4
+    if not quarter:
+        return 0.0
+    parts = [readings[place * quarter : (place + 1) * quarter] for place in (1, 2, 3)]
+    middles = [[statistics.median(column) for column in zip(*part)] for part in parts]
+    if middles[2][0] - middles[0][0] < 10:
+        return 0.0
+    added = min(after[1] - before[1] for before, after in itertools.pairwise(middles))
+    return 200 * added / (middles[2][0] - middles[0][0])
 
 
 def endured(
@@ -588,9 +595,12 @@ def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
     run = Victim(output, "endure", layout, flags)
     launcher, readings = run.start(), defaultdict[tuple[str, int], list[tuple[float, float]]](list)
     left, kills = list[str](), {num_steps // 3: "server", 2 * num_steps // 3: "trainer"}
+    begun = 0
     while launcher.poll() is None:
         step, servers = len(run.rows()), run.servers()
-        for process in run.processes():
+        for process in (
+            run.processes() if begun < step < num_steps else ()
+        ):  # neither begins nor ends
             kind = "server" if process in servers else "trainer"
             with suppress(psutil.Error):  # it may have ended
                 size, files = process.memory_info().rss / 2**20, process.num_fds()
@@ -605,7 +615,7 @@ def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
                 kill(process)
             if target == "trainer":
                 left += wait_for_processes(run, launcher)[1]
-                launcher = run.start()
+                launcher, begun = run.start(), step
         time.sleep(1)
     left += wait_for_processes(run, launcher)[1]
     report = endured(read_metrics(run.directory / METRICS_FILE), readings, num_steps, left)

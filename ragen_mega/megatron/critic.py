@@ -39,7 +39,7 @@ class MegatronCritic:
         config = transformer_config(hf, parallel)
         self.chunks = build_model(hf, config, groups, is_critic=True, lora=lora, base=base)
         start_adapters(self.chunks, train.seed + 1)
-        lr = train.critic_lr * lora.lr_factor
+        lr = train.critic_lr * lora.lr_factor()
         self.trainer = Trainer(self.chunks, groups, parallel, train, lr=lr)
         self.trainer.cost = self.trainer.cost._replace(per_label=0)  # its head has one row
 

@@ -98,7 +98,7 @@ class MegatronPolicy(Scorer):
             groups,
             parallel,
             train,
-            lr=train.lr * lora.lr_factor,
+            lr=train.lr * lora.lr_factor(train.adam_eps),
             first_step=train.critic_warmup,
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,

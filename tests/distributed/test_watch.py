@@ -129,6 +129,7 @@ def test_a_rank_that_works_for_long_is_no_hang_but_whoever_asks_is_told(
     assert "waits for rank 1 (" in first and "not_at_all (test_watch.py:" in others[1]
 
 
+@pytest.mark.slow
 def test_a_job_whose_store_is_silent_is_told_by_each_rank(
     capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def train(directory: Path, environments: str, *flags: str) -> list[dict]:
     return steps
 
 
+@pytest.mark.slow
 def test_gymnasium_trains(tmp_path: Path) -> None:
     steps = train(tmp_path, f"gymnasium:Blackjack-v1:3,gymnasium:{TAXI}:1")
     assert all(line["rollout/environment_errors"] == 0 for line in steps)

@@ -175,7 +175,7 @@ def median(errors: Tensor) -> float:
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        ("llama", root_mean_square),
+        pytest.param("llama", root_mean_square, marks=pytest.mark.slow),
         ("qwen3", root_mean_square),
         ("all experts", root_mean_square),
         # where rounding decides between two experts, an error is a jump

@@ -233,10 +233,8 @@ def test_saved_activations_beside_adapters(recompute: str, targets: str) -> None
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize(
-    "recompute",
-    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "full")), "selective"],
-)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_each_of_two_context_ranks_holds_half(recompute: str) -> None:
     """Each holds at most 55% of what one rank holds of 16,400 tokens, and what the plan says."""
     alone = ParallelConfig(recompute=recompute)

@@ -126,6 +126,7 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
 
 
+@pytest.mark.slow
 def test_sigterm_between_rollout_and_updates(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def start(directory: Path, transfer: Literal["file", "ipc"]) -> SGLangEngine:
     return SGLangEngine(CONFIG, settings(directory), transfer=transfer, bucket_bytes=BUCKET)
 
 
+@pytest.mark.slow
 def test_logprobs_follow_transformers_over_turns_weights_and_sleep(engine: SGLangEngine) -> None:
     for version, temperature in ((1, 1.0), (2, 0.7), (3, 1.3)):
         model = build_model(version)

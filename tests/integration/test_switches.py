@@ -513,6 +513,7 @@ OLD_LOGPROBS = (
 )
 
 
+@pytest.mark.slow
 def test_old_logprobs_are_computed_where_something_needs_them(start: Path, tmp_path: Path) -> None:
     runs = [
         Watched(start, tmp_path, "--num-steps", "1", *flags.split()) for flags, _, _ in OLD_LOGPROBS

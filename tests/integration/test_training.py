@@ -94,6 +94,7 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
     assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
 
 
+@pytest.mark.slow
 def test_layouts_train_alike(run: Path, tmp_path: Path) -> None:
     """Two ranks, data- or tensor-parallel, log the first step of one rank: same trajectories, same
     losses.

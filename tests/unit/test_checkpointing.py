@@ -237,6 +237,7 @@ def failing_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "reads.so"
 
 
+@pytest.mark.slow
 def test_a_reading_error_is_no_damage(failing_reads: Path, tmp_path: Path) -> None:
     """Neither a start nor the writing of later checkpoints deletes what cannot be read for now."""
     cases = list(

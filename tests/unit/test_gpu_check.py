@@ -126,7 +126,13 @@ esac
 SERVER = "-m sglang.launch_server --grammar-backend none --tp-size 1".split()
 
 
-@pytest.fixture(scope="module", params=[(), ("--small",)], ids=["full", "small"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((), id="full"),
+        pytest.param(("--small",), id="small", marks=pytest.mark.slow),
+    ],
+)
 def asked(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[list[str]]:

@@ -199,6 +199,26 @@ def test_one_base_for_actor_critic_and_reference() -> None:
     assert held_bytes == {"parameters": 4 * total, "gradients": 4 * total, "optimizer": 8 * total}
 
 
+@pytest.mark.parametrize(
+    ("adam_eps", "asked", "factor"), [(1e-8, None, 10), (1e-2, None, 1), (1e-2, 3.0, 3)]
+)
+def test_rates_of_adapters(adam_eps: float, asked: float | None, factor: float) -> None:
+    """Where steps are near gradient descent, the policy has the rate of all weights."""
+    model, train = random_model("qwen2"), replace(TRAIN, adam_eps=adam_eps)
+    lora = replace(settings(), lora_lr_factor=asked)
+    groups = initialize(ONE)
+    policy = MegatronPolicy(
+        model.config, groups, ONE, train, LOSS, temperature=TEMPERATURE, lora=lora
+    )
+    critic = MegatronCritic(
+        model.config, groups, ONE, train, LossConfig(), lora=lora, base=policy.chunks
+    )
+    rates = {group["max_lr"] for group in policy.trainer.optimizer.param_groups}
+    assert rates == {factor * train.lr}
+    rates = {group["max_lr"] for group in critic.trainer.optimizer.param_groups}
+    assert rates == {(asked or 10) * train.critic_lr}
+
+
 def test_exported_weights_are_merged_from_the_base_each_time() -> None:
     model, lora = random_model("qwen3_moe"), settings()
     policy = policy_of(model, lora)

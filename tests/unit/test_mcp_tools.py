@@ -337,7 +337,13 @@ os.kill(os.getpid(), int(ending))
 """
 
 
-@pytest.mark.parametrize("ending", ["end", int(signal.SIGTERM), int(signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("end", int(signal.SIGTERM))),
+        int(signal.SIGKILL),
+    ],
+)
 def test_no_program_is_left_behind(tmp_path: Path, ending: Any) -> None:
     """Of servers that ignore the end of their input and SIGTERM."""
     command = [sys.executable, "-c", USE, f"{PLAIN} {plain_mcp_server.STUBBORN}", str(ending)]

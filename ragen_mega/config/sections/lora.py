@@ -8,6 +8,8 @@ from ragen_mega.config.sections.section import Count, OnlyWith, PathName, Positi
 _WITH_RANK = OnlyWith("lora_rank", "--lora-rank 16")
 TARGETS = ("attention", "mlp", "experts")
 """Kinds of linear layers that adapters can stand beside."""
+_LARGEST_EPS_OF_ADAM = 1e-5
+"""Epsilon above which steps of Adam depend on the size of gradients: usual ones are below."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class LoraConfig(Section):
     of the attention alone learn less. Routers have none, and neither has the LM head: in most
     small models its matrix is the embedding too, which a merged adapter would change with it.
     """
-    lora_lr_factor: Annotated[Positive, _WITH_RANK] = 10.0
+    lora_lr_factor: Annotated[Positive | None, _WITH_RANK] = None
     """Adapters are trained at this many times the learning rates of the flags, which are the rates
-    of full fine-tuning: the best rates of the two differ by about ten in published comparisons.
+    of full fine-tuning: the best rates of the two differ by about ten in published comparisons
+    (default: 10; the policy's is 1 where --adam-eps is above 1e-5, because steps near gradient
+    descent grow with gradients, which lora_alpha / lora_rank and A scale already).
     """
     lora_load: Annotated[PathName | None, _WITH_RANK] = None
     """Adapter in PEFT's format to go on from, beside the model that it was trained on (--load).
@@ -71,7 +75,8 @@ class LoraConfig(Section):
         names = frozenset(self.lora_targets.split(","))
         return frozenset(TARGETS) if "all" in names else names
 
-    @property
-    def lr_factor(self) -> float:
-        """Return the factor of the learning rates."""
-        return self.lora_lr_factor if self.rank else 1.0
+    def lr_factor(self, adam_eps: float = 1e-8) -> float:
+        """Return the factor of the learning rates of a model whose Adam has this epsilon."""
+        if not self.rank:
+            return 1.0
+        return self.lora_lr_factor or (10.0 if adam_eps <= _LARGEST_EPS_OF_ADAM else 1.0)
