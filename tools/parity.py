@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ragen_mega.commands.command_line import JSON, command, flag
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data.fields import TEACHER_IDS, TEACHER_LOGPROBS, add_likeliest
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.models.layout import split_experts
@@ -66,6 +67,8 @@ LOSS = LossConfig(
     importance_cap=1.5,
     min_entropy=4.1,
 )
+TEACHER_COEF, TEACHER_TOP_K = 0.3, 7
+"""The teacher is the model that the policy starts from, at twice the temperature."""
 ENTERING = ("old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 """Inputs of a token's loss besides its logits and its label."""
 
@@ -451,6 +454,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     from ragen_mega.storage.model_readers import open_model
 
     torch.set_num_threads(1)
+    add_likeliest(TEACHER_TOP_K)
     groups = initialize(layout.parallel)
     train = TrainConfig(
         lr=1e-3,
@@ -466,7 +470,14 @@ def run_layout(layout: Layout, directory: Path) -> None:
         batch = TokenBatch(**torch.load(directory / f"{architecture}.batch.pt"))
         parallel, lora = layout.parallel, layout.lora
         policy = MegatronPolicy(
-            hf, groups, parallel, train, LOSS, temperature=TEMPERATURE, lora=lora
+            hf,
+            groups,
+            parallel,
+            train,
+            LOSS,
+            temperature=TEMPERATURE,
+            lora=lora,
+            teacher_coef=TEACHER_COEF,
         )
         base = policy.chunks if lora.rank else None
         critic = MegatronCritic(hf, groups, parallel, train, LOSS, lora=lora, base=base)
@@ -476,8 +487,12 @@ def run_layout(layout: Layout, directory: Path) -> None:
             for seed, chunks in enumerate((policy.chunks, critic.chunks)):
                 load_adapters(chunks, random_adapter(ModelShape.of(hf), lora, seed).get)
         results[Key("logprobs", architecture)] = policy.logprobs(batch)
-        teacher = FrozenPolicy(hf, groups, parallel, train, reader, temperature=TEMPERATURE)
-        results[Key("logprobs", architecture, "teacher")] = teacher.logprobs(batch)
+        teacher = FrozenPolicy(hf, groups, parallel, train, reader, temperature=2 * TEMPERATURE)
+        scores = teacher.scores(batch, top_k=TEACHER_TOP_K)
+        logprobs, ids = scores[:, 2:].split(TEACHER_TOP_K, dim=1)
+        batch = batch.with_fields(**{TEACHER_LOGPROBS: logprobs, TEACHER_IDS: ids})
+        # without ids, of which two that are nearly as likely may change places
+        results[Key("logprobs", architecture, "teacher")] = scores[:, :-TEACHER_TOP_K]
         for step in range(2):
             for name, model in (("policy", policy), ("critic", critic)):
                 metrics = model.update(batch)
@@ -589,7 +604,7 @@ def measure(names: list[str]) -> dict:
             merged = merge(model, adapter, LORA.scale)
             for name, truth in (("single", model), ("lora_single", merged)):
                 expected[Key("logprobs", architecture, name)] = transformers_logprobs(truth, batch)
-                gradients = unfused_gradients(truth, batch, LOSS, TEMPERATURE)
+                gradients = unfused_gradients(truth, batch, LOSS, TEMPERATURE, model)
                 if truth is merged:
                     gradients = adapter_gradients(gradients, adapter, LORA.scale)
                 gradients, norm = clipped(gradients, CLIP_GRAD)
@@ -628,20 +643,37 @@ def is_within_tolerance(report: dict) -> bool:
 
 
 def unfused_gradients(
-    model: PreTrainedModel, batch: TokenBatch, loss: LossConfig, temperature: float
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    loss: LossConfig,
+    temperature: float,
+    teacher: PreTrainedModel | None = None,
 ) -> dict[str, Tensor]:
     """Return the gradients of the mean token loss by name, float64. `loss` has a dual clip, k3 and
-    an importance cap.
+    an importance cap. With a `teacher` its likeliest tokens at twice the temperature are in it.
     """
-    exact = type(model)(model.config).double().eval()
-    exact.load_state_dict(model.state_dict())
+
+    def exactly(given: PreTrainedModel) -> PreTrainedModel:
+        exact = type(given)(given.config).double().eval()
+        exact.load_state_dict(given.state_dict())
+        return exact
+
+    exact, wise = exactly(model), None if teacher is None else exactly(teacher)
     offsets = batch.cu_seqlens.tolist()
     tokens = {name: getattr(batch, name).double() for name in ENTERING} | {"labels": batch.labels}
     for start, end in zip(offsets[:-1], offsets[1:]):
         logits = exact(batch.tokens[None, start:end]).logits[0] / temperature
         keep = batch.loss_mask[start:end]
         kept = {name: values[start:end][keep] for name, values in tokens.items()}
-        (token_losses(logits[keep], kept, loss).sum() / batch.loss_mask.sum()).backward()
+        losses = token_losses(logits[keep], kept, loss)
+        if wise is not None:
+            with torch.no_grad():
+                wanted = wise(batch.tokens[None, start:end]).logits[0][keep] / (2 * temperature)
+            found, wanted = logits[keep].softmax(-1), wanted.softmax(-1)
+            is_kept = wanted >= wanted.topk(TEACHER_TOP_K).values[:, -1:]
+            terms = wanted * (wanted / found).log() - wanted + found
+            losses = losses + TEACHER_COEF * (terms * is_kept).sum(-1)
+        (losses.sum() / batch.loss_mask.sum()).backward()
     gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
     return split_experts(gradients, ModelShape.of(model.config))
 

@@ -6,10 +6,11 @@ operations there and in Triton; `dispatch.py` chooses by device.
 """
 
 from ragen_kernels.dispatch import gae
-from ragen_kernels.objective import PolicyObjective, PolicyStats
+from ragen_kernels.objective import Likeliest, PolicyObjective, PolicyStats
 from ragen_kernels.policy import linear_logprobs, linear_policy_loss, logprob_entropy
 
 __all__ = [
+    "Likeliest",
     "PolicyObjective",
     "PolicyStats",
     "gae",

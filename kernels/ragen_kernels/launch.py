@@ -7,8 +7,8 @@ from torch import Tensor
 
 PER_TOKEN = (
     "LABELS", "OLD", "ADVANTAGES", "WEIGHTS", "REF", "ROLLOUT", "OUT", "LSE", "MEAN", "TARGET",
-    "LOGPROBS", "ENTROPY", "D_LOGPROBS", "D_ENTROPY", "REWARDS", "VALUES", "MASK", "TURN_ENDS",
-    "OFFSETS", "RETURNS",
+    "LOGPROBS", "ENTROPY", "D_LOGPROBS", "D_ENTROPY", "D_OTHERS", "REWARDS", "VALUES", "MASK",
+    "TURN_ENDS", "OFFSETS", "RETURNS",
 )  # fmt: skip
 """Pointers to one or a few numbers per token or trajectory. They are slices of a batch or rows of a
 buffer, so their alignment to 16 bytes depends on lengths; compiling a kernel for each combination

@@ -37,7 +37,7 @@ zero.
 class PolicyObjective:
     """Contribution of one sampled token to the loss, before its weight.
 
-    token_loss = importance * surrogate + kl_coef * KL(ref) - entropy_coef * H
+    token_loss = importance * surrogate + kl_coef * KL(ref) - entropy_coef * H + teacher_coef * D
 
     clip:   surrogate = max(-A r, -A clip(r, 1 - low, 1 + high)),  r = exp(logprob - old_logprob)
     cispo:  surrogate = -A stop_gradient(clip(r, 1 - low, 1 + high)) logprob
@@ -65,6 +65,8 @@ class PolicyObjective:
         importance_level: w of each token, or the product of all w in its sequence.
         min_entropy: tokens whose distribution has less entropy than this, in nats, have no
             surrogate, only their KL and entropy terms. 0 leaves none out.
+        teacher_coef: factor of the divergence from the likeliest tokens of a teacher
+            (`reference.divergence`).
     """
 
     clip_ratio_low: float = 0.2
@@ -79,6 +81,7 @@ class PolicyObjective:
     importance_floor: float | None = None
     importance_level: Level = "token"
     min_entropy: float = 0.0
+    teacher_coef: float = 0.0
 
     def __post_init__(self) -> None:
         cap, floor = self.importance_cap, self.importance_floor
@@ -151,6 +154,10 @@ class PolicyObjective:
                 " train on all tokens",
             ),
             (
+                0.0 <= self.teacher_coef < math.inf,
+                f"teacher_coef must be finite and >= 0, got {self.teacher_coef}; use 0.1",
+            ),
+            (
                 self.importance_cap is None or self.importance_cap > 0.0,
                 f"importance_cap must be > 0, got {self.importance_cap}; use 2.0, or None to"
                 " disable it",
@@ -189,9 +196,15 @@ class PolicyObjective:
         ref_logprobs: Tensor | None,
         rollout_logprobs: Tensor | None,
         cu_seqlens: Tensor | None,
+        teacher: Likeliest | None,
     ) -> None:
         """Raise ValueError when a term of the objective lacks its inputs."""
         _raise_unless(
+            (
+                self.teacher_coef == 0.0 or teacher is not None,
+                f"teacher_coef={self.teacher_coef} needs the teacher's likeliest tokens, got None;"
+                " pass them or set teacher_coef=0",
+            ),
             (
                 not self.is_over_sequences or cu_seqlens is not None,
                 f"surrogate={self.surrogate!r} with importance_level={self.importance_level!r}"
@@ -251,6 +264,22 @@ class TokenTerms(NamedTuple):
         return self.each(lambda term: term[index])
 
 
+class Likeliest(NamedTuple):
+    """The K tokens that a model gives the most, of each of T distributions.
+
+    Attributes:
+        ids: [T, K] int64 global ids, distinct in a row.
+        logprobs: [T, K].
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def at(self, index: Tensor | slice) -> Likeliest:
+        """Return what belongs to some of the distributions."""
+        return Likeliest(self.ids[index], self.logprobs[index])
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
     """Per-token facts of one loss evaluation: all [T] float32, detached, 0 where the token's weight
@@ -267,6 +296,7 @@ class PolicyStats:
         kl: k3 estimate of KL(old || new) from that ratio, known as approx_kl.
         importance: factor that multiplied the surrogate (1 without importance_cap, 0 where masked).
         ref_kl: KL estimate to the reference, of the objective's kind; None without kl_kind.
+        teacher_kl: divergence from the teacher's likeliest tokens; None without teacher_coef.
     """
 
     logprobs: Tensor
@@ -278,3 +308,4 @@ class PolicyStats:
     kl: Tensor
     importance: Tensor
     ref_kl: Tensor | None = None
+    teacher_kl: Tensor | None = None

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics, token_losses
+from ragen_kernels.dispatch import logits_gradient, policy_rows_, row_statistics
 from ragen_kernels.launch import CHUNK_BYTES, accumulate_matmul, logits_dtype, put_logits
-from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, PolicyStats, TokenTerms
-from ragen_kernels.reference import compute_dtype, in_pieces
+from ragen_kernels.objective import (
+    NUM_OUTPUTS,
+    Likeliest,
+    PolicyObjective,
+    PolicyStats,
+    TokenTerms,
+)
+from ragen_kernels.reference import compute_dtype, likeliest_tokens
 from ragen_kernels.sequences import over_sequences
 from ragen_kernels.vocab import (
     RowStatistics,
@@ -165,7 +171,9 @@ def linear_logprobs(
     vocab_valid: int | None = None,
     group: ProcessGroup | None = None,
     chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    top_k: int = 0,
+    top_below: int | None = None,
+) -> tuple[Tensor, ...]:
     """Return log-probabilities and entropies of labels straight from hidden states, without
     gradient.
 
@@ -177,16 +185,19 @@ def linear_logprobs(
             skipped and come back as 0.
         temperature, vocab_start, vocab_valid, group: see `logprob_entropy`.
         chunk_tokens: rows per chunk of logits; None takes a byte budget.
+        top_k: number of likeliest tokens that are returned too.
+        top_below: bound of their ids; None: the vocabulary's.
 
     Returns:
         logprobs [T] and entropy [T]; see `logprob_entropy`. On CUDA logits are rounded to the
-        dtype of `hidden`.
+        dtype of `hidden`. Then, `top_k` [T] each, log-probabilities of the likeliest tokens, and
+        their ids, in the same dtype, which holds ids up to 2^24 exactly.
 
     Raises:
-        ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, or on a CPU an
-            active label out of range.
+        ValueError: bad shapes, temperature, vocabulary bounds or chunk_tokens, more likeliest
+            tokens than the vocabulary has, or on a CPU an active label out of range.
     """
-    result = hidden.new_zeros((2, len(hidden)), dtype=compute_dtype(hidden))
+    result = hidden.new_zeros((2 + 2 * top_k, len(hidden)), dtype=compute_dtype(hidden))
     hidden, labels, shard, chunks = _active_rows(
         hidden,
         weight,
@@ -196,9 +207,12 @@ def linear_logprobs(
         (vocab_start, vocab_valid, group),
         chunk_tokens,
     )
-    found = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks)
-    logprobs, entropy = result.index_copy_(1, rows, found).unbind()
-    return logprobs, entropy
+    below = shard.num_entries if top_below is None else min(top_below, shard.num_entries)
+    if top_k > below:
+        raise ValueError(f"top_k ({top_k}) must be at most the {below} tokens; lower it")
+    top = top_k, below
+    found = _logprobs_of_rows(hidden, weight, labels, shard, temperature, chunks, top)
+    return result.index_copy_(1, rows, found).unbind()
 
 
 @torch.no_grad()
@@ -209,39 +223,54 @@ def _logprobs_of_rows(
     shard: VocabShard,
     temperature: float,
     chunks: list[slice],
+    top: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Return log-probabilities and entropies [2, M] of the active rows, chunk by chunk."""
-    result = hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden))
+    """Return log-probabilities and entropies [2, M] of the active rows, chunk by chunk, with the
+    log-probabilities and ids of the likeliest tokens [2 + 2 K, M]. `top`: K, the bound of the ids.
+    """
+    result = hidden.new_empty((2 + 2 * top[0], len(hidden)), dtype=compute_dtype(hidden))
     buffer = empty_rows(hidden, chunks[0].stop, len(weight))
     for part in chunks:
         logits = buffer[: part.stop - part.start]
         put_logits(logits, hidden[part], weight)
         local = row_statistics(logits, labels[part], shard, temperature)
         rows = reduce_over_group(local, shard.group)
-        result[:, part] = torch.stack([rows.logprobs, rows.entropy])
+        result[:2, part] = torch.stack([rows.logprobs, rows.entropy])
+        if top[0]:
+            ids, logprobs = likeliest_tokens(logits, rows.lse, *top, shard, temperature)
+            result[2:, part] = torch.cat([logprobs, ids.to(logprobs.dtype)], 1).T
     return result
 
 
 class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats):
+    def forward(
+        ctx, hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats, teacher
+    ):
         d_hidden = torch.empty_like(hidden)
         wide = compute_dtype(weight)
         is_trained = ctx.needs_input_grad[1]
         d_weight = torch.zeros_like(weight, dtype=wide) if is_trained else None
-        outputs = hidden.new_empty((NUM_OUTPUTS, len(terms.weights)), dtype=wide)
+        num_outputs = NUM_OUTPUTS + (teacher is not None)
+        outputs = hidden.new_empty((num_outputs, len(terms.weights)), dtype=wide)
         buffer = empty_rows(hidden, chunks[0].stop, len(weight))
         for part in chunks:
             rows = buffer[: part.stop - part.start]  # [C, V/tp] logits, then their gradient
             put_logits(rows, hidden[part], weight)
-            settings = (objective, shard, temperature)
-            if repeats is None:
-                outputs[:, part] = policy_rows_(rows, labels[part], terms.at(part), *settings)
-            else:
+            tokens, row_of = part, None
+            if repeats is not None:
                 tokens = slice(int(repeats[: part.start].sum()), int(repeats[: part.stop].sum()))
-                outputs[:, tokens] = _repeated_rows_(
-                    rows, labels[part], terms.at(tokens), repeats[part], *settings
-                )
+                row_of = _sharing(repeats[part], rows.device)
+            outputs[:, tokens] = policy_rows_(
+                rows,
+                labels[part],
+                terms.at(tokens),
+                objective,
+                shard,
+                temperature,
+                row_of,
+                None if teacher is None else teacher.at(tokens),
+            )
             seen, d_seen = hidden[part], d_hidden[part]
             rows = rows.to(weight.dtype)
             # Most rows have no gradient where only forking tokens are taught. Leaving them out is
@@ -269,39 +298,7 @@ class _LinearPolicyLoss(torch.autograd.Function):
             torch.mul(d_weight, d_loss, out=scaled)
         # torch would round a bfloat16 factor before multiplying.
         d_hidden = (d_hidden.to(ctx.wide) * d_loss).to(d_hidden.dtype)
-        return d_hidden, scaled, *[None] * 7
-
-
-def _repeated_rows_(
-    logits: Tensor,
-    labels: Tensor,
-    terms: TokenTerms,
-    repeats: Tensor,
-    objective: PolicyObjective,
-    shard: VocabShard,
-    temperature: float,
-) -> Tensor:
-    """`policy_rows_` where as many tokens as `repeats` [T] says, in host memory, share a row of
-    logits and its label: one softmax for all these tokens, a loss for each token, their gradients
-    summed.
-    """
-    row_of = _sharing(repeats, logits.device)
-
-    def shared_losses(
-        logprobs: Tensor, entropy: Tensor, terms: TokenTerms, objective: PolicyObjective
-    ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-        outputs, *derivatives = token_losses(logprobs[row_of], entropy[row_of], terms, objective)
-        summed = (
-            None
-            if derivative is None
-            else torch.zeros_like(logprobs).index_add_(0, row_of, derivative)
-            for derivative in derivatives
-        )
-        return outputs, *summed
-
-    return in_pieces(row_statistics, shared_losses, logits_gradient)(
-        logits, labels, terms, objective, shard, temperature
-    )
+        return d_hidden, scaled, *[None] * 8
 
 
 def _sharing(repeats: Tensor, device: torch.device) -> Tensor:
@@ -325,6 +322,7 @@ def linear_policy_loss(
     repeats: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    teacher: Likeliest | None = None,
     cu_seqlens: Tensor | None = None,
     context_group: ProcessGroup | None = None,
     temperature: float = 1.0,
@@ -354,6 +352,7 @@ def linear_policy_loss(
             Then `hidden` is [E, H], `labels` [E], and the first `repeats[0]` rows are of the first.
         ref_logprobs: [T], needed with `objective.kl_kind`.
         rollout_logprobs: [T], needed with `objective.importance_cap`.
+        teacher: [T, K], needed with `objective.teacher_coef`, else without effect.
         cu_seqlens: [S + 1] int offsets, needed by an objective over sequences, which must be whole;
             they consist of their tokens of nonzero weight.
         context_group: ranks that have tokens of the S sequences (None: all tokens are here).
@@ -368,8 +367,10 @@ def linear_policy_loss(
         ValueError: bad shapes or bounds, log-probabilities that a term lacks, a label out of range
             on a CPU.
     """
-    objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens)
-    found = hidden.new_zeros((NUM_OUTPUTS, len(weights)), dtype=torch.float32)
+    objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens, teacher)
+    teacher = teacher if objective.teacher_coef else None
+    num_outputs = NUM_OUTPUTS + (teacher is not None)
+    found = hidden.new_zeros((num_outputs, len(weights)), dtype=torch.float32)
     rows = weights.nonzero().squeeze(1) if rows is None else rows
     active, vocabulary = rows if repeats is None else None, (vocab_start, vocab_valid, group)
     hidden, labels, shard, chunks = _active_rows(
@@ -384,8 +385,9 @@ def linear_policy_loss(
 
         assert cu_seqlens is not None  # `check_inputs`
         terms = over_sequences(terms, current, rows, cu_seqlens, objective, context_group)
+    teacher = None if teacher is None else teacher.at(rows)
     loss, outputs = _LinearPolicyLoss.apply(
-        hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats
+        hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats, teacher
     )
     stats = PolicyStats(*found.index_copy_(1, rows, outputs.float())[1:].unbind())
     return loss, stats if objective.kl_kind else replace(stats, ref_kl=None)

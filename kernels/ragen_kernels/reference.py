@@ -9,10 +9,11 @@ environment wrote in between. Bi-level GAE (turns, then tokens): RAGEN, arXiv:25
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ragen_kernels.objective import MAX_LOG_RATIO, PolicyObjective, TokenTerms
-from ragen_kernels.vocab import RowStatistics, VocabShard, reduce_over_group
+from ragen_kernels.objective import MAX_LOG_RATIO, Likeliest, PolicyObjective, TokenTerms
+from ragen_kernels.vocab import RowStatistics, VocabShard, gathered, is_split, reduce_over_group
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -41,7 +42,7 @@ def row_statistics(
     peak = x.amax(dim=1)
     exps = torch.exp_(x - peak[:, None])
     total = exps.sum(dim=1)
-    column, is_local = _local_labels(labels, shard)
+    column, is_local = _local_columns(labels, shard)
     target = torch.where(is_local, x.gather(1, column[:, None]).squeeze(1), 0)
     return RowStatistics(peak + total.log(), torch.linalg.vecdot(exps, x) / total, target)
 
@@ -52,11 +53,11 @@ def _scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     return x if temperature == 1.0 else x / temperature
 
 
-def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the column of each label in this shard (0 where it has none) and whether it has one:
-    [T] int64 and bool.
+def _local_columns(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return the column of each id in this shard (0 where it has none) and whether it has one:
+    int64 and bool of the shape of `ids`.
     """
-    column = labels - shard.start
+    column = ids - shard.start
     is_local = (column >= 0) & (column < shard.num_valid)
     return torch.where(is_local, column, 0), is_local
 
@@ -70,6 +71,7 @@ def logits_gradient(
     d_entropy: Tensor | None,
     shard: VocabShard,
     temperature: float,
+    d_others: Tensor | None = None,
 ) -> Tensor:
     """d loss / d logits [T, V/tp] into `out`, which may be `logits`; 0 in the padding.
 
@@ -81,18 +83,21 @@ def logits_gradient(
         logits, labels: as in `row_statistics`.
         rows: statistics of the whole vocabulary.
         d_logprobs, d_entropy: [T], gradients in the rows' log-probabilities and entropies.
+        d_others: [T], sum of the gradients in log-probabilities of other tokens of a row, whose
+            one-hots `add_one_hots` adds.
     """
     x = _scaled(logits, shard, temperature)
     d_logprobs = d_logprobs / temperature
+    d_all = d_logprobs if d_others is None else d_logprobs + d_others / temperature
     gradient = torch.sub(x, rows.lse[:, None]).exp_()
     if d_entropy is None:
-        gradient *= -d_logprobs[:, None]
+        gradient *= -d_all[:, None]
     else:
         d_entropy = d_entropy / temperature
-        constant = d_entropy * rows.mean - d_logprobs
+        constant = d_entropy * rows.mean - d_all
         gradient *= torch.addcmul(constant[:, None], -d_entropy[:, None], x)
     if shard.num_valid:
-        column, is_local = _local_labels(labels, shard)
+        column, is_local = _local_columns(labels, shard)
         gradient.scatter_add_(1, column[:, None], torch.where(is_local, d_logprobs, 0)[:, None])
     out[:, : shard.num_valid] = gradient
     out[:, shard.num_valid :] = 0
@@ -189,6 +194,72 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def likeliest_tokens(
+    logits: Tensor, lse: Tensor, count: int, below: int, shard: VocabShard, temperature: float
+) -> Likeliest:
+    """Return the `count` tokens with ids less than `below` that each row of logits [T, V/tp] gives
+    the most, of the whole vocabulary, whose log-sum-exp is `lse` [T].
+    """
+    num_valid = min(max(below - shard.start, 0), shard.num_valid)
+    values, ids = logits[:, :num_valid].topk(min(count, num_valid))
+    lacking = count - values.shape[1]
+    values = values.to(compute_dtype(logits)) / temperature
+    values = torch.nn.functional.pad(values, (0, lacking), value=-torch.inf)
+    ids = torch.nn.functional.pad(ids + shard.start, (0, lacking))
+    if is_split(shard.group) and len(logits):
+        values, ids = (torch.cat([*gathered(each, shard.group)], 1) for each in (values, ids))
+        values, order = values.topk(count)
+        ids = ids.gather(1, order)
+    return Likeliest(ids, values - lse[:, None])
+
+
+def divergence(
+    logits: Tensor,
+    row_of: Tensor,
+    lse: Tensor,
+    teacher: Likeliest,
+    shard: VocabShard,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the divergence D [T] of tokens from their teacher, and its derivatives [T, K] in the
+    policy's log-probabilities of the teacher's likeliest tokens.
+
+    D = sum of q log(q / p) - q + p, derivative p - q, with q of the teacher and p of the policy.
+    Over a whole vocabulary D is KL(teacher || policy), and each term is at least 0, so that D is at
+    most that, and 0 only where p = q.
+
+    Args:
+        logits: [R, V/tp], not yet divided by the temperature.
+        row_of: [T], the row of each token.
+        lse: [T], log-sum-exp of that row over the whole vocabulary.
+    """
+    column, is_local = _local_columns(teacher.ids, shard)
+    x = logits[row_of[:, None], column].to(lse.dtype) / temperature
+    x = torch.where(is_local, x, 0)
+    if is_split(shard.group) and len(x):
+        dist.all_reduce(x, group=shard.group)
+    logprobs, wanted = x - lse[:, None], teacher.logprobs.to(lse.dtype)
+    slopes = logprobs.exp() - wanted.exp()
+    return (wanted.exp() * (wanted - logprobs) + slopes).sum(1), slopes
+
+
+def add_one_hots(
+    gradient: Tensor,
+    row_of: Tensor,
+    ids: Tensor,
+    slopes: Tensor,
+    shard: VocabShard,
+    temperature: float,
+) -> None:
+    """Add to the gradient of logits [R, V/tp] what derivatives [T, K] in log-probabilities of ids
+    give these ids; `logits_gradient` gives the rest of the rows its part.
+    """
+    column, is_local = _local_columns(ids, shard)
+    values = torch.where(is_local, slopes / temperature, 0).to(gradient.dtype)
+    places = row_of[:, None].expand_as(column), column
+    gradient.index_put_(places, values, accumulate=True)
+
+
 def in_pieces(
     row_statistics: Callable[..., RowStatistics],
     token_losses: Callable[..., tuple[Tensor, *tuple[Tensor | None, ...]]],
@@ -205,13 +276,49 @@ def in_pieces(
         objective: PolicyObjective,
         shard: VocabShard,
         temperature: float,
+        row_of: Tensor | None = None,
+        teacher: Likeliest | None = None,
     ) -> Tensor:
-        """Return the outputs [10, T] of `token_losses` for rows of logits [T, V/tp], which the
-        gradient of the summed loss replaces.
+        """Return the outputs [10, T] of `token_losses` for T tokens, with a teacher and its
+        divergence [11, T]. The gradient of the summed loss replaces their rows of logits
+        [R, V/tp].
+
+        Args:
+            labels: [R] int64 global ids.
+            row_of: [T], the row that each token shares with others; None: each has its own, R = T.
+            teacher: the teacher's likeliest tokens, [T, K].
         """
         rows = reduce_over_group(row_statistics(logits, labels, shard, temperature), shard.group)
-        outputs, *derivatives = token_losses(rows.logprobs, rows.entropy, terms, objective)
-        logits_gradient(logits, logits, labels, rows, *derivatives, shard, temperature)
+
+        def per_token(values: Tensor) -> Tensor:
+            return values if row_of is None else values[row_of]
+
+        def per_row(values: Tensor | None) -> Tensor | None:
+            if row_of is None or values is None:
+                return values
+            return torch.zeros_like(rows.lse).index_add_(0, row_of, values)
+
+        def put_gradient(d_others: Tensor | None = None) -> None:
+            slopes = (per_row(values) for values in (*derivatives, d_others))
+            d_logprobs, d_entropy, d_others = slopes
+            logits_gradient(
+                logits, logits, labels, rows, d_logprobs, d_entropy, shard, temperature, d_others
+            )
+
+        found = (per_token(values) for values in (rows.logprobs, rows.entropy))
+        outputs, *derivatives = token_losses(*found, terms, objective)
+        if teacher is None:
+            put_gradient()
+            return outputs
+        own = torch.arange(len(logits), device=logits.device) if row_of is None else row_of
+        lse = per_token(rows.lse)
+        values, slopes = divergence(logits, own, lse, teacher, shard, temperature)
+        weights = objective.teacher_coef * terms.weights.to(lse.dtype)
+        slopes *= weights[:, None]
+        put_gradient(slopes.sum(1))
+        add_one_hots(logits, own, teacher.ids, slopes, shard, temperature)
+        outputs = torch.cat([outputs, values[None]])
+        outputs[0] += weights * values
         return outputs
 
     return policy_rows_

@@ -3,8 +3,8 @@
 One read of the logits from HBM: a program reduces a row, evaluates the token objective in
 registers, and writes the gradient over the row while that is still in L2. One persistent program
 per multiprocessor keeps the rows in flight (132 x 304 KB at V = 151936) below the capacity of L2.
-Under tensor parallelism the statistics of a row cross ranks in between, so there it is three
-kernels.
+Under tensor parallelism the statistics of a row cross ranks in between, and a row that several
+tokens share or a teacher's tokens have sums in between, so there it is three kernels.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ragen_kernels.launch import PER_TOKEN, num_persistent_programs
-from ragen_kernels.objective import NUM_OUTPUTS, PolicyObjective, TokenTerms
+from ragen_kernels.objective import NUM_OUTPUTS, Likeliest, PolicyObjective, TokenTerms
 from ragen_kernels.reference import in_pieces
 from ragen_kernels.triton_rows import (
     LN2,
@@ -89,13 +89,15 @@ def policy_rows_(
     objective: PolicyObjective,
     shard: VocabShard,
     temperature: float,
+    row_of: Tensor | None = None,
+    teacher: Likeliest | None = None,
 ) -> Tensor:
     """See `reference.policy_rows_`; float32, of logits with unit column stride. A label outside the
     vocabulary gives NaN.
     """
-    if is_split(shard.group):
+    if is_split(shard.group) or row_of is not None or teacher is not None:
         return in_pieces(row_statistics, token_losses, logits_gradient)(
-            logits, labels, terms, objective, shard, temperature
+            logits, labels, terms, objective, shard, temperature, row_of, teacher
         )
     assert logits.stride(1) == 1, "the kernel walks rows of contiguous columns"
     num_rows, num_columns = logits.shape

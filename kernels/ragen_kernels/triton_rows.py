@@ -165,6 +165,7 @@ def gradient_kernel(
     MEAN,
     D_LOGPROBS,
     D_ENTROPY,
+    D_OTHERS,
     stride,
     dx_stride,
     num_valid,
@@ -186,6 +187,8 @@ def gradient_kernel(
     )
     d_target = tl.load(D_LOGPROBS + row).to(tl.float32) * inverse_temperature
     constant, slope = -d_target, 0.0
+    if D_OTHERS is not None:
+        constant -= tl.load(D_OTHERS + row).to(tl.float32) * inverse_temperature
     if WITH_ENTROPY:
         d_entropy = tl.load(D_ENTROPY + row).to(tl.float32) * inverse_temperature
         constant += d_entropy * tl.load(MEAN + row)
@@ -248,6 +251,7 @@ def logits_gradient(
     d_entropy: Tensor | None,
     shard: VocabShard,
     temperature: float,
+    d_others: Tensor | None = None,
 ) -> Tensor:
     """See `reference.logits_gradient`."""
     assert logits.stride(1) == 1 and out.stride(1) == 1, (
@@ -262,6 +266,7 @@ def logits_gradient(
             rows.mean,
             d_logprobs,
             d_entropy,
+            d_others,
             logits.stride(0),
             out.stride(0),
             shard.num_valid,

@@ -44,15 +44,20 @@ def is_split(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
 
 
+def gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensors [R, ...] of the R ranks of a group, which have one shape."""
+    found = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(found.unbind(0)), tensor.contiguous(), group=group)
+    return found
+
+
 def reduce_over_group(local: RowStatistics, group: dist.ProcessGroup | None) -> RowStatistics:
     """Make shard statistics global with one all-gather; the identity without rows, without a group,
     or alone in it.
     """
     if not is_split(group) or local.lse.numel() == 0:
         return local
-    packed = torch.stack(tuple(local))  # [3, T]
-    shards = packed.new_empty((dist.get_world_size(group), *packed.shape))  # [R, 3, T]
-    dist.all_gather(list(shards.unbind(0)), packed, group=group)
+    shards = gathered(torch.stack(tuple(local)), group)  # [R, 3, T]
     return combine_shards(shards[:, 0], shards[:, 1], shards[:, 2])
 
 

@@ -191,7 +191,8 @@ def estimate_advantages(
     `config.AdvantageConfig`. `group_weights` [S] scales each trajectory's advantages (soft
     reweighting). The batch must hold values for an estimator with a critic and reference
     log-probabilities for a KL in the reward. A teacher's log-ratios, where the batch holds them,
-    are added to what the estimator gives, after whitening and reweighting. Raises PlugInError, in
+    are added to what the estimator gives, after whitening and reweighting, unless its likeliest
+    tokens are in the loss. Raises PlugInError, in
     one line, if a user's estimator fails or returns something else.
     """
     name = settings.advantage_estimator
@@ -218,7 +219,7 @@ def estimate_advantages(
         advantages = starpo.whiten(advantages, there.loss_mask)
     if group_weights is not None:
         advantages = advantages * inputs.per_token(move(group_weights, device))
-    if there.teacher_log_ratios is not None:
+    if there.teacher_log_ratios is not None and not settings.teacher_top_k:
         advantages = advantages + taught(there, settings.teacher_weight)
     credited = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
     return batch.with_fields(**{name: value.to(home) for name, value in credited.items()})

@@ -343,10 +343,19 @@ def _check_teacher(config: Sections) -> None:
             "reward teacher needs a teacher that is not the policy itself; set --teacher-load"
             " MODEL, --teacher-prompt-examples 4 or --teacher-system-prompt TEXT"
         )
-    if loss.policy_loss == "gspo" or loss.loss_mask == "legacy":
+    names, given = set(config.environment.shares), set(model.teachers)
+    if model.teacher_load is not None and given not in ({""}, names):
+        raise ValueError(
+            "teacher_load must name a teacher for each environment that is trained"
+            f" ({', '.join(sorted(names))}), not for {', '.join(sorted(given)) or 'none'}; write"
+            " one for each, or a single model for all"
+        )
+    is_gspo = loss.policy_loss == "gspo" and not advantage.teacher_top_k
+    if is_gspo or loss.loss_mask == "legacy":
         raise ValueError(
             "a teacher gives each sampled token an advantage of its own, which policy_loss gspo"
-            " and loss_mask legacy have no place for; drop --policy-loss or --loss-mask"
+            " and loss_mask legacy have no place for; drop --policy-loss or --loss-mask, or for"
+            " gspo set --teacher-top-k 16"
         )
     if (
         advantage.advantage_estimator == "none"

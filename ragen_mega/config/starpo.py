@@ -80,16 +80,29 @@ class StarPOConfig(Sections):
         return self.loss.kl_kind != "none" or self.advantage.kl_in_reward != "none"
 
     @property
-    def loads_teacher(self) -> bool:
-        """Return whether the teacher is another model than what the policy starts from."""
-        model = self.model
-        is_start = model.teacher_load == model.load and not self.has_warm_start
-        return model.teacher_load is not None and not is_start
+    def teachers(self) -> dict[str, str | None]:
+        """Return a map: environment -> model of its teacher, None where that is what the policy
+        starts from.
+        """
+        given, start = self.model.teachers, None if self.has_warm_start else self.model.load
+        named = {name: given.get(name, given.get("")) for name in self.environment.shares}
+        return {name: None if model == start else model for name, model in named.items()}
+
+    @property
+    def loaded_teachers(self) -> dict[str, list[str]]:
+        """Return a map: model of a teacher -> the environments that it teaches; models other than
+        what the policy starts from.
+        """
+        taught: dict[str, list[str]] = {}
+        for name, model in self.teachers.items():
+            if model is not None:
+                taught.setdefault(model, []).append(name)
+        return taught
 
     @property
     def needs_reference(self) -> bool:
         """Return whether a frozen copy of what the policy starts from takes part."""
-        return self.has_kl or (self.advantage.has_teacher and not self.loads_teacher)
+        return self.has_kl or (self.advantage.has_teacher and None in self.teachers.values())
 
     def planned_evaluations(self, num_engines: int) -> dict[int, int]:
         """Map a number of finished steps to the episodes that one of `num_engines` engines then

@@ -76,6 +76,12 @@ ROUTES = "routes"
 """Row of the experts that a mixture's routers chose, in runs that replay them (`add_routes`)."""
 
 
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""Rows of the tokens that a teacher finds likeliest in the place of a label, in runs with
+--teacher-top-k (`add_likeliest`).
+"""
+
+
 def recorded_fields() -> dict[str, TokenField]:
     """Return the fields that trajectories record."""
     return {name: row for name, row in TOKEN_FIELDS.items() if row.recorded is not None}
@@ -105,6 +111,12 @@ def add_routes(num_layers: int, topk: int, num_experts: int, *, by_engine: bool 
     TOKEN_FIELDS[ROUTES] = TokenField(
         torch.uint8, filled_by, recorded, (num_layers, topk), spread, is_of_inputs=True
     )
+
+
+def add_likeliest(top_k: int) -> None:
+    """Add the fields of a teacher's likeliest tokens. Every rank calls this."""
+    TOKEN_FIELDS[TEACHER_IDS] = TokenField(torch.int32, "teacher", shape=(top_k,))
+    TOKEN_FIELDS[TEACHER_LOGPROBS] = TokenField(torch.float32, "teacher", shape=(top_k,))
 
 
 def routes_of_completion(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from ragen_kernels import PolicyObjective, linear_policy_loss, logprob_entropy
+from ragen_kernels import Likeliest, PolicyObjective, linear_policy_loss, logprob_entropy
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
-from ragen_mega.data.fields import ROUTES
+from ragen_mega.data.fields import ROUTES, TEACHER_IDS, TEACHER_LOGPROBS
 from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.lora import without_adapters
 from ragen_mega.megatron.model import build_model, transformer_config
@@ -39,6 +39,7 @@ _MEANS = (
     "importance_masked",
     "ref_kl",
     "forking_share",
+    "teacher_kl",
 )
 """Metrics of an update that are means over the sampled tokens."""
 
@@ -57,7 +58,11 @@ class MegatronPolicy(Scorer):
         temperature: float,
         keep_reference: bool = False,
         lora: LoraConfig | None = None,
+        teacher_coef: float = 0.0,
     ) -> None:
+        """`teacher_coef`: factor in the loss of the divergence from a teacher's likeliest tokens,
+        which the batches then have.
+        """
         lora = lora or LoraConfig()
         self.hf = hf
         self.groups = groups
@@ -76,11 +81,13 @@ class MegatronPolicy(Scorer):
             importance_floor=loss.importance_floor,
             importance_level=loss.importance_level,
             min_entropy=loss.min_entropy,
+            teacher_coef=teacher_coef,
         )
         skipped = {
             "importance_masked": self.objective.importance_mode != "mask",
             "ref_kl": self.objective.kl_kind is None,
             "forking_share": not self.objective.min_entropy,
+            "teacher_kl": not teacher_coef,
         }
         self._means = [name for name in _MEANS if not skipped.get(name)]
         self.chunks = build_model(hf, transformer_config(hf, parallel), groups, lora=lora)
@@ -172,12 +179,18 @@ class MegatronPolicy(Scorer):
         """[T] log-probabilities under the frozen weights that training started from: a copy in
         host memory, or the base without its adapters.
         """
+        return self.reference_scores(batch)[:, 0].contiguous()
+
+    def reference_scores(
+        self, batch: TokenBatch, *, top_k: int = 0, top_below: int | None = None
+    ) -> Tensor:
+        """`scores` under the weights of `reference_logprobs`."""
         if self.chunks[0].lora.rank:
             with without_adapters(self.chunks):
-                return self.logprobs(batch)
+                return self.scores(batch, top_k=top_k, top_below=top_below)
         assert self._reference is not None, "built without a reference policy"
         with self.trainer.memory.replaced("parameters", self._reference):
-            return self.logprobs(batch)
+            return self.scores(batch, top_k=top_k, top_below=top_below)
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """Take one clipped-surrogate step on a minibatch with advantages. Returns its metrics.
@@ -201,6 +214,7 @@ class MegatronPolicy(Scorer):
                 repeats=None if micro.edges is None else micro.edges.repeats,
                 ref_logprobs=micro.ref_logprobs,
                 rollout_logprobs=micro.rollout_logprobs,
+                teacher=_likeliest_of(micro),
                 cu_seqlens=micro.cu_seqlens,
                 context_group=self.groups.cp if self.groups.cp.size() > 1 else None,
                 temperature=self.temperature,
@@ -215,9 +229,10 @@ class MegatronPolicy(Scorer):
                 "dual_clip_fraction": stats.is_dual_clipped,
                 "importance": stats.importance,
                 "importance_masked": (stats.importance == 0) & is_active,
-                **({} if stats.ref_kl is None else {"ref_kl": stats.ref_kl}),
                 "forking_share": (stats.entropy >= self.objective.min_entropy) & is_active,
             }
+            optional = {"ref_kl": stats.ref_kl, "teacher_kl": stats.teacher_kl}
+            per_token |= {name: kl for name, kl in optional.items() if kl is not None}
             sums = torch.stack([per_token[name].float() for name in self._means]).sum(1)
             return value, torch.cat([value.detach().float().reshape(1), sums]), stats.logprobs
 
@@ -249,3 +264,11 @@ class MegatronPolicy(Scorer):
 
         sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 1)
         return {"loss": float(sums[0])} | step | {"lr": self.trainer.lr}
+
+
+def _likeliest_of(micro: Microbatch) -> Likeliest | None:
+    """Return the tokens that a teacher finds likeliest, if the batch has them."""
+    fields = micro.further_fields
+    if TEACHER_IDS not in fields:
+        return None
+    return Likeliest(fields[TEACHER_IDS].long(), fields[TEACHER_LOGPROBS])

@@ -35,24 +35,38 @@ class Scorer:
         """`logprobs`, and [T] entropy in nats of the distribution that each label was drawn from;
         the same pass gives both. `routes`: see `Trainer.per_token`.
         """
+        logprobs, entropies = self.scores(batch, routes).t().contiguous()
+        return logprobs, entropies
+
+    def scores(
+        self,
+        batch: TokenBatch,
+        routes: Tensor | None = None,
+        *,
+        top_k: int = 0,
+        top_below: int | None = None,
+    ) -> Tensor:
+        """[T, 2 + 2 K] of `logprobs_and_entropies`, then log-probabilities and ids of the K
+        likeliest tokens among those with ids less than `top_below` (None: all).
+        """
 
         def compute(micro: Microbatch, output: Tensor) -> Tensor:
             hidden, labels, rows = self._head_rows(micro, output)
-            both = linear_logprobs(
+            columns = linear_logprobs(
                 hidden,
                 self.head.head_weight(),
                 labels,
                 temperature=self.temperature,
                 rows=rows,
+                top_k=top_k,
+                top_below=top_below,
                 **self.head.vocab_arguments(),
             )
-            of_rows = torch.stack([micro.per_row(values[rows]) for values in both], dim=-1)
-            found = of_rows.new_zeros(micro.num_positions, 2)
+            of_rows = micro.per_row(torch.stack(columns, dim=-1)[rows])
+            found = of_rows.new_zeros(micro.num_positions, len(columns))
             return found.index_copy_(0, micro.rows, of_rows)
 
-        both = self.trainer.per_token(batch, compute, 2, routes=routes)
-        logprobs, entropies = both.t().contiguous()
-        return logprobs, entropies
+        return self.trainer.per_token(batch, compute, 2 + 2 * top_k, routes=routes)
 
     def _head_rows(self, micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the hidden states and labels for the LM head, and the rows of them that it has to

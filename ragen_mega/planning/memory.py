@@ -95,8 +95,10 @@ class Setting:
     on_host: bool = False
     """Whether ranks compute on the processor, and share the machine's memory."""
     lora: LoraConfig = LoraConfig()
-    teacher: ModelShape | None = None
-    """A teacher besides what the policy starts from; the latter is the reference."""
+    teachers: tuple[tuple[ModelShape, float], ...] = ()
+    """Teachers besides what the policy starts from, which is the reference; with the share of the
+    trajectories that each scores.
+    """
 
     @classmethod
     def from_config(
@@ -108,6 +110,12 @@ class Setting:
         config.parallel.check_world(num_ranks)
         rollout = config.rollout
         num_engines = rollout.num_engines(num_ranks, num_ranks)
+        shares, teachers = config.environment.shares, list[tuple[ModelShape, float]]()
+        for name, taught in config.loaded_teachers.items():
+            shape = check_model_directory("--teacher-load", name, needs_tokenizer=False)
+            if shape is not None:  # one on the hub has no size yet
+                part = sum(shares[each] for each in taught) / sum(shares.values())
+                teachers.append((shape, part))
         return cls(
             parallel=replace(config.parallel, recompute=config.parallel.recomputation),
             num_ranks=num_ranks,
@@ -126,11 +134,7 @@ class Setting:
             sharing=sharing if config.shares_prefixes else 1.0,
             on_host=on_host,
             lora=config.lora,
-            teacher=check_model_directory(
-                "--teacher-load", str(config.model.teacher_load), needs_tokenizer=False
-            )
-            if config.loads_teacher
-            else None,
+            teachers=tuple(teachers),
         )
 
     @property
@@ -497,13 +501,15 @@ def stage_phases(
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":
         base["engine weights"] = weights  # it keeps them
-    turns, teacher = offload == "turns", {}
-    if setting.teacher is not None:
-        teacher["teacher"] = teacher_bytes(setting, stage)
-        if turns:
-            whole = replace(setting, lora=LoraConfig())
-            passing = workspace(setting.teacher, whole, stage, is_critic=False)
-            yield "score", base | teacher | {"workspace": passing}
+    turns, teachers = offload == "turns", teacher_bytes(setting, stage)
+    teacher = {"teacher": sum(teachers)} if teachers else {}
+    if turns and teachers:
+        whole = replace(setting, lora=LoraConfig())
+        alone = [
+            {"teacher": size, "workspace": workspace(each, whole, stage, is_critic=False)}
+            for size, (each, _) in zip(teachers, setting.teachers)
+        ]
+        yield "score", base | max(alone, key=lambda terms: sum(terms.values()))
     for name in trains:
         present = [name] if turns else trains
         saved = activations(shape, setting, stage)
@@ -607,7 +613,7 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
     """
     layout, total = setting.parallel, 0
     if layout.offload != "none":
-        total += teacher_bytes(setting, stage)
+        total += sum(teacher_bytes(setting, stage))
     for is_critic in setting.roles:
         state = state_of(shape, setting, stage, is_critic=is_critic)
         if setting.has_reference and not is_critic and not setting.lora.rank:
@@ -620,13 +626,13 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
     return total
 
 
-def teacher_bytes(setting: Setting, stage: int) -> int:
-    """Count the bytes of a pipeline stage of the teacher. Exact."""
-    if setting.teacher is None:
-        return 0
+def teacher_bytes(setting: Setting, stage: int) -> list[int]:
+    """Count the bytes of a pipeline stage of each teacher. Exact."""
     layout = replace(setting.parallel, use_distributed_optimizer=False)
     whole = replace(setting, lora=LoraConfig(), parallel=layout)
-    return state_of(setting.teacher, whole, stage, is_critic=False).parameters
+    return [
+        state_of(shape, whole, stage, is_critic=False).parameters for shape, _ in setting.teachers
+    ]
 
 
 def fit(
@@ -720,7 +726,7 @@ def check_trajectories(config: StarPOConfig, host: int) -> None:
 def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
     """List remedies for a phase that does not fit, the cheapest first."""
     layout = setting.parallel
-    smaller = ["give a smaller --teacher-load"] if setting.teacher else []
+    smaller = ["give a smaller --teacher-load"] if setting.teachers else []
     if phase == "score":
         return [*smaller, "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"]
     if not phase.startswith("train"):
@@ -737,7 +743,7 @@ def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:
         "add --sequence-parallel": not shards_sequence,
         "lower --max-tokens-per-microbatch": True,
         "add --optimizer-cpu-offload": not layout.optimizer_cpu_offload and not setting.on_host,
-        "set --offload turns": (setting.has_critic or setting.teacher is not None)
+        "set --offload turns": (setting.has_critic or len(setting.teachers) > 0)
         and layout.offload != "turns"
         and not setting.on_host,
         "start fewer ranks on this machine": setting.on_host and setting.num_ranks > 1,

@@ -626,9 +626,9 @@ def step_seconds(
         moved = 3 * state_of(shape, setting, 0, is_critic=False).parameters
         moved *= not setting.lora.rank  # the base is there
         phases["reference"] = scored() | {"host link": moved / machine.host_link}
-    if setting.teacher is not None:
-        phases["teacher"] = passes(
-            machine, Sizes.of(setting.teacher), cut, is_trained=False, **micros(trained)
+    for number, (teacher, share) in enumerate(setting.teachers, 1):
+        phases[f"teacher {number}" if number > 1 else "teacher"] = passes(
+            machine, Sizes.of(teacher), cut, is_trained=False, **micros(share * trained)
         )
     if setting.has_critic:
         phases["values"] = scored(labels=0.0)

@@ -69,6 +69,8 @@ GLOSSARY = {
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
     "teacher/kl": "Log-probability of a sampled token under the policy less that under the teacher,"
     " in nats, mean over the sampled tokens: an estimate of KL(policy || teacher).",
+    "teacher/top_k_mass": "Probability that the teacher gives the tokens of --teacher-top-k"
+    " together, mean over the sampled tokens: what is left is not taught.",
     "filter/kept_groups": "Groups that the filter kept for training; of several environments each"
     " by its name.",
     "filter/short_groups": "Groups of which fewer than two trajectories have a return: they are"
@@ -119,6 +121,8 @@ GLOSSARY = {
     "actor/importance_masked": "Share of tokens that the importance left out of the policy loss.",
     "actor/forking_share": "Share of tokens with at least --min-entropy, which the policy loss is"
     " of.",
+    "actor/teacher_kl": "KL(teacher || policy), nats a token, of the tokens that the teacher finds"
+    " likeliest (--teacher-top-k).",
     "actor/grad_norm": "Norm of the actor's gradient before clipping. A spike after entropy has"
     " moved is a sign that the run is lost.",
     "actor/skipped": "Share of updates that were skipped as not finite.",

@@ -18,7 +18,14 @@ from ragen_mega.agents.examples import find_references
 from ragen_mega.config import EnvironmentConfig, StarPOConfig, TrainConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.config.sections.section import flag_of
-from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
+from ragen_mega.data.fields import (
+    ROUTES,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TOKEN_FIELDS,
+    add_likeliest,
+    add_routes,
+)
 from ragen_mega.engines.sglang.engine import SGLangEngine, SGLangFollower
 from ragen_mega.engines.sglang.fp8_blocks import check_blocks
 from ragen_mega.engines.sglang.given import connect
@@ -72,7 +79,7 @@ from ragen_mega.run.placement import (
 )
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
-from ragen_mega.run.teacher import Teacher, check_tokens
+from ragen_mega.run.teacher import Model, Teacher, check_tokens
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.adapter_files import AdapterReader
 from ragen_mega.storage.checkpoints import (
@@ -173,7 +180,7 @@ def build_run(
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
-    on_main(lambda: check_teacher(config, hf, renderer))
+    on_main(lambda: check_teachers(config, hf, renderer))
     for note in example_notes(config.environment, renderer):
         console.say(note)
     on_main(lambda: check_first_prompts(config, prompts, renderer))
@@ -266,10 +273,9 @@ def with_models(config: StarPOConfig) -> StarPOConfig:
         return str(local_directory(name, commit, fetch=False))
 
     given = config.model
-    load, critic_load, teacher_load = map(
-        model, (given.load, given.critic_load, given.teacher_load)
-    )
-    found = replace(given, load=load, critic_load=critic_load, teacher_load=teacher_load)
+    found = replace(given, load=model(given.load), critic_load=model(given.critic_load))
+    if teachers := {name: str(model(each)) for name, each in given.teachers.items()}:
+        found = found.with_teachers(teachers)
     return replace(config, model=found)
 
 
@@ -320,6 +326,7 @@ def build_models(
         temperature=config.rollout.temperature,
         keep_reference=config.needs_reference,
         lora=config.lora,
+        teacher_coef=config.advantage.teacher_coef,
     )
     policy.load_weights(open_model(start.policy, verify=False))
     if config.lora.lora_load is not None:
@@ -338,16 +345,21 @@ def build_models(
     return policy, critic, teacher
 
 
-def check_teacher(config: StarPOConfig, hf: PretrainedConfig, renderer: ChatRenderer) -> None:
-    """Raise ValueError unless the model of --teacher-load, if there is one, has the policy's tokens
-    and fits the layout.
+def check_teachers(config: StarPOConfig, hf: PretrainedConfig, renderer: ChatRenderer) -> None:
+    """Raise ValueError unless the models of --teacher-load have the policy's tokens and fit the
+    layout, and there are as many tokens as are taught.
     """
-    if not config.loads_teacher:
-        return
-    directory = str(local_directory(str(config.model.teacher_load)))
-    model = load_config(directory)
-    check_model(model, config.parallel)
-    check_tokens(directory, (load_tokenizer(directory), model), (renderer.tokenizer, hf))
+    top_k = config.advantage.teacher_top_k
+    if top_k > hf.vocab_size:
+        raise ValueError(
+            f"teacher_top_k ({top_k}) must be at most the {hf.vocab_size} tokens of the policy; set"
+            " --teacher-top-k 16"
+        )
+    for name in config.loaded_teachers:
+        directory = str(local_directory(name))
+        model = load_config(directory)
+        check_model(model, config.parallel)
+        check_tokens(directory, (load_tokenizer(directory), model), (renderer.tokenizer, hf))
 
 
 def build_teacher(
@@ -357,23 +369,29 @@ def build_teacher(
     placement: Colocated,
     renderer: ChatRenderer,
 ) -> Teacher | None:
-    """Return the teacher: the policy's frozen start, or the model of --teacher-load."""
+    """Return the teachers: the policy's frozen start, or the models of --teacher-load."""
     if not config.advantage.has_teacher:
         return None
-    if not config.loads_teacher:
-        return Teacher(config, policy.reference_logprobs, renderer, hf.max_position_embeddings)
-    directory = local_directory(str(config.model.teacher_load))
-    hf = load_config(str(directory))
-    frozen = FrozenPolicy(
-        hf,
-        policy.groups,
-        config.parallel,
-        config.train,
-        open_model(directory, verify=False),
-        temperature=config.rollout.temperature,
-    )
-    placement.add(TEACHER, frozen.trainer.memory)
-    return Teacher(config, frozen.logprobs, renderer, hf.max_position_embeddings)
+    top_k, below = config.advantage.teacher_top_k, hf.vocab_size
+    scores = partial(policy.reference_scores, top_k=top_k, top_below=below)
+    start = Model(scores, hf.max_position_embeddings)
+    models = dict.fromkeys(config.teachers, start)
+    for name, taught in config.loaded_teachers.items():
+        directory = local_directory(name)
+        own = load_config(str(directory))
+        frozen = FrozenPolicy(
+            own,
+            policy.groups,
+            config.parallel,
+            config.train,
+            open_model(directory, verify=False),
+            temperature=config.rollout.temperature,
+        )
+        placement.add(f"{TEACHER} of {', '.join(taught)}", frozen.trainer.memory)
+        scores = partial(frozen.scores, top_k=top_k, top_below=below)
+        model = Model(scores, own.max_position_embeddings)
+        models |= dict.fromkeys(taught, model)
+    return Teacher(config, models, renderer)
 
 
 def base_directory(config: StarPOConfig) -> Path:
@@ -407,10 +425,14 @@ def known_references(config: StarPOConfig, checkpoint: Checkpoint | None) -> Ref
 
 
 def set_fields(config: StarPOConfig, hf: PretrainedConfig) -> None:
-    """Have tokens keep the routes of this model if the run replays them, and not the routes of
-    another run of this process. Raises ValueError for a model that has none.
+    """Have tokens keep the routes of this model if the run replays them, and the likeliest tokens
+    of a teacher if the run learns them, and not those fields that another run of this process
+    kept. Raises ValueError for a model that has no routes.
     """
-    TOKEN_FIELDS.pop(ROUTES, None)
+    for name in (ROUTES, TEACHER_IDS, TEACHER_LOGPROBS):
+        TOKEN_FIELDS.pop(name, None)
+    if config.advantage.teacher_top_k:
+        add_likeliest(config.advantage.teacher_top_k)
     shape, source = ModelShape.of(hf), config.train.routing_replay
     check_routing(config, shape)
     if source == "none":
@@ -594,8 +616,8 @@ def check_weights(config: StarPOConfig, hf: PretrainedConfig) -> None:
         open_model(local_directory(config.model.load))
     if config.model.critic_load is not None:
         open_model(local_directory(config.model.critic_load), hf, is_critic=True)
-    if config.model.teacher_load is not None:
-        open_model(local_directory(config.model.teacher_load))
+    for name in set(config.model.teachers.values()):
+        open_model(local_directory(name))
 
 
 def num_engines(config: StarPOConfig) -> int:
@@ -613,11 +635,14 @@ def ranks_per_node(world_size: int) -> int:
 
 def model_digests(config: StarPOConfig) -> dict[str, str]:
     """Return a map: flag -> digest of the content of the model that it loads."""
-    names = ("load", "critic_load", "teacher_load")
-    loaded = {name: getattr(config.model, name) for name in names}
+    loaded = {name: getattr(config.model, name) for name in ("load", "critic_load")}
     if config.lora.rank and (base := lora_base(config)).exists():
         loaded[BASE_MODEL] = str(base)
-    return {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+    found = {flag: content_digest(Path(path)) for flag, path in loaded.items() if path is not None}
+    teachers = config.model.teachers.items()
+    if of_teachers := [f"{name} {content_digest(Path(path))}".strip() for name, path in teachers]:
+        found["teacher_load"] = ", ".join(of_teachers)
+    return found
 
 
 def lora_base(config: StarPOConfig) -> Path:

@@ -161,8 +161,8 @@ def _check_models(config: StarPOConfig) -> None:
         shape = check_model_directory("--load", model.load, needs_tokenizer=True)
     if model.critic_load is not None:
         check_model_directory("--critic-load", model.critic_load, needs_tokenizer=False)
-    if model.teacher_load is not None:
-        check_model_directory("--teacher-load", model.teacher_load, needs_tokenizer=True)
+    for name in model.teachers.values():
+        check_model_directory("--teacher-load", name, needs_tokenizer=True)
     if shape is not None:
         check_routing(config, shape)
         adapted(shape, config.lora)

@@ -6,16 +6,17 @@ examples or in the system prompt: what the policy reads there moves into its wei
 distillation, arXiv:2112.00861).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
-from ragen_mega.data.fields import ROUTES
+from ragen_mega.data.fields import ROUTES, TEACHER_IDS, TEACHER_LOGPROBS
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.pool import EnvironmentFailed, briefly
@@ -30,59 +31,77 @@ Prompts = tuple[tuple[int, ...], tuple[int, ...]]
 """First prompt of an episode, and the prompt that the teacher has in its place."""
 
 
+class Model(NamedTuple):
+    """A model that teaches."""
+
+    scores: Callable[[TokenBatch], Tensor]
+    """Batch -> [T, 2 + 2 K] as `Scorer.scores` gives them, at the policy's temperature."""
+    max_positions: int
+
+
 class Teacher:
-    """The teacher of a run. Its methods are collective."""
+    """The teachers of a run, one for each environment. Its methods are collective."""
 
     def __init__(
-        self,
-        config: StarPOConfig,
-        logprobs: Callable[[TokenBatch], Tensor],
-        renderer: ChatRenderer,
-        max_positions: int,
+        self, config: StarPOConfig, models: Mapping[str, Model], renderer: ChatRenderer
     ) -> None:
-        """`logprobs`: batch -> [T] of the sampled labels, at the policy's temperature;
-        `max_positions`: positions of the teacher. Raises ValueError if a context and the teacher's
-        longer prompt have more.
+        """`models`: environment -> its teacher. Raises ValueError if a context and the teacher's
+        longer prompt have more positions than the teacher.
         """
-        self._config, self._logprobs, self._renderer = config, logprobs, renderer
+        self._config, self._models, self._renderer = config, models, renderer
         self.notes: list[str] = []
         """Lines about its prompts."""
-        longest = config.rollout.max_context_length
+        longest = dict.fromkeys(models, config.rollout.max_context_length)
         if config.model.restates_prompts:
-            first = [
-                (name, TRAINING_SEEDS[0], TRAINING_SEEDS[0]) for name in config.environment.shares
-            ]
+            first = [(name, TRAINING_SEEDS[0], TRAINING_SEEDS[0]) for name in models]
             found = on_main(partial(self._prompts, first, 0))
-            more = [len(restated) - len(prompt) for prompt, restated in found]
-            self.notes = [
-                f"teacher: its first prompt of {name} has {len(restated)} tokens, and the policy's"
-                f" {len(prompt)}"
-                for (name, *_), (prompt, restated) in zip(first, found)
-            ]
-            longest += max(0, *more)
-        if longest > max_positions:
-            raise ValueError(
-                f"the teacher reads up to {longest} tokens (max_context_length and what its prompt"
-                f" has more) and has {max_positions} positions; lower --max-context-length or"
-                " --teacher-prompt-examples"
-            )
+            for name, (prompt, restated) in zip(models, found):
+                longest[name] += max(0, len(restated) - len(prompt))
+                self.notes.append(
+                    f"teacher: its first prompt of {name} has {len(restated)} tokens, and the"
+                    f" policy's {len(prompt)}"
+                )
+        for name, model in models.items():
+            if longest[name] > model.max_positions:
+                raise ValueError(
+                    f"the teacher of {name} reads up to {longest[name]} tokens (max_context_length"
+                    f" and what its prompt has more) and has {model.max_positions} positions; lower"
+                    " --max-context-length or --teacher-prompt-examples"
+                )
 
     def score(
         self, batch: TokenBatch, trajectories: Sequence[Trajectory], log: StepLog
     ) -> TokenBatch:
-        """`batch`, which packs `trajectories`, with the log-ratios of teacher and policy. Raises
-        ValueError if a world does not begin again as it began.
+        """`batch`, which packs `trajectories`, with the log-ratios of teacher and policy, and with
+        --teacher-top-k the tokens that the teacher finds likeliest. Raises ValueError if a world
+        does not begin again as it began.
         """
         seen = batch
         if self._config.model.restates_prompts:
             seen = pack(self._restated(trajectories, log.step), batch.here)
         mask, old = batch.loss_mask, batch.old_logprobs
         assert old is not None  # a run with a teacher has them before
-        ratios = torch.zeros(batch.num_positions)
+        seen, top_k = seen.without(ROUTES), self._config.advantage.teacher_top_k
+        scores = torch.zeros(seen.num_positions, 2 + 2 * top_k)
+        for model in dict.fromkeys(self._models.values()):
+            ids = [
+                place
+                for place, trajectory in enumerate(trajectories)
+                if self._models[trajectory.environment] is model
+            ]
+            if ids:
+                scores[seen.positions(ids)] = model.scores(seen.select(ids))
         # The sampled tokens are the same ones in the same order, whatever the prompt.
-        ratios[mask] = self._logprobs(seen.without(ROUTES))[seen.loss_mask] - old[mask]
+        found = torch.zeros(batch.num_positions, 2 + 2 * top_k)
+        found[mask] = scores[seen.loss_mask]
+        ratios = torch.where(mask, found[:, 0] - old, 0)
         log.add("teacher", kl=-float(ratios[mask].double().mean()))
-        return batch.with_fields(teacher_log_ratios=ratios)
+        batch = batch.with_fields(teacher_log_ratios=ratios)
+        if not top_k:
+            return batch
+        logprobs, tokens = found[:, 2:].split(top_k, dim=1)
+        log.add("teacher", top_k_mass=float(logprobs[mask].double().exp().sum(1).mean()))
+        return batch.with_fields(**{TEACHER_IDS: tokens, TEACHER_LOGPROBS: logprobs})
 
     def _restated(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Return the trajectories behind the teacher's prompts."""

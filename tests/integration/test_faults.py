@@ -2,7 +2,6 @@
 in one line.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -32,7 +31,15 @@ from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
 from ragen_mega.storage.sealed_files import read_sealed
 from ragen_mega.train import starpo
-from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
+from tests.support.faulty_runs import (
+    FLAGS,
+    WARM_START,
+    open_run,
+    poison,
+    record_moves,
+    replay_arguments,
+    start_of,
+)
 from tests.support.forked_ranks import on_ranks
 from tests.support.runs import finish, launch, metrics, state
 
@@ -130,13 +137,6 @@ def test_a_rollout_of_other_weights_or_settings_is_not_used(
     (output / "other_settings" / "summary.json").unlink()
     finish(open_run(output, "other_settings", "--resume", "--lr", "5e-4", "--temperature", "0.9"))
     assert steps == [3, 2, 3]
-
-
-def replay_arguments(run: Path, step: int) -> argparse.Namespace:
-    return argparse.Namespace(
-        run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
-        pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
-    )  # fmt: skip
 
 
 def digest(directory: Path) -> str:

@@ -49,11 +49,14 @@ WARM_START = """
 """.split()
 LAYOUTS = {
     "one": (1, ()),
-    "tp2": (2, ("--tensor-model-parallel-size", "2")),
-    "pp2": (2, ("--pipeline-model-parallel-size", "2")),
+    "tp2": (2, ("--tensor-model-parallel-size", "2", "--teacher-top-k", "4")),
+    "pp2": (2, ("--pipeline-model-parallel-size", "2", "--teacher-top-k", "4")),
     "cp2": (2, ("--context-parallel-size", "2")),
     "dp2_distributed_optimizer": (2, ("--use-distributed-optimizer",)),
-    "ep2": (2, ("--expert-model-parallel-size", "2", "--sft-steps", "5")),
+    "ep2": (
+        2,
+        ("--expert-model-parallel-size", "2", "--sft-steps", "5", "--teacher-top-k", "4"),
+    ),
     "tp2_pp2": (4, ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")),
     "pp4": (4, ("--pipeline-model-parallel-size", "4")),
     "pp2_vp2": (

@@ -161,7 +161,11 @@ def _statistics_and_gradients() -> list[KernelConfig]:
         replace(
             gradient,
             name="gradient bf16",
-            constants={"BLOCK": block, "WITH_ENTROPY": False, "MEAN": None, "D_ENTROPY": None},
+            constants={
+                "BLOCK": block,
+                "WITH_ENTROPY": False,
+                **dict.fromkeys(("MEAN", "D_ENTROPY", "D_OTHERS")),
+            },
             budget=KernelBudget(64, 32768, 1, 9.0, 1.1),
         ),
         gradient,

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from ragen_kernels import PolicyObjective
-from ragen_kernels.objective import TokenTerms
+from ragen_kernels.objective import Likeliest, TokenTerms
 from torch import Tensor
 
 OBJECTIVES = {
@@ -47,9 +48,16 @@ OBJECTIVES = {
         kl_kind="k3",
         kl_coef=0.1,
     ),  # fmt: skip
+    "teacher": PolicyObjective(teacher_coef=0.7),
+    "teacher and everything": PolicyObjective(
+        0.1, 0.3, 1.5, "k3", 0.2, 0.03, 1.05, min_entropy=4.9, teacher_coef=0.4
+    ),
+    "teacher and gspo": PolicyObjective(0.05, 0.1, surrogate="gspo", teacher_coef=0.3),
 }
 
-TOKEN_OBJECTIVES = [name for name, one in OBJECTIVES.items() if not one.is_over_sequences]
+TOKEN_OBJECTIVES = [
+    name for name, one in OBJECTIVES.items() if not (one.is_over_sequences or one.teacher_coef)
+]
 """Those that the row operations know."""
 
 
@@ -66,6 +74,8 @@ class Case:
     temperature: float
     vocab_valid: int | None
     cu_seqlens: Tensor  # [S + 1]
+    teacher_ids: Tensor  # [T, K]
+    teacher_logprobs: Tensor  # [T, K]
 
     @property
     def logits(self) -> Tensor:
@@ -76,9 +86,10 @@ class Case:
         return TokenTerms(*self.constants, self.ref_logprobs, self.rollout_logprobs)
 
     @property
-    def terms(self) -> dict[str, Tensor]:
+    def terms(self) -> dict[str, Any]:
         names = ("ref_logprobs", "rollout_logprobs", "cu_seqlens")
-        return {name: getattr(self, name) for name in names}
+        teacher = Likeliest(self.teacher_ids, self.teacher_logprobs)
+        return {name: getattr(self, name) for name in names} | {"teacher": teacher}
 
     @property
     def constants(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,26 +145,36 @@ def make_case(
             logprobs + 0.4 * normal(num_tokens),
         )
     )
+    likings = logprobs_of(2 * normal(num_tokens, vocab_valid or vocab), 1.0, None)
+    teacher_logprobs, teacher_ids = likings.float().double().topk(min(5, likings.shape[1]))
     # sequences of one, of several and of no tokens
     offsets = [min(num_tokens, end) for end in (0, 1, 6, 6, 15, num_tokens)]
     return Case(
         hidden, weight, labels, old, advantages, weights, ref, rollout, temperature, vocab_valid,
-        torch.tensor(sorted(offsets), dtype=torch.int32),
+        torch.tensor(sorted(offsets), dtype=torch.int32), teacher_ids, teacher_logprobs,
     )  # fmt: skip
+
+
+def logprobs_of(logits: Tensor, temperature: float, vocab_valid: int | None) -> Tensor:
+    """[T, V] log-probabilities of all tokens."""
+    return torch.log_softmax(logits[:, :vocab_valid] / temperature, dim=1)
 
 
 def logprob_entropy_truth(
     logits: Tensor, labels: Tensor, temperature: float, vocab_valid: int | None
 ) -> tuple[Tensor, Tensor]:
-    all_logprobs = torch.log_softmax(logits[:, :vocab_valid] / temperature, dim=1)
+    all_logprobs = logprobs_of(logits, temperature, vocab_valid)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=1)
     return all_logprobs[torch.arange(len(labels)), labels], entropy
 
 
 def policy_loss_truth(
-    logprobs: Tensor, entropy: Tensor, case: Case, objective: PolicyObjective
+    logits: Tensor, case: Case, objective: PolicyObjective
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss as papers write it: torch.maximum, torch.minimum and a mask; and the statistics."""
+    logprobs, entropy = logprob_entropy_truth(
+        logits, case.labels, case.temperature, case.vocab_valid
+    )
     active = case.weights != 0
     advantages = case.advantages
     log_ratio = (logprobs - case.old_logprobs).clamp(-20, 20)
@@ -188,7 +209,17 @@ def policy_loss_truth(
         d = logprobs - case.ref_logprobs
         ref_kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[objective.kl_kind]
         loss = loss + objective.kl_coef * ref_kl
+    teacher_kl = None
+    if objective.teacher_coef:
+        wanted = torch.zeros_like(logits)  # the terms of KL(teacher || policy) that are kept
+        wanted.scatter_(1, case.teacher_ids, case.teacher_logprobs.exp())
+        found = logprobs_of(logits, case.temperature, case.vocab_valid)
+        found = torch.nn.functional.pad(found, (0, wanted.shape[1] - found.shape[1]))
+        terms = torch.xlogy(wanted, wanted) - wanted * found - wanted + found.exp()
+        teacher_kl = torch.where(wanted > 0, terms, 0).sum(1)
+        loss = loss + objective.teacher_coef * teacher_kl
     stats = {
+        "teacher_kl": teacher_kl,
         "logprobs": logprobs,
         "entropy": entropy,
         "ratio": ratio,
@@ -237,11 +268,11 @@ def unfused_truth(case: Case, objective: PolicyObjective) -> Truth:
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     logits = hidden @ weight.T
     logits.retain_grad()
+    loss, stats = policy_loss_truth(logits, case, objective)
+    loss.backward()
     logprobs, entropy = logprob_entropy_truth(
         logits, case.labels, case.temperature, case.vocab_valid
     )
-    loss, stats = policy_loss_truth(logprobs, entropy, case, objective)
-    loss.backward()
     return Truth(
         loss.detach(),
         stats,

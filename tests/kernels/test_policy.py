@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ragen_kernels import PolicyObjective, linear_logprobs, linear_policy_loss, logprob_entropy
+from ragen_kernels import (
+    Likeliest,
+    PolicyObjective,
+    linear_logprobs,
+    linear_policy_loss,
+    logprob_entropy,
+)
 from ragen_kernels.launch import CHUNK_BYTES
 from ragen_kernels.policy import chunk_rows, empty_rows
 
@@ -15,6 +21,7 @@ from tests.kernels.kernel_cases import (
     OBJECTIVES,
     assert_stats,
     logprob_entropy_truth,
+    logprobs_of,
     make_case,
     relative_error,
     unfused_truth,
@@ -236,10 +243,55 @@ def test_linear_logprobs_skips_inactive_rows(backend):
         temperature=case.temperature,
         vocab_valid=290,
         chunk_tokens=4,
+        top_k=3,
+        top_below=280,
     )
+    top = logprobs_of(case.logits, case.temperature, 290)[:, :280].topk(3)
     close = {"rtol": backend.tolerance, "atol": backend.tolerance}
-    for ours, expected in zip(actual, (truth.logprobs, truth.entropy), strict=True):
-        torch.testing.assert_close(ours.cpu().double(), torch.where(active, expected, 0), **close)
+    for ours, expected in zip(
+        actual, (truth.logprobs, truth.entropy, *top.values.T, *top.indices.T), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.cpu().double(), torch.where(active, expected.double(), 0), **close
+        )
+
+
+def test_a_teacher_that_is_the_policy_has_no_gradient(backend):
+    """Exactly: with its own likeliest tokens there is no loss and no slope."""
+    inputs = make_case(21, 301, 16, seed=8, vocab_valid=290, active=1.0)
+    inputs = inputs.to(backend.device, torch.float32)
+    arguments, rows = (inputs.hidden, inputs.weight, inputs.labels), torch.arange(21)
+    vocabulary = {"temperature": inputs.temperature, "vocab_valid": 290}
+    found = linear_logprobs(*arguments, rows=rows.to(backend.device), top_k=4, **vocabulary)
+    logprobs, ids = torch.stack(found[2:]).T.split(4, dim=1)
+    objective = PolicyObjective(teacher_coef=1.0)
+    for shift in (0, 1):  # a teacher that is shifted by a token teaches something
+        teacher = Likeliest(ids.roll(shift, 0).long(), logprobs.roll(shift, 0))
+        inputs.hidden.grad = None
+        loss, _ = linear_policy_loss(
+            inputs.hidden.requires_grad_(), *arguments[1:], inputs.old_logprobs,
+            torch.zeros_like(inputs.advantages), inputs.weights, objective, teacher=teacher,
+            **vocabulary,
+        )  # fmt: skip
+        loss.backward()
+        assert (float(loss) > 0.1) == bool(inputs.hidden.grad.any()) == bool(shift)
+
+
+@pytest.mark.parametrize("top_k", [3, 290])
+def test_the_terms_of_all_tokens_are_the_kl_of_the_whole_vocabulary(top_k):
+    """And the terms of some tokens are less, but not negative."""
+    case = make_case(21, 301, 16, seed=8, vocab_valid=290, active=1.0)
+    likings = 2 * torch.randn(21, 290, generator=torch.Generator().manual_seed(0)).double()
+    teacher = Likeliest(*reversed(likings.log_softmax(1).topk(top_k)))
+    options = {"temperature": case.temperature, "vocab_valid": 290, "teacher": teacher}
+    arguments = (case.hidden, case.weight, case.labels, *case.constants)
+    _, stats = linear_policy_loss(*arguments, PolicyObjective(teacher_coef=1.0), **options)
+    policy = logprobs_of(case.logits, case.temperature, 290)
+    exact = torch.nn.functional.kl_div(policy, likings.softmax(1), reduction="none").sum(1)
+    if top_k == 290:
+        torch.testing.assert_close(stats.teacher_kl, exact.float())
+    else:
+        assert ((stats.teacher_kl > 0) & (stats.teacher_kl < exact)).all()
 
 
 @pytest.mark.parametrize("vocab", [97, 151936, 151937, 151944])

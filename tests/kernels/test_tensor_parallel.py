@@ -12,6 +12,7 @@ from ragen_kernels import dispatch, linear_logprobs, linear_policy_loss
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
     assert_stats,
+    logprobs_of,
     make_case,
     relative_error,
     unfused_truth,
@@ -24,7 +25,12 @@ VOCAB, VALID = 64, 50
 
 def check_linear(rank: int, dtype: torch.dtype, tolerance: float) -> None:
     width = VOCAB // WORLD_SIZE
-    for name, active in (("everything", 0.6), ("clip", 0.0)):
+    for name, active in (
+        ("everything", 0.6),
+        ("clip", 0.0),
+        ("teacher and everything", 0.6),
+        ("teacher", 0.0),
+    ):
         case = make_case(7, VOCAB, 8, vocab_valid=VALID, active=active, seed=3)
         objective = OBJECTIVES[name]
         truth, inputs = unfused_truth(case, objective), case.to("cpu", dtype)
@@ -46,9 +52,19 @@ def check_linear(rank: int, dtype: torch.dtype, tolerance: float) -> None:
         assert relative_error(hidden.grad, truth.d_hidden) < tolerance
         assert relative_error(weight.grad, truth.d_weight.split(width)[rank]) < tolerance
         assert_stats(stats, truth.stats, max(1e-6, tolerance))
-        rows = linear_logprobs(*arguments, rows=(inputs.labels >= 0).nonzero().squeeze(1), **shard)
-        for actual, expected in zip(rows, (truth.logprobs, truth.entropy), strict=True):
-            assert relative_error(actual, expected) < tolerance
+        for below in (VALID, 45, 20):  # ids on both ranks, and on one alone
+            rows = linear_logprobs(
+                *arguments,
+                rows=(inputs.labels >= 0).nonzero().squeeze(1),
+                **shard,
+                top_k=20,
+                top_below=below,
+            )
+            all_logprobs = logprobs_of(case.logits, case.temperature, VALID)
+            top = all_logprobs[:, :below].topk(20)
+            expected = (truth.logprobs, truth.entropy, *top.values.T, *top.indices.T)
+            for actual, exact in zip(rows, expected, strict=True):
+                assert relative_error(actual, exact.double()) < tolerance
     with pytest.raises(ValueError, match="vocab_start"):
         linear_logprobs(
             *arguments,

@@ -2,6 +2,7 @@
 moved anything.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,13 @@ WARM_START = (
 def open_run(output: Path, name: str, *flags: str) -> Run:
     load = () if name == "start" else ("--load", str(start_of(output)))
     return build(parse([*FLAGS, *load, "--output", str(output), "--name", name, *flags]))
+
+
+def replay_arguments(run: Path, step: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
+        pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
+    )  # fmt: skip
 
 
 def start_of(output: Path) -> Path:

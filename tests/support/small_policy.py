@@ -20,8 +20,8 @@ def lake_tokenizer(episode: Callable[[], Episode]) -> PreTrainedTokenizerFast:
     return train_tokenizer(texts)
 
 
-def tiny_qwen2(vocab_size: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
+def tiny_qwen2(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=32,

@@ -404,15 +404,15 @@ def test_a_teacher_takes_its_parameters_and_one_that_is_too_large_is_refused() -
         without = Setting.from_config(
             parse([*own, "--offload", mode.replace("turns", "rollout")]), 1
         )
-        assert without.has_reference and without.teacher is None
+        assert without.has_reference and not without.teachers
         setting = Setting.from_config(parse([*taught, "--offload", mode]), 1)
-        assert not setting.has_reference and setting.teacher is None  # the hub's has no size yet
-        setting = replace(setting, teacher=large)
+        assert not setting.has_reference and not setting.teachers  # the hub's has no size yet
+        setting = replace(setting, teachers=((large, 1.0),))
         size = state_of(large, setting, 0, is_critic=False).parameters
         assert size > 64e9
         before, after = (
             {phase: sum(terms.values()) for phase, terms in plan(shape, each).items()}
-            for each in (replace(setting, teacher=None), setting)
+            for each in (replace(setting, teachers=()), setting)
         )
         more = {phase: after[phase] - before.get(phase, 0) for phase in after}
         on_device = {
@@ -423,8 +423,18 @@ def test_a_teacher_takes_its_parameters_and_one_that_is_too_large_is_refused() -
         assert {phase for phase, change in more.items() if change} == on_device
         assert all(more[phase] == size for phase in on_device - {"score"})
         assert more.get("score", size + 1) > size
-        copies = [host_copies(shape, replace(setting, teacher=each), 0) for each in (None, large)]
-        assert copies[1] - copies[0] == (0 if mode == "none" else size)
+        two = replace(setting, teachers=((large, 0.5), (shape, 0.5)))
+        copies = [
+            host_copies(shape, each, 0) for each in (replace(setting, teachers=()), setting, two)
+        ]
+        smaller = state_of(shape, setting, 0, is_critic=False).parameters
+        on_host = (0, 0) if mode == "none" else (size, smaller)
+        assert (copies[1] - copies[0], copies[2] - copies[1]) == on_host
+        together = {phase: sum(terms.values()) for phase, terms in plan(shape, two).items()}
+        if mode == "turns":  # one at a time
+            assert together == after
+        else:
+            assert together["train actor"] - after["train actor"] == smaller
         with pytest.raises(ValueError, match="give a smaller --teacher-load") as error:
             check_fits(shape, setting, 40 * GIB)
         assert "\n" not in str(error.value)

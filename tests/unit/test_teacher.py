@@ -1,18 +1,29 @@
-"""On-policy distillation: its gradient against exact sums in float64, the teacher's log-ratios
-against transformers, its own prompts, and what is refused.
+"""On-policy distillation: its gradient against exact sums in float64, the teacher's log-ratios and
+likeliest tokens against transformers, its own prompts, several teachers, and what is refused.
+
+The gradient of the likeliest tokens: `tests/kernels/test_policy.py`, and under every layout
+`tests/distributed/test_parity.py`.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ragen_mega.algorithm.credit import estimate_advantages, taught
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
+from ragen_mega.data.fields import (
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    TOKEN_FIELDS,
+    add_likeliest,
+)
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron.initialize import initialize
@@ -23,7 +34,7 @@ from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, prompt_examples
 from ragen_mega.run.check import check
 from ragen_mega.run.log import StepLog
-from ragen_mega.run.teacher import Teacher, check_tokens
+from ragen_mega.run.teacher import Model, Teacher, check_tokens
 from ragen_mega.run.timers import Timers
 from tests.support.small_policy import tiny_qwen2
 from tools.parity import transformers_logprobs
@@ -32,9 +43,20 @@ TEMPERATURE = 0.7
 ALONE = "--reward teacher --advantage-estimator none --filter-strategy none".split()
 
 
-def played(tokens: list[list[int]], prompt: list[int], group: int = 0) -> Trajectory:
+@pytest.fixture(autouse=True)
+def likeliest_tokens() -> Iterator[None]:
+    """Batches may hold three of them."""
+    add_likeliest(3)
+    yield
+    for name in (TEACHER_IDS, TEACHER_LOGPROBS):
+        TOKEN_FIELDS.pop(name, None)
+
+
+def played(
+    tokens: list[list[int]], prompt: list[int], group: int = 0, world: str = "reverse"
+) -> Trajectory:
     """Turns of these tokens, each behind an observation."""
-    trajectory = Trajectory(group, environment="reverse", seed=1_000_003, outcome_seed=5)
+    trajectory = Trajectory(group, environment=world, seed=1_000_003, outcome_seed=5)
     for number, said in enumerate(tokens):
         trajectory.append_observation([1, 2] if number else prompt)
         trajectory.append_action(Completion(said, [-1.0] * len(said), "stop"))
@@ -108,6 +130,9 @@ def test_a_teacher_adds_to_what_the_estimator_gives(estimator: str) -> None:
     assert without is not None and both is not None
     assert torch.equal(both, without + taught(taught_batch, settings.teacher_weight))
     assert torch.equal(both, without) == False  # noqa: E712
+    in_loss = replace(settings, teacher_top_k=2)
+    credited = estimate_advantages(taught_batch, members, in_loss).advantages
+    assert credited is not None and torch.equal(credited, without)
     same = batch.with_fields(teacher_log_ratios=torch.zeros_like(ratios))
     equal = estimate_advantages(same, members, settings).advantages
     assert equal is not None and torch.equal(equal, without)
@@ -141,14 +166,24 @@ class World:
         prompt = self.first_prompt(1_000_003)
         return [played([[9, 8, 7], [6]], prompt), played([[9, 5], [4, 3]], prompt)]
 
-    def teacher(self, scorer: MegatronPolicy | FrozenPolicy) -> Teacher:
-        score = scorer.logprobs if isinstance(scorer, FrozenPolicy) else scorer.reference_logprobs
-        return Teacher(self.config, score, self.renderer, 4096)
+    def teacher(self, *scorers: MegatronPolicy | FrozenPolicy) -> Teacher:
+        """A teacher of all environments, or one for each."""
+        top = {"top_k": self.config.advantage.teacher_top_k, "top_below": self.hf.vocab_size}
+        scores = (
+            each.scores if isinstance(each, FrozenPolicy) else each.reference_scores
+            for each in scorers
+        )
+        models = [Model(partial(each, **top), 4096) for each in scores]
+        names = self.config.environment.shares
+        return Teacher(self.config, dict(zip(names, itertools.cycle(models))), self.renderer)
 
-    def frozen(self, temperature: float = TEMPERATURE) -> FrozenPolicy:
+    def frozen(
+        self, temperature: float = TEMPERATURE, model: PreTrainedModel | None = None
+    ) -> FrozenPolicy:
+        model = model or self.model
         return FrozenPolicy(
-            self.hf, initialize(ParallelConfig()), ParallelConfig(), TrainConfig(),
-            self.read, temperature=temperature,
+            model.config, initialize(ParallelConfig()), ParallelConfig(), TrainConfig(),
+            model.state_dict().get, temperature=temperature,
         )  # fmt: skip
 
     def read(self, name: str) -> Tensor | None:
@@ -164,6 +199,20 @@ class World:
 
     def expected(self, prompt: list[int], members: list[Trajectory]) -> Tensor:
         """Log-probabilities of sampled tokens behind another prompt, by transformers."""
+        batch = self.behind(prompt, members)
+        return transformers_logprobs(self.model, batch, TEMPERATURE)[batch.loss_mask]
+
+    def likeliest(self, prompt: list[int], members: list[Trajectory], top_k: int) -> Tensor:
+        """[N, 2 K] log-probabilities and ids of the likeliest tokens there, by transformers."""
+        batch, rows = self.behind(prompt, members), []
+        for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            with torch.no_grad():
+                logits = self.model(batch.tokens[None, start:end]).logits[0] / TEMPERATURE
+            rows.append(torch.cat(logits.log_softmax(-1).topk(top_k), -1))
+        return torch.cat(rows)[batch.loss_mask]
+
+    def behind(self, prompt: list[int], members: list[Trajectory]) -> TokenBatch:
+        """The trajectories behind another prompt, made by hand."""
         restated = []
         for member in members:
             start = member.turns[0].start
@@ -176,8 +225,7 @@ class World:
                     other.append_observation(member.tokens[turn.end : following.start])
             assert len(other) == len(member) - start + len(prompt)
             restated.append(other)
-        batch = pack(restated)
-        return transformers_logprobs(self.model, batch, TEMPERATURE)[batch.loss_mask]
+        return pack(restated)
 
 
 def scored(world: World, teacher: Teacher) -> tuple[TokenBatch, StepLog]:
@@ -198,7 +246,8 @@ def restated_prompt(world: World) -> list[int]:
 def test_log_ratios_are_those_of_transformers(is_restated: bool, rank: int) -> None:
     """A teacher that is shifted by a token, or scored at another temperature, fails this."""
     given = ["--teacher-prompt-examples", "2", "--teacher-system-prompt", "Be right."]
-    world = World(*(given if is_restated else ["--teacher-load", "/some/model"]))
+    given = given if is_restated else ["--teacher-load", "/some/model"]
+    world = World(*given, "--teacher-top-k", "3")
     members = world.trajectories()
     prompt = restated_prompt(world) if is_restated else [*members[0].first_prompt]
     assert (len(prompt) > len(members[0].first_prompt) + 20) == is_restated
@@ -214,11 +263,64 @@ def test_log_ratios_are_those_of_transformers(is_restated: bool, rank: int) -> N
     assert found is not None and not found[~batch.loss_mask].any()
     torch.testing.assert_close(found[batch.loss_mask], expected, atol=2e-5, rtol=0)
     assert log.result()["teacher/kl"] == pytest.approx(-float(expected.mean()), abs=1e-5)
+    top = torch.cat([found_fields(batch, name) for name in (TEACHER_LOGPROBS, TEACHER_IDS)], 1)
+    exact = world.likeliest(prompt, members, 3)
+    torch.testing.assert_close(top, exact, atol=2e-5, rtol=0)
+    mass = float(exact[:, :3].exp().sum(1).mean())
+    assert log.result()["teacher/top_k_mass"] == pytest.approx(mass, abs=1e-5)
     for wrong in (expected.roll(1), world.expected(prompt[1:], members) + 1):
         assert (found[batch.loss_mask] - wrong).abs().max() > 1e-3
     hot, _ = scored(world, world.teacher(world.frozen(2 * TEMPERATURE)))
     assert hot.teacher_log_ratios is not None
     assert (hot.teacher_log_ratios - found).abs().max() > 1e-2
+
+
+def found_fields(batch: TokenBatch, name: str) -> Tensor:
+    """What a batch holds of the sampled tokens; of others it holds nothing."""
+    values = batch.further_fields[name]
+    assert not values[~batch.loss_mask].any()
+    return values[batch.loss_mask].float()
+
+
+def test_each_environment_has_its_own_teacher() -> None:
+    """Trajectories of two environments in one batch: each is scored by its own model alone."""
+    own = '{"reverse": "/some/model", "lookup": "/some/other"}'
+    world = World("--environments", "reverse,lookup", "--num-groups", "8", "--teacher-load", own)
+    assert world.config.teachers == {"reverse": "/some/model", "lookup": "/some/other"}
+    other = tiny_qwen2(len(world.renderer.tokenizer), seed=7)
+    prompt = world.first_prompt(1_000_003)
+    members = [
+        played([[9, 8, 7], [6]], prompt),
+        played([[9, 5], [4, 3]], prompt, world="lookup"),
+        played([[9, 8], [6, 5]], prompt),
+    ]
+    batch = pack(members)
+    batch = batch.with_fields(old_logprobs=torch.zeros(batch.num_positions))
+    teacher = world.teacher(world.frozen(), world.frozen(model=other))
+    found = teacher.score(batch, members, StepLog(0, Timers())).teacher_log_ratios
+    one, two = (transformers_logprobs(each, batch, TEMPERATURE) for each in (world.model, other))
+    start, end = batch.cu_seqlens[1:3].tolist()
+    expected = torch.cat([one[:start], two[start:end], one[end:]])
+    assert found is not None and (one - two).abs().max() > 1e-2
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    alone = teacher.score(batch.select([0, 2]), [members[0], members[2]], StepLog(0, Timers()))
+    assert torch.equal(alone.teacher_log_ratios, torch.cat([found[:start], found[end:]]))
+
+
+def test_a_teacher_with_more_rows_teaches_tokens_of_the_policy_alone() -> None:
+    """Rows behind the tokenizer's tokens, which some models have, are nobody's."""
+    world = World("--teacher-load", "/some/model", "--teacher-top-k", "3")
+    larger = tiny_qwen2(len(world.renderer.tokenizer) + 8)
+    size = world.hf.vocab_size
+    with torch.no_grad():
+        larger.lm_head.weight[size:] = 4 * larger.lm_head.weight[:8]
+    members = world.trajectories()
+    batch = pack(members)
+    batch = batch.with_fields(old_logprobs=torch.zeros(batch.num_positions))
+    frozen = world.frozen(model=larger)
+    assert int(frozen.scores(batch, top_k=3)[:, 5:].max()) >= size
+    found = world.teacher(frozen).score(batch, members, StepLog(0, Timers()))
+    assert int(found.further_fields[TEACHER_IDS].max()) < size
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing() -> None:
@@ -263,6 +365,11 @@ def test_a_longer_prompt_needs_positions() -> None:
     ("flags", "message"),
     [
         ("--teacher-load x", "a teacher does nothing with reward environment"),
+        ("--teacher-top-k 4", "teacher_top_k does nothing with reward environment"),
+        (
+            "--reward environment+teacher --teacher-load {}",
+            "must name a teacher for each .*frozen_lake",
+        ),
         ("--teacher-prompt-examples 2", "a teacher does nothing"),
         ("--reward teacher --advantage-estimator none --filter-strategy none", "not the policy"),
         ("--reward teacher --teacher-load x", "leaves advantage_estimator gae no rewards"),
@@ -287,6 +394,40 @@ def test_settings_that_cannot_work(flags: str, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("teachers", "message"),
+    [
+        ('{"sokoban": "x"}', r"each environment that is trained \(frozen_lake\), not for sokoban"),
+        ('{"frozen_lake": "x", "sokoban": "y"}', "not for frozen_lake, sokoban"),
+        ('{"frozen_lake": 3}', "must name a model for frozen_lake, not 3"),
+        ('{"frozen_lake": "x"', "teacher_load must be a JSON object"),
+    ],
+)
+def test_teachers_that_fit_no_environment(teachers: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        parse(["--reward", "environment+teacher", "--teacher-load", teachers])
+    assert "\n" not in str(raised.value)
+
+
+def test_teachers_are_known_by_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that both have is loaded once; one that the policy starts from is not loaded."""
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    flags = ["--environments", "sokoban,frozen_lake", "--reward", "environment + teacher"]
+    flags += ["--num-groups", "8", "--load", "owner/model", "--teacher-load"]
+    config = parse([*flags, '{"sokoban": "one", "frozen_lake": "owner/other"}']).located()
+    place = str(tmp_path / "one")
+    assert config.teachers == {"sokoban": place, "frozen_lake": "owner/other"}
+    assert config.loaded_teachers == {place: ["sokoban"], "owner/other": ["frozen_lake"]}
+    assert not config.needs_reference
+    both = parse([*flags, "one"])
+    assert both.loaded_teachers == {"one": ["sokoban", "frozen_lake"]}
+    start = parse([*flags, '{"sokoban": "one", "frozen_lake": "owner/model"}'])
+    assert start.loaded_teachers == {"one": ["sokoban"]} and start.needs_reference
+
+
 def test_a_teacher_without_a_template(tmp_path: Path) -> None:
     world = World("--teacher-prompt-examples", "2")
     for name in ("policy", "teacher"):
@@ -300,7 +441,7 @@ def test_a_teacher_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--teacher-load .*nothing"):
         check(parse([*flags, str(tmp_path / "nothing")]), 1, 1)
     same = parse([*flags, str(tmp_path / "policy")])
-    assert not same.loads_teacher and same.needs_reference and not same.has_kl
+    assert not same.loaded_teachers and same.needs_reference and not same.has_kl
 
 
 def test_other_tokens_are_refused_with_the_first_difference() -> None:

@@ -10,7 +10,7 @@ from ragen_mega.algorithm.tables import (
     find_estimator,
     parse_reward,
 )
-from ragen_mega.config.sections.section import OnlyWith, Section, Share
+from ragen_mega.config.sections.section import Natural, OnlyWith, Section, Share
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class AdvantageConfig(Section):
     my_module:my_reward". The term teacher adds the log-ratios of a teacher (--teacher-load,
     --teacher-prompt-examples, --teacher-system-prompt) to the advantage of each token, e.g.
     "environment + 0.1*teacher", or teacher alone with the estimator none.
+    """
+    teacher_top_k: Natural = 0
+    """Tokens of the teacher's distribution that are taught in the place of each sampled token: the
+    term teacher is then a loss, KL(teacher || policy) over the tokens that the teacher finds
+    likeliest, and so teaches what the policy never samples (default 0: it is the advantage of the
+    sampled token). E.g. 16.
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare
@@ -95,6 +101,11 @@ class AdvantageConfig(Section):
     def _check_teacher(self) -> None:
         """Check that an estimator has rewards, and that a teacher alone has none to estimate."""
         name, is_alone = self.advantage_estimator, not self.reward_terms
+        if self.teacher_top_k and not self.has_teacher:
+            raise ValueError(
+                f"teacher_top_k does nothing with reward {self.reward}; drop --teacher-top-k, or"
+                ' set --reward "environment + 0.1*teacher"'
+            )
         if is_alone and name != "none":
             raise ValueError(
                 f"reward {self.reward} leaves advantage_estimator {name} no rewards; set"
@@ -126,6 +137,11 @@ class AdvantageConfig(Section):
     def teacher_weight(self) -> float:
         """Return the weight of the teacher's log-ratios; 0 without a teacher."""
         return parse_reward(self.reward).get(TEACHER, 0.0)
+
+    @property
+    def teacher_coef(self) -> float:
+        """Return the weight in the loss of a teacher's likeliest tokens; 0 without them."""
+        return self.teacher_weight if self.teacher_top_k else 0.0
 
     @property
     def uses_critic(self) -> bool:

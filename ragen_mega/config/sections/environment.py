@@ -221,7 +221,9 @@ def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def json_object(flag: str, text: str) -> dict[str, Any]:
+def json_object(
+    flag: str, text: str, example: str = '{"sokoban": {"observation": "grid"}}'
+) -> dict[str, Any]:
     """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
     example = '{"sokoban": {"observation": "grid"}}'
     if flag == "curriculum":

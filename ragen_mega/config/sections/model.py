@@ -1,9 +1,12 @@
 """Flags of the model that is trained."""
 
+import json
 import os
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Self
 
+from ragen_mega.config.sections.environment import json_object
 from ragen_mega.config.sections.section import (
     Bounds,
     Count,
@@ -13,8 +16,10 @@ from ragen_mega.config.sections.section import (
     PathOf,
     Section,
 )
+from ragen_mega.system.paths import expanded
 
 _PATH_OR_NAME = PathOf(when=os.path.exists)
+_TEACHERS = '{"sokoban": "models/one", "frozen_lake": "models/other"}'
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class ModelConfig(Section):
     """
     teacher_load: Annotated[str | None, _PATH_OR_NAME] = None
     """Teacher (--reward teacher), named as by --load: any model with the same tokens (default: what
-    the policy starts from).
+    the policy starts from). Of several environments each may have its own: a JSON object, e.g.
+    '{"sokoban": "models/one", "frozen_lake": "models/other"}'.
     """
     teacher_prompt_examples: Natural | None = None
     """Worked examples in the prompts behind which the teacher scores the policy's tokens (default:
@@ -65,6 +71,12 @@ class ModelConfig(Section):
     """Experts that a token of the small mixture passes through (only with --num-experts)."""
 
     def check(self) -> None:
+        for name, model in self.teachers.items():
+            if not isinstance(model, str) or not model:
+                raise ValueError(
+                    f"teacher_load must name a model for {name}, not {model!r}; write e.g."
+                    f" '{_TEACHERS}'"
+                )
         heads, groups = self.num_attention_heads, self.num_query_groups
         if self.hidden_size % (2 * heads) != 0:
             raise ValueError(
@@ -90,6 +102,28 @@ class ModelConfig(Section):
                 f"experts_per_token ({chosen}) must divide ffn_hidden_size ({width}); set"
                 f" --ffn-hidden-size {chosen * max(1, width // chosen)}"
             )
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Return a map: environment -> model of its teacher; "" stands for all environments."""
+        given = self.teacher_load
+        if given is None or not given.startswith("{"):
+            return {} if given is None else {"": given}
+        return json_object("teacher_load", given, _TEACHERS)
+
+    def with_teachers(self, models: Mapping[str, str]) -> Self:
+        """Return the section with these models as `teachers`."""
+        is_one = [*models] == [""]
+        return replace(self, teacher_load=models[""] if is_one else json.dumps(models))
+
+    def located(self) -> Self:
+        models = {name: expanded(model) for name, model in self.teachers.items()}
+        models = {
+            name: os.path.abspath(model) if os.path.exists(model) else model
+            for name, model in models.items()
+        }
+        located = super().located()
+        return located.with_teachers(models) if models else located
 
     @property
     def restates_prompts(self) -> bool:
