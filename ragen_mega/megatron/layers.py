@@ -10,6 +10,7 @@ never a parameter: nothing here reads or stores it.
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,7 +42,7 @@ from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
-from ragen_mega.megatron.context import exchange_keys
+from ragen_mega.megatron.context import exchanged_keys
 from ragen_mega.megatron.routing import MixtureLayer, Routing
 from ragen_mega.ranks import collectives
 
@@ -67,13 +68,21 @@ class PackedForest(PackedSeqParams):
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
 
-    def with_received(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [M, kv_heads, head_dim] of the forest from the keys and values [N,
-        kv_heads, head_dim] of its nodes. Collective over the context-parallel ranks.
+    def attended(
+        self, key: Tensor, value: Tensor, config: TransformerConfig, order: Tensor | None = None
+    ) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Give a context the keys and values [M, kv_heads, head_dim] of the forest, or of these
+        those that `order` names, from the keys and values [N, kv_heads, head_dim] of its nodes.
+        Collective over the context-parallel ranks, see `exchanged_keys`.
         """
-        if not self.forest.received:
-            return key, value
-        return exchange_keys(key, value, self.sent, self.forest, self.context)
+        if self.forest.received:
+            again = config.recompute_granularity != "full"  # which exchanges them again itself
+            return exchanged_keys(
+                key, value, self.sent, self.forest, self.context, order, again=again
+            )
+        if order is not None:
+            key, value = key.index_select(0, order), value.index_select(0, order)
+        return nullcontext((key, value))
 
     @cached_property
     def sent(self) -> Tensor:
@@ -282,13 +291,12 @@ class EngineAttention(TEDotProductAttention):
         packed_seq_params: PackedForest,
     ) -> Tensor:  # [N, heads/tp * head_dim]
         packed, paths = packed_seq_params.chains
-        key, value = packed_seq_params.with_received(key, value)
         if paths is not None:
-            key, value = key.index_select(0, paths), value.index_select(0, paths)
             attn_mask_type = _BottomRight.padding_causal_bottom_right
-        return super().forward(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, packed
-        )
+        with packed_seq_params.attended(key, value, self.config, paths) as (key, value):
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed
+            )
 
 
 class PackedAttention(MegatronModule):
@@ -325,8 +333,8 @@ class PackedAttention(MegatronModule):
             "packed sequences are the only data layout"
         )
         query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
-        key, value = packed_seq_params.with_received(key, value)
-        return self.attend(query, key, value, packed_seq_params)
+        with packed_seq_params.attended(key, value, self.config) as (key, value):
+            return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         """Return the attention of the nodes of a forest; shapes as in `forward`."""

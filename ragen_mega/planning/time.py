@@ -271,9 +271,9 @@ def passes(
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
     frozen = bool(cut.adapters)  # whose gradients nobody computes
     backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
-    backward |= dict.fromkeys(
-        ("tensor parallelism", "expert parallelism", "context parallelism"), 1.0
-    )
+    backward |= dict.fromkeys(("tensor parallelism", "expert parallelism"), 1.0)
+    # keys are received again, unless the whole layer is computed again
+    backward["context parallelism"] = 1.0 if cut.recompute == "full" else 2.0
     terms = {
         name: micros * layers * seconds * (1 + backward[name] * is_trained)
         for name, seconds in single.items()
