@@ -38,7 +38,7 @@ from ragen_mega.planning.memory import (
     remedies,
 )
 from ragen_mega.planning.published import SHAPES, model_config
-from ragen_mega.planning.time import Play, default_play, step_seconds
+from ragen_mega.planning.time import Play, default_play, step_seconds, total
 from ragen_mega.run.check import check_environments
 
 

@@ -170,9 +170,9 @@ def best(
     fixed: Collection[str] = (),
     where: Callable[[StarPOConfig], bool] = lambda _: True,
 ) -> StarPOConfig | None:
-    """Choose the layout of a recipe: of those that `where` allows and that fit into `FILL` of a GPU, else with Adam's state
-    in host memory, else into all of a GPU, and are within `MARGIN` of the fastest the one with the
-    fewest pipeline stages, then the fastest. None if none fits.
+    """Choose the layout of a recipe: of those that `where` allows and that fit into `FILL` of a
+    GPU, else with Adam's state in host memory, else into all of a GPU, and are within `MARGIN` of
+    the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
     """
     own = config.parallel.optimizer_cpu_offload
     placed = {own, own or "optimizer_cpu_offload" not in fixed}
