@@ -38,7 +38,7 @@ from ragen_mega.planning.memory import (
     remedies,
 )
 from ragen_mega.planning.published import SHAPES, model_config
-from ragen_mega.planning.time import Play, default_play, step_seconds, total
+from ragen_mega.planning.time import Play, default_play, step_seconds, total, updating
 from ragen_mega.run.check import check_environments
 
 
@@ -288,14 +288,16 @@ def context_ranks(
     other = best(shape, run.config, num_gpus, room, machine, play, run.given, is_other)
     reports, lines = {}, []
     for layout in filter(None, (chosen, other)):
-        seconds = total(step_seconds(machine, shape, layout, num_gpus, play))
+        phases = step_seconds(machine, shape, layout, num_gpus, play)
         trainers = num_gpus - layout.parallel.rollout_ranks
         report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), room)
+        report |= {"predicted_seconds": total(phases), "training_seconds": updating(phases)}
         name = "with" if divides_context(layout) else "without"
-        reports[name] = report | {"predicted_seconds": seconds, "flags": run.flags(layout)}
+        reports[name] = report | {"flags": run.flags(layout)}
         lines.append(
-            f"{name} context ranks: {seconds:.1f} s a step, {report['peak_gib']:.1f} GiB a GPU,"
-            f" {layout_words(report)}, recomputation {report['recompute']}"
+            f"{name} context ranks: {total(phases):.1f} s a step, {updating(phases):.1f} s of"
+            f" training, {report['peak_gib']:.1f} GiB a GPU, {layout_words(report)},"
+            f" recomputation {report['recompute']}"
         )
     if other is None:
         name = "without" if divides_context(chosen) else "with"

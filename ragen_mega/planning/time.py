@@ -531,6 +531,11 @@ def total(phases: Mapping[str, Mapping[str, float]]) -> float:
     return sum(sum(terms.values()) for terms in phases.values())
 
 
+def updating(phases: Mapping[str, Mapping[str, float]]) -> float:
+    """Sum the seconds of a step in which models compute what was sampled."""
+    return total({name: terms for name, terms in phases.items() if name not in _STAGES})
+
+
 def sampling(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> Terms:
