@@ -48,17 +48,18 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_config(model_config(name).to_dict())
 
 
-SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_30b_a3b_32k")
+SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_30b_a3b_32k", "qwen3_30b_a3b_128k")
 """Recipes whose layouts are many."""
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
-    """One more is for fewer GPUs, two are for long contexts, and three have adapters, for one, two
+    """One more is for fewer GPUs, four are for long contexts, and three have adapters, for one, two
     and four GPUs.
     """
     names = {name.lower().replace("-", "_") for name in SHAPES}
     adapted = {"qwen2.5_7b_lora": 1, "qwen2.5_32b_lora": 2, "qwen3_30b_a3b_lora": 4}
-    others = {"qwen3_30b_a3b_8_gpus", "qwen2.5_7b_32k", "qwen3_30b_a3b_32k"}
+    others = {"qwen3_30b_a3b_8_gpus"}
+    others |= {f"{model}_{k}k" for model in ("qwen2.5_7b", "qwen3_30b_a3b") for k in (32, 128)}
     assert names | others | {*adapted} == set(RECIPES)
     assert {name: tool.planned_gpus(name) for name in adapted} == adapted
 
