@@ -309,7 +309,7 @@ def test_a_context_that_no_rank_holds_is_refused_with_its_remedy() -> None:
     flags = (
         "--bf16 --rollout-engine sglang --advantage-estimator grpo --max-context-length 131072"
         " --use-distributed-optimizer --offload rollout --recompute full"
-        " --tensor-model-parallel-size 2 --sequence-parallel"
+        " --tensor-model-parallel-size 2 --sequence-parallel --kv-cache-tokens 262144"
     )
     shape, config = shape_of("Qwen2.5-7B"), parse(flags.split())
     with pytest.raises(ValueError, match="raise --context-parallel-size") as error:
