@@ -284,7 +284,8 @@ def test_the_page_says_what_context_ranks_are_worth(
     """
     num_gpus, turns = LONG[model, tokens], f"--max-turns {30 * tokens // 32768}"
     flags = f"--max-context-length {tokens} {turns} --max-response-length 800"
-    words = ("--model", model, "--num-gpus", str(num_gpus), *flags.split())
+    cache = "--kv-cache-tokens 1048576" * (tokens > 32768 and model != "Qwen2.5-7B")
+    words = f"--model {model} --num-gpus {num_gpus} {flags} {cache}".split()
     code, result, said = told(capsys, tmp_path / "plan.json", *words)
     reports = result["context_ranks"]
     assert code == 0 and result["flags"] in {one["flags"] for one in reports.values()}
