@@ -312,10 +312,10 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "attention": queries * item + shape.num_heads // cut.tp * FP32,
         "mlp": mlp // cut.tp,
     }
-    if setting.parallel.context_parallel_size > 1:  # values are copied, behind those received
+    if setting.parallel.context_parallel_size > 1:  # values are copied, to be sent again
         needs_qkv = "qk_layernorm" in shape.family.overrides
         parts["qkv"] = (queries + 2 * keys) * item * needs_qkv + keys * item
-    if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
+    elif setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if setting.lora.rank:
         parts |= _of_adapters(shape, setting, parts)
@@ -401,30 +401,30 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     }[recompute]
     num_layers = max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
     per_position = kept * num_layers
-    received = received_bytes(shape, setting) * num_layers * (recompute != "full")
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     per_position *= in_flight(stage, cut.pp, cut.vp)
     matrices = matrices_bytes(shape, setting) * in_flight(stage, cut.pp, cut.vp)
     matrices *= 0 if recompute == "full" else num_layers
-    received *= in_flight(stage, cut.pp, cut.vp)
     if stage == 0:
         per_position += 8 * cut.pp  # token ids of the embedding
     if stage == cut.pp - 1:  # the final norm; the loss keeps its output
         per_position += (
             _of_norm(shape, setting) - shape.hidden_size * setting.itemsize // setting.sp
         )
-    return per_position * setting.max_tokens + matrices + received
+    return per_position * setting.max_tokens + matrices
 
 
-def received_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of keys and values that a layer receives from other context-parallel ranks,
-    at most: the longest trajectory's.
+def attended_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes of the keys and values that a layer's attention needs at a time on a
+    context-parallel rank, at most: of the longest trajectory, and of every path. They arrive, are
+    put together and gathered, and have gradients.
     """
     if setting.parallel.context_parallel_size == 1:
         return 0
-    return 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize * setting.max_context
+    keys = 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
+    return keys * int(4 * setting.max_context + setting.max_tokens * setting.sharing)
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -442,7 +442,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     # a frozen weight has no gradient
     largest = 0 if setting.lora.rank else max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item
-    layer += 2 * received_bytes(shape, setting)
+    layer += attended_bytes(shape, setting)
     if is_critic or stage != cut.pp - 1:
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], cut.tp), shape.hidden_size

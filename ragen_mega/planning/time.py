@@ -271,9 +271,9 @@ def passes(
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
     frozen = bool(cut.adapters)  # whose gradients nobody computes
     backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
-    backward |= dict.fromkeys(
-        ("tensor parallelism", "expert parallelism", "context parallelism"), 1.0
-    )
+    backward |= dict.fromkeys(("tensor parallelism", "expert parallelism"), 1.0)
+    # keys are received again, unless the whole layer is computed again
+    backward["context parallelism"] = 1.0 if cut.recompute == "full" else 2.0
     terms = {
         name: micros * layers * seconds * (1 + backward[name] * is_trained)
         for name, seconds in single.items()
@@ -529,6 +529,11 @@ def computed_length(config: StarPOConfig, play: Play) -> float:
 def total(phases: Mapping[str, Mapping[str, float]]) -> float:
     """Sum the seconds of a step."""
     return sum(sum(terms.values()) for terms in phases.values())
+
+
+def updating(phases: Mapping[str, Mapping[str, float]]) -> float:
+    """Sum the seconds of a step in which models compute what was sampled."""
+    return total({name: terms for name, terms in phases.items() if name not in _STAGES})
 
 
 def sampling(
