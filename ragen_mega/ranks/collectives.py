@@ -162,6 +162,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
+def shares_device() -> bool:
+    """Return whether ranks of this machine have to share its GPUs, over which NCCL joins none."""
+    return torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def rank() -> int:
     """Return this process's index among all, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
