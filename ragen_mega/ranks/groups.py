@@ -15,8 +15,8 @@ _NCCL_TIMEOUT = timedelta(hours=1)
 def form(
     backend: str, store: dist.Store, name: str, rank: int, size: int, patience: float
 ) -> dist.ProcessGroup:
-    """Form a group of `size` ranks, as SGLang forms its own (`init_custom_process_group`), for torch
-    has no public function. Rank 0 is the source of broadcasts.
+    """Form a group of `size` ranks, as SGLang forms its own (`init_custom_process_group`): torch
+    has no public function that does it. Rank 0 is the source of broadcasts.
 
     Raises RuntimeError where not all come within `patience` seconds.
     """

@@ -8,6 +8,7 @@ this order, `/init_weights_update_group` once, `/update_weights_from_distributed
 group is always the sender, so every rank that sends has another group.
 """
 
+import re
 import secrets
 import socket
 import threading
@@ -31,6 +32,7 @@ from ragen_mega.ranks.collectives import device
 from ragen_mega.ranks.waits import here
 from ragen_mega.system.addresses import address_towards, is_local
 
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SECONDS_TO_LEAVE = 5.0
 """Time in which an engine must answer that it leaves a group; one that hangs does not."""
 
@@ -141,9 +143,14 @@ class GroupTransfer:
                     taken = self._take(client, bucket)
                 if taken is not None:
                     taken.wait(self._patience)
-        except (RequestRefused, ConnectionLost):
+        except (RequestRefused, ConnectionLost) as error:
             self._leave(client)
-            raise
+            if isinstance(error, ConnectionLost):
+                raise
+            raise RequestRefused(
+                f"the engine at {client.address} does not take the weights of the model that --load"
+                f" names: {' '.join(str(error).split())[:400]}"
+            ) from None
 
     def again(self) -> None:
         """Return None: nothing is kept."""
@@ -209,7 +216,31 @@ class GroupTransfer:
                 ),
             ).wait(self._patience)
             self._joined = name, formed[0], store
+            self._check_depth(client)
         return self._joined[:2]
+
+    def _check_depth(self, client: JSONClient) -> None:
+        """Raise RequestRefused unless the engine's model has the layers of the run's. SGLang passes
+        over names that it does not know, and refuses a wrong size of those that it knows.
+        """
+        norms = {
+            (int(match[1]), name): size
+            for name, size in self._expected.items()
+            if len(size) == 1 and (match := _IN_LAYER.match(name))
+        }
+        (last, known), (size,) = max(norms.items())
+        beyond = known.replace(f".{last}.", f".{last + 1}.", 1)
+        for name, is_there in ((known, True), (beyond, False)):
+            wrong = [(name, torch.zeros(size + 1))]
+            try:
+                bucket = Parcel.packed(wrong, self._device, self._dtype)
+                self._take(client, bucket).wait(self._patience)
+                is_refused = False
+            except RequestRefused:
+                is_refused = True
+            if is_refused != is_there:
+                count = "fewer" if is_there else "more"
+                raise RequestRefused(f"it has {count} layers than the {last + 1} of the model")
 
     def _leave(self, client: JSONClient | None) -> None:
         if self._joined is None:
