@@ -58,7 +58,7 @@ class _Group:
         self._store.set_timeout(timedelta(seconds=_PATIENCE))
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
-        if torch.cuda.is_available() and not collectives.shares_device():
+        if torch.cuda.is_available() and collectives.ranks_per_device() == 1:
             self.device, self._over = device(), self._form("nccl")
 
     def _form(self, backend: str) -> dist.ProcessGroup:

@@ -76,7 +76,8 @@ def assert_holds(engine: Recorder, version: int) -> None:
     expected = weights(version)
     assert [name for name, _ in engine.weights] == [*expected]
     for name, tensor in engine.weights:
-        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+        assert tensor.device == collectives.device() and tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.cpu(), expected[name]), name
 
 
 def job(
@@ -110,7 +111,8 @@ def job(
         )  # fmt: skip
         samplers.begin(folder)
         for step in range(NUM_STEPS):
-            samplers.order(step, f"{step}", weights(step).items())
+            present = {name: each.to(collectives.device()) for name, each in weights(step).items()}
+            samplers.order(step, f"{step}", present.items())
             taken, _ = samplers.take(step, Metrics())
             assert taken[0].trajectories[0].tokens == [1, step]
         samplers.close(0)
@@ -137,7 +139,7 @@ def test_every_bit_of_every_version_arrives_on_all_ranks(tmp_path: Path) -> None
 @pytest.mark.parametrize("what", ["lost", "changed"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_what_fails_in_a_part_costs_the_group_alone(
-    what: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    what: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third part of the second version, on the rank that sends or on one that receives."""
     broadcast, counts = fetching._Group.broadcast, []
@@ -156,8 +158,11 @@ def test_what_fails_in_a_part_costs_the_group_alone(
 
     monkeypatch.setattr(fetching._Group, "broadcast", fail_once)
     monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
-    on_ranks(job(tmp_path), 3)
-    assert "a group that carries weights was left" in capfd.readouterr().err
+
+    def check(sampler: Sampler, engine: Recorder) -> None:
+        assert sampler._receiver._number == (1 if sampler._version == 0 else 2)
+
+    on_ranks(job(tmp_path, sampler=check), 3)
 
 
 def parts_of_one() -> Iterator[list[str]]:
@@ -182,7 +187,7 @@ def test_groups_that_always_fail_end_the_job_with_one_line(
             said = str(caught.value)
             assert re.fullmatch(r"the weights of 0 steps .* 3 groups .*cut.*--resume.*", said), said
             os._exit(0)
-        with pytest.raises(SystemExit | LinkLost):
+        with pytest.raises((SystemExit, LinkLost)):
             work()
 
     on_ranks(rank, 3)
@@ -205,7 +210,7 @@ def test_a_rank_that_dies_in_a_part_ends_the_job(
     work = job(tmp_path)
 
     def rank() -> None:
-        with pytest.raises(LinkLost | RuntimeError | SystemExit):
+        with pytest.raises((LinkLost, RuntimeError, SystemExit)):
             work()
 
     processes = fork_ranks(rank, 3)
