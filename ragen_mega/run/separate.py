@@ -8,8 +8,9 @@ every other message stays within a part.
     rollouts.request(step)                         sampler.orders()
       Samplers.order, collective                     inbox of rank 0, broadcast to the others
       rank 0 copies whole weights --- Order ------>  sampler.load_weights(order)
-      into _weights, until no     --- Weights ---->    in parts, made while training goes on
-      rollout needs them          --- ... -------->    each engine cuts its part
+      into _weights, until no     --- Weights ---->    in parts, made while training goes on;
+      rollout needs them          --- ... -------->    for SGLang fetched by a group (`fetching`)
+                                                       each engine cuts its part
                                                      sampler.sample(step)
                                                        engines and environments of all ranks
                                                      sampler.deliver(step, groups)
