@@ -59,7 +59,11 @@ class _Group:
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
         if torch.cuda.is_available() and collectives.ranks_per_device() == 1:
-            self.device, self._over = device(), self._form("nccl")
+            try:
+                self.device, self._over = device(), self._form("nccl")
+            except RuntimeError:
+                self.leave()
+                raise
 
     def _form(self, backend: str) -> dist.ProcessGroup:
         name = f"{self._name}-{backend}"
@@ -82,6 +86,7 @@ class _Group:
         work.wait()
 
     def leave(self) -> None:
+        """Leave it, though others may hang."""
         while self._formed:
             groups.leave(*self._formed.pop())
 

@@ -64,6 +64,14 @@ class Recorder(RolloutEngine):
         self.weights = list(weights)
         self.weight_version += not again
 
+    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], *, again: bool = False) -> None:
+        self.adapter = dict(tensors)
+        self.weight_version += not again
+
+    @property
+    def has_base(self) -> bool:
+        return hasattr(self, "weights")
+
     def start(self) -> None:
         pass
 
@@ -218,6 +226,46 @@ def test_a_rank_that_dies_in_a_part_ends_the_job(
         process.join()
     codes = [process.exitcode for process in processes]
     assert codes.pop(victim) == -signal.SIGKILL and codes == [0, 0]
+
+
+def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(tmp_path: Path) -> None:
+    flags = f"""--environments bandit --placement separate --rollout-ranks 2 --max-staleness 1
+        --importance-cap 2 --num-steps {NUM_STEPS} --rollout-engine sglang --lora-rank 4
+        --lora-sync adapter --output {tmp_path}"""
+    config = parse(flags.split())
+
+    def adapter(version: int) -> dict[str, Tensor]:
+        return {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.full((4, 32), version + 0.5)}
+
+    def rank() -> None:
+        collectives.start()
+        part = divide(config)
+        if part.samples:
+            engine = Recorder()
+            run = Sampler(config, part, lambda *about: (engine, None, HF))
+            with run, run.awake():
+                for order in run.orders():
+                    before = run._gbytes
+                    run.load_weights(order)
+                    assert_holds(engine, 9)
+                    (name, expected), *_ = adapter(order.version).items()
+                    assert torch.equal(engine.adapter[name].cpu(), expected)
+                    fetched = round(1e9 * (run._gbytes - before))
+                    assert fetched > 4096 if order.rollout == 0 else fetched in (0, 512)
+                    run.deliver(order.rollout, [group(order.rollout)])
+            return
+        samplers = Samplers(
+            config, part, TaskSampler(config),
+            recall=lambda *about: None, keep=lambda *about: None,
+            stop_if_asked=lambda: None, say=print, base=lambda: weights(9).items(),
+        )  # fmt: skip
+        samplers.begin(tmp_path)
+        for step in range(NUM_STEPS):
+            samplers.order(step, f"{step}", adapter(step).items())
+            samplers.take(step, Metrics())
+        samplers.close(0)
+
+    on_ranks(rank, 3)
 
 
 def test_nobody_waits_on_a_device_for_a_rank_that_is_not_there(

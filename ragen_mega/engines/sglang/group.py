@@ -226,7 +226,7 @@ class GroupTransfer:
         norms = {
             (int(match[1]), name): size
             for name, size in self._expected.items()
-            if len(size) == 1 and (match := _IN_LAYER.match(name))
+            if name.endswith("norm.weight") and (match := _IN_LAYER.match(name))
         }
         (last, known), (size,) = max(norms.items())
         beyond = known.replace(f".{last}.", f".{last + 1}.", 1)
