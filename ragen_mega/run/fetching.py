@@ -76,7 +76,7 @@ class _Group:
         dist.all_reduce(torch.zeros(1), group=self._host)
 
     def broadcast(self, memory: Tensor) -> None:
-        """Fill `memory`, [bytes] uint8, with that of rank 0. Raises RuntimeError."""
+        """Fill `memory`, [bytes] uint8, with the bytes of rank 0. Raises RuntimeError."""
         work = dist.broadcast(memory, src=0, group=self._over, async_op=True)
         end = time.monotonic() + _PATIENCE
         while not work.is_completed():  # NCCL's own patience would end the process
@@ -128,7 +128,7 @@ class Sender:
 
     def _serve(self) -> None:
         with ExitStack() as stack:
-            if torch.cuda.is_available():  # on a stream of its own
+            if torch.cuda.is_available():  # not on the stream that trains
                 torch.cuda.set_device(self._device)
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
             while (fetch := self._asked.get()) is not None:

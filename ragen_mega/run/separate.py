@@ -254,8 +254,8 @@ class Samplers:
         return True
 
     def _asked_for(self, fetch: Fetch) -> dict[str, Tensor]:
-        """Return the weights that the samplers want, in another thread. Those of an order that is
-        void may be gone: then any serve.
+        """Return the weights that the samplers want, in another thread. Weights of an order that
+        is void may be gone: then any serve.
         """
         if fetch.is_base and self._frozen is not None:
             return self._frozen

@@ -1,5 +1,5 @@
-"""Weights that ranks that only sample fetch through a process group: every bit of them, from two
-versions and again, whatever fails on the way, and what ends the job.
+"""Weights that ranks that only sample fetch through a process group: every bit, from two versions
+and again, whatever fails on the way, and what ends the job.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_every_bit_of_every_version_arrives_on_all_ranks(tmp_path: Path) -> None
     def fetch_again(sampler: Sampler, engine: Recorder) -> None:
         version, group = sampler._version, sampler._receiver._group
         size = sum(tensor.nbytes for tensor in weights(0).values()) / 1e9
-        assert sampler._gbytes in (pytest.approx(size), 0.0)  # 0: those of the order before
+        assert sampler._gbytes in (pytest.approx(size), 0.0)  # 0: the order has none
         sampler._sync.send(again=True)
         assert_holds(engine, version)
         assert sampler._receiver._group is group
