@@ -53,6 +53,10 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+ON_DEVICE = 16 * GIB
+"""Most bytes of weights that wait on the device of the first rank that trains until ranks that
+sample fetch them; others wait in host memory (`ragen_mega.run.separate`).
+"""
 CACHE_BLOCK = 32
 """Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""
 ADAM_PART = 512 * 2**20
@@ -90,6 +94,8 @@ class Setting:
     """Its linear weights in FP8."""
     weights_on_host: bool = False
     """A copy of the engine's weights in host memory."""
+    weights_are_fetched: bool = False
+    """A copy of the whole weights on the device, for ranks that only sample."""
     sharing: float = 1.0
     """Tokens of trajectories per position that is computed."""
     on_host: bool = False
@@ -129,6 +135,8 @@ class Setting:
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
+            weights_are_fetched=rollout.rollout_engine == "sglang"
+            and config.parallel.placement == "separate",
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,
@@ -497,6 +505,9 @@ def stage_phases(
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+        if setting.weights_are_fetched:
+            whole = shape.engine_weights(setting.itemsize, 1)
+            base["weights on their way"] = min(ON_DEVICE, whole)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":

@@ -510,7 +510,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         command_line=rollout.sglang_command_line,
         lora=config.lora if config.lora.lora_sync == "adapter" else None,
         address=given[collectives.rank() * num // collectives.world_size()] if given else None,
-        options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
+        options={"base-gpu-id": torch.cuda.current_device()} if is_on_gpu else {},
     )
 
 
