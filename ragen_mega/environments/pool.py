@@ -82,7 +82,7 @@ def late_advice(name: str, reason: str) -> str:
         return ""
     if name.startswith("agent:"):
         return "; let the agent end sooner, or raise --agent-timeout"
-    return "; let reset and the steps of a turn, or a score, end sooner, or raise --environment-timeout"
+    return "; let reset, the steps of a turn or a score end sooner, or raise --environment-timeout"
 
 
 def where(error: BaseException) -> str:
