@@ -506,8 +506,8 @@ def stage_phases(
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
         if setting.weights_are_fetched:
-            whole = shape.engine_weights(setting.itemsize, 1)
-            base["weights on their way"] = min(ON_DEVICE, whole)
+            fetched = shape.engine_weights(setting.itemsize, 1)
+            base["weights on their way"] = min(ON_DEVICE, fetched)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":
