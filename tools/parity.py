@@ -653,7 +653,7 @@ def unfused_gradients(
     an importance cap. With a `teacher` its likeliest tokens at twice the temperature are in it.
     """
 
-    def exactly(given: PreTrainedModel) -> PreTrainedModel:
+    def exactly(given: PreTrainedModel) -> Any:
         exact = type(given)(given.config).double().eval()
         exact.load_state_dict(given.state_dict())
         return exact
