@@ -329,9 +329,9 @@ def test_rows_have_the_values_of_json(here: Path) -> None:
     ("answer", "words"),
     [
         ('"\\ud83d"', "row 2 .*column answer: .*surrogates"),
-        ("NaN", "row 2 .*must have answer"),
-        ("-Infinity", "row 2 .*must have answer"),
-        ("1e999", "row 2 .*must have answer"),
+        ("NaN", "row 2 .*must have a value in answer"),
+        ("-Infinity", "row 2 .*must have a value in answer"),
+        ("1e999", "row 2 .*must have a value in answer"),
     ],
 )
 def test_a_value_that_json_does_not_know_is_named(here: Path, answer: str, words: str) -> None:

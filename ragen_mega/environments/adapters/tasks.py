@@ -542,8 +542,8 @@ def _column(
             return value
     if empty := [path for path in names if path in columns]:
         raise ValueError(
-            f"{place} must have a value in {empty[0]}, which is null or an empty list; drop the"
-            f" row, or name another column by the option {option}"
+            f"{place} must have a value in {empty[0]}, which is null, NaN or an empty list; drop"
+            f" the row, or name another column by the option {option}"
         )
     raise ValueError(
         f"{place} must have {' or '.join(names)}, and its columns are {', '.join(columns)};"
