@@ -4,7 +4,7 @@
 #         [--weights DIR] [--again] [--small] [PART ...]
 # Parts, in the order of their worth:
 #     versions step step_fp8 update learn repeat kernels te train endure bench reshard moe lora
-#     learn_seeds step_all bench_all fp8 parity sglang
+#     learn_seeds step_all bench_all fp8 parity sglang apart
 #     kernels, te and train run together, all others alone. step: seconds per StarPO-S step of a 0.5B
 #     model with SGLang and where they go, step_fp8 in FP8, step_all with all trajectories kept;
 #     update: seconds, MFU and memory of the trainer alone, in another project's published setting
@@ -15,8 +15,10 @@
 #     7B against the device's copies; moe: a layer of experts as wide as Qwen3-30B-A3B's against its
 #     products, the sync of a quarter of its layers, steps of a small mixture; lora: steps of a 7B
 #     with adapters of actor and critic, its memory beside the plan, and full steps of a 1.5B; sglang:
-#     a real server against transformers, its sleep, its death. The first of them that uses SGLang
-#     finds out with which settings it serves here: tools/sglang_probe.py.
+#     a real server against transformers, its sleep, its death; apart: a rank that trains and one that
+#     samples on one card, whose weights pass gloo, since NCCL joins no ranks that share one. The
+#     first of them that uses SGLang finds out with which settings it serves here:
+#     tools/sglang_probe.py.
 # Without names all run. tools/gpu_schedule.py has their limits: a part starts if half its limit is
 # left of the N minutes (default 7, unpacking included), and stops no other when it fails, lacks a
 # package or runs out of time. SHARES replaces limits, e.g. SHARES="step=600 kernels=300". Without a
@@ -43,7 +45,7 @@ set -u
 started="$(date +%s)"
 cd "$(dirname "$0")/.."
 all=(versions step step_fp8 update learn repeat kernels te train endure bench reshard moe lora
-    learn_seeds step_all bench_all fp8 parity sglang)
+    learn_seeds step_all bench_all fp8 parity sglang apart)
 output=gpu_check pack= minutes=7 archives= site= weights=models/smollm2 again= small= parts=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -377,8 +379,8 @@ fp8() { # the drift of log-probabilities
         "$python" tools/benchmarks/fp8_report.py --json "$output/fp8.json" $(smaller fp8)
 }
 
-training() { # NAME FLAG...: a run on one rank
-    "$python" -m ragen_mega.commands.launch --nproc-per-node 1 examples/pretrain_starpo.sh \
+training() { # NAME FLAG...: a run on one rank, or on `ranks`
+    "$python" -m ragen_mega.commands.launch --nproc-per-node "${ranks:-1}" examples/pretrain_starpo.sh \
         "${@:2}" --save-interval 0 --output "$output/runs" --overwrite --name "$1"
 }
 
@@ -448,6 +450,17 @@ endure() {
     servers="$(sglang_python)" || return 1
     "$python" tools/chaos.py --json "$output/endure.json" --work "$output/runs" --endure 200 \
         --sglang-python "$servers" $(smaller endure)
+}
+
+# Weights are fetched beside training. They hardly change, so a large mismatch means that others came.
+apart() {
+    local servers ranks=2
+    servers="$(sglang_python)" || return 1
+    training apart --recipe bandit --num-steps 8 --eval-prompts 16 --lr 1e-6 --bf16 \
+        --rollout-engine sglang --sglang-python "$servers" --weight-transfer \
+        "$(sed -n 1p "$output/.sglang/works")" --placement separate --rollout-ranks 1 \
+        --max-staleness 1 --importance-cap 2 $(smaller train) &&
+        learned apart --goal 0 "$output/runs/apart"
 }
 
 parity() { "$python" tools/parity.py --json "$output/parity.json" $(smaller parity); }

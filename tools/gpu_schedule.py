@@ -72,6 +72,7 @@ PARTS = (
     TimedPart("fp8", 60),
     TimedPart("parity", 60),
     TimedPart("sglang", 280),
+    TimedPart("apart", 150),
 )
 """Parts in the order of their worth."""
 

@@ -674,7 +674,8 @@ def unfused_gradients(
             terms = wanted * (wanted / found).log() - wanted + found
             losses = losses + TEACHER_COEF * (terms * is_kept).sum(-1)
         (losses.sum() / batch.loss_mask.sum()).backward()
-    gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    named = exact.named_parameters()
+    gradients = {name: each.grad for name, each in named if each.grad is not None}
     return split_experts(gradients, ModelShape.of(model.config))
 
 

@@ -190,6 +190,9 @@ class AgentPlayer(Player):
             return nothing, info | {"agent_error": str(failure)}
         if failure is None and not served.tree.calls and clock.num_elsewhere:
             return nothing, failed_turn(EnvironmentFailed(shared_client(clock.num_elsewhere))).info
+        if failure is None and not records and served.refusal:
+            hidden = f"each request of the agent was refused, the latest one so: {served.refusal}"
+            return nothing, failed_turn(EnvironmentFailed(hidden)).info
         if failure is not None and (failure.is_late or reward is None):
             # An agent that does not return keeps the thread in which it would be judged.
             return nothing, failed_turn(failure).info | info

@@ -96,6 +96,8 @@ class ServedEpisode:
         self.limit_reached: str | None = None
         """Cause by which the latest request was refused for a limit; None after one that was not.
         """
+        self.refusal: str | None = None
+        """Text of the latest error of a request, which an agent may have hidden."""
         self._renderer, self._sampler, self._limits = renderer, sampler, limits
         self._own = {"temperature": limits.temperature, "top_p": 1.0}
         self._seed = tuple(seed)

@@ -150,7 +150,17 @@ class Door:
         return JSONResponse(models_body([request.path_params["name"]])["data"][0])
 
     async def _complete(self, interface: Interface, request: Request) -> Response:
-        served, body = self._find(request), await _body(request)
+        served = self._find(request)
+        try:
+            return await self._answer(interface, request, served)
+        except RequestError as error:
+            served.refusal = str(error)
+            raise
+
+    async def _answer(
+        self, interface: Interface, request: Request, served: ServedEpisode
+    ) -> Response:
+        body = await _body(request)
         asked = interface.read(read_body(body))
         headers = request.headers
         named, retries = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count")

@@ -122,8 +122,8 @@ class Filter:
                 )
             if self.value == "share" and not 0.0 < value <= 1.0:
                 raise ValueError(
-                    f"the value of {name} must be in (0, 1], not {value}; StarPO-S keeps"
-                    " top_fraction 0.25"
+                    f"the value of {name} must be in (0, 1], not {value}; set --filter-value 0.25,"
+                    " as StarPO-S does"
                 )
 
 

@@ -32,6 +32,8 @@ from ragen_mega.ranks.launcher import is_rank
     flag("--num-ranks", "of the replay (default: as many as the run had)", type=int),
     flag("--tensor-model-parallel-size", "of the replay (default: the run's)", type=int),
     flag("--pipeline-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag("--expert-model-parallel-size", "of the replay (default: the run's)", type=int),
+    flag("--context-parallel-size", "of the replay (default: the run's)", type=int),
     flag(
         "--use-distributed-optimizer",
         "in the replay (default: as the run)",

@@ -43,6 +43,8 @@ STAGES = ("rollout/", "filter/", "mismatch/", "critic/", "actor/", "update/")
 LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
     "use_distributed_optimizer",
 )
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step

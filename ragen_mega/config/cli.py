@@ -297,6 +297,13 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
 
     Raises ValueError on an unknown flag or a combination that cannot work.
     """
+    if isinstance(argv, str):
+        raise ValueError(f"parse takes a list of words, not {argv!r:.60}; write it with .split()")
+    if others := [word for word in argv if not isinstance(word, str)]:
+        raise ValueError(
+            f"parse takes words of text, as a command line has them, not {others[0]!r:.60}; write"
+            f' "{others[0]}"'
+        )
     resumed, argv = split_resumed(_as_environment(argv))
     name, rest = choose_recipe(argv, recipe)
     if {"-h", "--help"} & set(rest):

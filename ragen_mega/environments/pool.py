@@ -30,6 +30,7 @@ _MAIN_THREAD = (
     "give --environment-processes 1 or more: environments and their scores are then called in the"
     " main thread of processes of their own"
 )
+_LATE = "took longer than"
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
 
@@ -69,8 +70,19 @@ def describe_failures(
     seed, reason = failures[0]
     return (
         f"{name}: {len(failures)} of {num_episodes} {player} episodes ended by an error, the first"
-        f" with seed {seed}: {' '.join(reason.split())}"
+        f" with seed {seed}: {' '.join(reason.split())}{late_advice(name, reason)}"
     )
+
+
+def late_advice(name: str, reason: str) -> str:
+    """Return the remedy for an episode that an environment or agent `name` lost to its time limit;
+    nothing for another reason.
+    """
+    if _LATE not in reason:
+        return ""
+    if name.startswith("agent:"):
+        return "; let the agent end sooner, or raise --agent-timeout"
+    return "; let reset, the steps of a turn or a score end sooner, or raise --environment-timeout"
 
 
 def where(error: BaseException) -> str:
@@ -189,7 +201,7 @@ class Worker:
             call()
 
     def _too_late(self, why: str = "") -> EnvironmentFailed:
-        return EnvironmentFailed(f"took longer than {self.seconds:g} s{why}", is_late=True)
+        return EnvironmentFailed(f"{_LATE} {self.seconds:g} s{why}", is_late=True)
 
 
 def _outcome(function: Callable[[], T]) -> T | EnvironmentFailed:

@@ -176,7 +176,11 @@ def _check_members(name: str, environment: Any) -> None:
         _check_signature(name, method, taken, getattr(environment, method))
     for member, kind, rule in (
         ("actions", str, "names; leave them out for free text"),
-        ("tools", dict, "JSON schemas; leave them out if there are none"),
+        (
+            "tools",
+            dict,
+            'JSON schemas, e.g. {"name": ..., "parameters": ...}; leave them out if there are none',
+        ),
     ):
         if not hasattr(environment, member):
             continue

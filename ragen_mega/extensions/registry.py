@@ -179,6 +179,8 @@ class Registry:
                         "check the name, and that the module is installed or in the working"
                         " directory"
                     )
+                if module_name.endswith(".py"):
+                    remedy = f"write {path.replace('.py', '', 1).replace(os.sep, '.')}, a module"
             elif path.count(":") > 1:
                 remedy = "write module:name, with a whole number behind a further colon for shares"
             known, colon, _ = name.partition(":")

@@ -10,6 +10,7 @@ never a parameter: nothing here reads or stores it.
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,7 +42,7 @@ from ragen_mega.data.forest import Forest
 from ragen_mega.data.types import move, offsets_of
 from ragen_mega.megatron import cpu
 from ragen_mega.megatron.attention import Schedule, attend, schedule_of
-from ragen_mega.megatron.context import exchange_keys
+from ragen_mega.megatron.context import exchanged_keys
 from ragen_mega.megatron.routing import MixtureLayer, Routing
 from ragen_mega.ranks import collectives
 
@@ -67,13 +68,20 @@ class PackedForest(PackedSeqParams):
         whole = move(torch.tensor([0, forest.num_nodes], dtype=torch.int32), device)
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
 
-    def with_received(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [M, kv_heads, head_dim] of the forest from the keys and values [N,
-        kv_heads, head_dim] of its nodes. Collective over the context-parallel ranks.
+    def attended(
+        self, key: Tensor, value: Tensor, order: Tensor | None = None, *, again: bool
+    ) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Give a context the keys and values [M, kv_heads, head_dim] of the forest, or of these
+        those that `order` names, from the keys and values [N, kv_heads, head_dim] of its nodes.
+        Collective over the context-parallel ranks, see `exchanged_keys`.
         """
-        if not self.forest.received:
-            return key, value
-        return exchange_keys(key, value, self.sent, self.forest, self.context)
+        if self.forest.received:
+            return exchanged_keys(
+                key, value, self.sent, self.forest, self.context, order, again=again
+            )
+        if order is not None:
+            key, value = key.index_select(0, order), value.index_select(0, order)
+        return nullcontext((key, value))
 
     @cached_property
     def sent(self) -> Tensor:
@@ -128,6 +136,11 @@ def attention_implementation(config: TransformerConfig) -> str:
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
     return "compiled" if cpu.is_active() else "torch"
+
+
+def recomputes_layers(config: TransformerConfig) -> bool:
+    """Return whether whole layers are computed again, and keys exchanged again with them."""
+    return config.recompute_granularity == "full"
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -282,18 +295,23 @@ class EngineAttention(TEDotProductAttention):
         packed_seq_params: PackedForest,
     ) -> Tensor:  # [N, heads/tp * head_dim]
         packed, paths = packed_seq_params.chains
-        key, value = packed_seq_params.with_received(key, value)
         if paths is not None:
-            key, value = key.index_select(0, paths), value.index_select(0, paths)
             attn_mask_type = _BottomRight.padding_causal_bottom_right
-        return super().forward(
-            query, key, value, attention_mask, attn_mask_type, attention_bias, packed
-        )
+        again = not recomputes_layers(self.config)
+        with packed_seq_params.attended(key, value, paths, again=again) as (key, value):
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed
+            )
 
 
 class PackedAttention(MegatronModule):
     """Rotary embedding, then causal attention within packed trajectories by torch's
     scaled_dot_product_attention.
+    """
+
+    keeps_keys = True
+    """Whether keys of other context-parallel ranks are kept for the backward pass. Torch keeps
+    copies, on some ranks alone, and all must agree on an exchange.
     """
 
     def __init__(
@@ -325,8 +343,9 @@ class PackedAttention(MegatronModule):
             "packed sequences are the only data layout"
         )
         query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
-        key, value = packed_seq_params.with_received(key, value)
-        return self.attend(query, key, value, packed_seq_params)
+        again = not self.keeps_keys and not recomputes_layers(self.config)
+        with packed_seq_params.attended(key, value, again=again) as (key, value):
+            return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         """Return the attention of the nodes of a forest; shapes as in `forward`."""
@@ -345,6 +364,8 @@ class CompiledAttention(PackedAttention):
     """Rotary embedding, then causal attention within packed trajectories, compiled for a
     processor.
     """
+
+    keeps_keys = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

@@ -18,7 +18,15 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, server_error
 from ragen_mega.planning import cost
 from ragen_mega.planning.hardware import HARDWARE, Machine, find_machine
-from ragen_mega.planning.layouts import LAYOUT, best, fits, ranked, smallest
+from ragen_mega.planning.layouts import (
+    LAYOUT,
+    TOKENS,
+    best,
+    divides_context,
+    fits,
+    ranked,
+    smallest,
+)
 from ragen_mega.planning.memory import (
     FILL,
     GIB,
@@ -30,7 +38,7 @@ from ragen_mega.planning.memory import (
     remedies,
 )
 from ragen_mega.planning.published import SHAPES, model_config
-from ragen_mega.planning.time import Play, default_play, step_seconds
+from ragen_mega.planning.time import Play, default_play, step_seconds, total, updating
 from ragen_mega.run.check import check_environments
 
 
@@ -261,6 +269,42 @@ def searched(
     return {"layouts": found, "fits": bool(found)}, listed(found)
 
 
+def context_ranks(
+    shape: ModelShape,
+    run: PlannedRun,
+    machine: Machine,
+    num_gpus: int,
+    room: Room,
+    play: Play,
+    chosen: StarPOConfig,
+) -> tuple[dict[str, Any], str]:
+    """Compare a chosen layout with the best one with context-parallel ranks if it has none, or
+    without: reports by `with` and `without`, and a line for each.
+    """
+
+    def is_other(layout: StarPOConfig) -> bool:
+        return divides_context(layout) != divides_context(chosen)
+
+    other = best(shape, run.config, num_gpus, room, machine, play, run.given, is_other)
+    reports, lines = {}, []
+    for layout in filter(None, (chosen, other)):
+        phases = step_seconds(machine, shape, layout, num_gpus, play)
+        trainers = num_gpus - layout.parallel.rollout_ranks
+        report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), room)
+        report |= {"predicted_seconds": total(phases), "training_seconds": updating(phases)}
+        name = "with" if divides_context(layout) else "without"
+        reports[name] = report | {"flags": run.flags(layout)}
+        lines.append(
+            f"{name} context ranks: {total(phases):.1f} s a step, {updating(phases):.1f} s of"
+            f" training, {report['peak_gib']:.1f} GiB a GPU, {layout_words(report)},"
+            f" recomputation {report['recompute']}"
+        )
+    if other is None:
+        name = "without" if divides_context(chosen) else "with"
+        lines.append(f"{name} context ranks: no layout fits")
+    return reports, "\n".join(lines)
+
+
 def smallest_gpu(peak_gib: float) -> str:
     """Name the kind of GPU with the least memory that holds a peak."""
     kinds = sorted((kind.gpu_gib, name) for name, kind in HARDWARE.items() if kind.gpu_gib)
@@ -293,7 +337,7 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result, text = searched(shape, run, machine, num_gpus, room, play)
         lines.append(text)
     if run.is_searched:
-        chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
+        found = chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
         title = "best with room to spare"
         if not chosen and not arguments.search:
             chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
@@ -308,6 +352,11 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if chosen:
             result["flags"] = run.flags(chosen)
             lines.append(f"{title}: {result['flags']}")
+        is_open = "context_parallel_size" not in run.given
+        if found and is_open and run.config.rollout.max_context_length > max(TOKENS):
+            beside = context_ranks(shape, run, machine, num_gpus, room, play, found)
+            result["context_ranks"], text = beside
+            lines.append(text)
     if chosen and not arguments.search:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)

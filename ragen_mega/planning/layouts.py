@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from ragen_mega.config import StarPOConfig
@@ -113,6 +113,11 @@ def layouts(
             yield replace(config, parallel=parallel, rollout=rollout, train=train)
 
 
+def divides_context(config: StarPOConfig) -> bool:
+    """Return whether context-parallel ranks share the tokens of a trajectory."""
+    return config.parallel.context_parallel_size > 1
+
+
 def fits(
     shape: ModelShape, config: StarPOConfig, num_ranks: int, room: Room, sharing: float = 1.0
 ) -> bool:
@@ -133,13 +138,17 @@ def ranked(
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
+    where: Callable[[StarPOConfig], bool] = lambda _: True,
 ) -> Iterator[tuple[float, StarPOConfig]]:
     """Order the layouts that fit by (predicted seconds of a step, configuration), the fastest
-    first; among equals the one with less model parallelism.
+    first; among equals the one with less model parallelism. Those that `where` refuses are left
+    out.
     """
     play = play or default_play(config)
     timed = []
     for position, candidate in enumerate(layouts(shape, config, num_ranks, fixed)):
+        if not where(candidate):
+            continue
         setting = Setting.from_config(candidate, num_ranks - config.parallel.rollout_ranks)
         state = sum(device_state(shape, setting, 0, is_critic=False))
         if max(state, engine_bytes(shape, setting)[0]) > room.gpu:
@@ -159,10 +168,11 @@ def best(
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
+    where: Callable[[StarPOConfig], bool] = lambda _: True,
 ) -> StarPOConfig | None:
-    """Choose the layout of a recipe: of those that fit into `FILL` of a GPU, else with Adam's state
-    in host memory, else into all of a GPU, and are within `MARGIN` of the fastest the one with the
-    fewest pipeline stages, then the fastest. None if none fits.
+    """Choose the layout of a recipe: of those that `where` allows and that fit into `FILL` of a
+    GPU, else with Adam's state in host memory, else into all of a GPU, and are within `MARGIN` of
+    the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
     """
     own = config.parallel.optimizer_cpu_offload
     placed = {own, own or "optimizer_cpu_offload" not in fixed}
@@ -170,7 +180,7 @@ def best(
         parallel = replace(config.parallel, optimizer_cpu_offload=parks)
         tried = replace(config, parallel=parallel)
         tight = room._replace(gpu=share * room.gpu)
-        fitting = ranked(shape, tried, num_ranks, tight, machine, play, fixed)
+        fitting = ranked(shape, tried, num_ranks, tight, machine, play, fixed, where)
         near, limit = list[StarPOConfig](), math.inf
         for seconds, candidate in fitting:
             limit = min(limit, MARGIN * seconds)

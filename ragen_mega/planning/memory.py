@@ -53,6 +53,10 @@ TILE_ROWS = 128
 # weights on their way to the engine: two of ragen_mega.engines.sglang.weights.BUCKET_BYTES, and
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
+ON_DEVICE = 16 * GIB
+"""Most bytes of weights that wait on the device of the first rank that trains until ranks that
+sample fetch them; others wait in host memory (`ragen_mega.run.separate`).
+"""
 CACHE_BLOCK = 32
 """Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""
 ADAM_PART = 512 * 2**20
@@ -90,6 +94,8 @@ class Setting:
     """Its linear weights in FP8."""
     weights_on_host: bool = False
     """A copy of the engine's weights in host memory."""
+    weights_are_fetched: bool = False
+    """A copy of the whole weights on the device, for ranks that only sample."""
     sharing: float = 1.0
     """Tokens of trajectories per position that is computed."""
     on_host: bool = False
@@ -129,6 +135,8 @@ class Setting:
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
+            weights_are_fetched=rollout.rollout_engine == "sglang"
+            and config.parallel.placement == "separate",
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,
@@ -312,10 +320,10 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "attention": queries * item + shape.num_heads // cut.tp * FP32,
         "mlp": mlp // cut.tp,
     }
-    if setting.parallel.context_parallel_size > 1:  # values are copied, behind those received
+    if setting.parallel.context_parallel_size > 1:  # values are copied, to be sent again
         needs_qkv = "qk_layernorm" in shape.family.overrides
         parts["qkv"] = (queries + 2 * keys) * item * needs_qkv + keys * item
-    if setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
+    elif setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
         parts["keys and values of paths"] = int(2 * keys * item * setting.sharing)
     if setting.lora.rank:
         parts |= _of_adapters(shape, setting, parts)
@@ -401,30 +409,30 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
     }[recompute]
     num_layers = max(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
     per_position = kept * num_layers
-    received = received_bytes(shape, setting) * num_layers * (recompute != "full")
     if recompute == "full" or setting.on_host:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     per_position *= in_flight(stage, cut.pp, cut.vp)
     matrices = matrices_bytes(shape, setting) * in_flight(stage, cut.pp, cut.vp)
     matrices *= 0 if recompute == "full" else num_layers
-    received *= in_flight(stage, cut.pp, cut.vp)
     if stage == 0:
         per_position += 8 * cut.pp  # token ids of the embedding
     if stage == cut.pp - 1:  # the final norm; the loss keeps its output
         per_position += (
             _of_norm(shape, setting) - shape.hidden_size * setting.itemsize // setting.sp
         )
-    return per_position * setting.max_tokens + matrices + received
+    return per_position * setting.max_tokens + matrices
 
 
-def received_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of keys and values that a layer receives from other context-parallel ranks,
-    at most: the longest trajectory's.
+def attended_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes of the keys and values that a layer's attention needs at a time on a
+    context-parallel rank, at most: of the longest trajectory, and of every path. They arrive, are
+    put together and gathered, and have gradients.
     """
     if setting.parallel.context_parallel_size == 1:
         return 0
-    return 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize * setting.max_context
+    keys = 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
+    return keys * int(4 * setting.max_context + setting.max_tokens * setting.sharing)
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -442,7 +450,7 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     # a frozen weight has no gradient
     largest = 0 if setting.lora.rank else max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item
-    layer += 2 * received_bytes(shape, setting)
+    layer += attended_bytes(shape, setting)
     if is_critic or stage != cut.pp - 1:
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], cut.tp), shape.hidden_size
@@ -497,6 +505,9 @@ def stage_phases(
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+        if setting.weights_are_fetched:
+            fetched = shape.engine_weights(setting.itemsize, 1)
+            base["weights on their way"] = min(ON_DEVICE, fetched)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":
@@ -702,6 +713,25 @@ def check_fits(shape: ModelShape, setting: Setting, device_bytes: int) -> list[s
         else:
             raise ValueError(line)
     return lines
+
+
+TRAJECTORY_BYTES = 4096
+"""Host memory of the shortest trajectory on rank 0, which holds all of a step: 4,309 bytes for an
+episode of the bandit with 48 tokens.
+"""
+
+
+def check_trajectories(config: StarPOConfig, host: int) -> None:
+    """Raise ValueError unless all trajectories of a step fit into the `host` bytes of rank 0's
+    machine, however small the engine's cache is.
+    """
+    groups, size = config.rollout.num_groups, config.rollout.group_size
+    if (least := groups * size * TRAJECTORY_BYTES) > host:
+        raise ValueError(
+            f"num_groups ({groups}) x group_size ({size}) = {groups * size} trajectories of a step"
+            f" take at least {least / GIB:.1f} GiB of host memory, and there are {host / GIB:.1f};"
+            " lower --group-size or --num-groups"
+        )
 
 
 def remedies(shape: ModelShape, setting: Setting, phase: str) -> list[str]:

@@ -15,7 +15,7 @@ SHAPES = json.loads(files(__package__).joinpath("model_shapes.json").read_text()
 
 def model_config(model: str, **changes: int) -> PretrainedConfig:
     """Read the configuration of a GGUF file, of a directory with a config.json, or of a name in
-    SHAPES, in any letter case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct. Raises ValueError
+    SHAPES, in any letter case or as on the hub, e.g. Qwen/Qwen2.5-7B-Instruct-1M. Raises ValueError
     for anything else.
     """
     if file := find_gguf(Path(model)):
@@ -25,7 +25,7 @@ def model_config(model: str, **changes: int) -> PretrainedConfig:
     if (Path(model) / "config.json").is_file():
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **changes)
     shapes = {name.lower(): shape for name, shape in SHAPES.items()}
-    name = model.rpartition("/")[2].lower().removesuffix("-instruct")
+    name = model.rpartition("/")[2].lower().partition("-instruct")[0]
     if name not in shapes:
         raise ValueError(
             f"the size of {model or 'the model'} is not known; give --load a directory with a"

@@ -22,7 +22,7 @@ from ragen_mega.models.cuts import ROW
 from ragen_mega.models.lora import adapted, expected_adapters
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
-from ragen_mega.planning.memory import MOMENTS, Setting, device_state, state_of
+from ragen_mega.planning.memory import MOMENTS, ON_DEVICE, Setting, device_state, state_of
 from ragen_mega.ranks.waits import Cause
 from ragen_mega.run.idleness import Usage, usage
 
@@ -38,6 +38,10 @@ in bfloat16, and the gradient's norm.
 CONNECTION = 1e9
 """Assumed: bytes a second of weights from ranks that train to ranks that only sample, over one
 connection between processes, with its copies (docs/benchmarks/placement.md).
+"""
+BROADCAST = 20e9
+"""Assumed: bytes a second of the same weights over NCCL, as SGLang's servers get them; other
+projects reach 14 to 44 GB/s (docs/asynchrony.md).
 """
 SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
@@ -271,9 +275,9 @@ def passes(
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
     frozen = bool(cut.adapters)  # whose gradients nobody computes
     backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
-    backward |= dict.fromkeys(
-        ("tensor parallelism", "expert parallelism", "context parallelism"), 1.0
-    )
+    backward |= dict.fromkeys(("tensor parallelism", "expert parallelism"), 1.0)
+    # keys are received again, unless the whole layer is computed again
+    backward["context parallelism"] = 1.0 if cut.recompute == "full" else 2.0
     terms = {
         name: micros * layers * seconds * (1 + backward[name] * is_trained)
         for name, seconds in single.items()
@@ -531,6 +535,11 @@ def total(phases: Mapping[str, Mapping[str, float]]) -> float:
     return sum(sum(terms.values()) for terms in phases.values())
 
 
+def updating(phases: Mapping[str, Mapping[str, float]]) -> float:
+    """Sum the seconds of a step in which models compute what was sampled."""
+    return total({name: terms for name, terms in phases.items() if name not in _STAGES})
+
+
 def sampling(
     machine: Machine, shape: ModelShape, config: StarPOConfig, num_gpus: int, play: Play
 ) -> Terms:
@@ -549,8 +558,11 @@ def sampling(
     )  # fmt: skip
     if setting.lora.lora_sync == "adapter":
         terms["prompts"] /= PREFILL_WITH_ADAPTERS
-    if config.parallel.rollout_ranks:  # the first of them passes whole weights on to the others
-        passed = (samplers > 1) * shape.engine_weights(setting.itemsize, 1) / CONNECTION
+    if config.parallel.rollout_ranks:
+        whole = shape.engine_weights(setting.itemsize, 1)
+        # all of them fetch whole weights, or the first passes them on to the others
+        passed = whole / BROADCAST if setting.weights_are_fetched else whole / CONNECTION
+        passed *= setting.weights_are_fetched or samplers > 1
         weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
         terms["weights into engine"] = passed + weights / machine.constants.sync
     return terms
@@ -593,8 +605,12 @@ def step_seconds(
         )
     whole = shape.engine_weights(setting.itemsize, 1)
     phases = {"sync": hand_over(machine, shape, setting)}
-    if config.parallel.rollout_ranks:  # a connection takes them from there, beside the next step
-        phases["sync"] = {"copy to the host": whole / machine.host_link}
+    if config.parallel.rollout_ranks:  # they leave from the copy, beside the next step
+        stays = min(whole, ON_DEVICE) if setting.weights_are_fetched else 0
+        phases["sync"] = {
+            "copy on the device": 2 * stays / machine.hardware.memory,
+            "copy to the host": (whole - stays) / machine.host_link,
+        }
     phases["rollout"] = sampling(machine, shape, config, num_gpus, play)
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
     count = max(1, round(trained / config.train.minibatch_size))
@@ -640,7 +656,7 @@ def step_seconds(
     phases["other"] = {"overhead": machine.constants.overhead * tokens}
     if config.parallel.placement == "separate":
         played = sum(phases.pop("rollout").values())
-        own, sent = total(phases), whole / CONNECTION
+        own, sent = total(phases), 0.0 if setting.weights_are_fetched else whole / CONNECTION
         step = max(own, played, sent, (own + sent + played) / (1 + rolled.max_staleness))
         phases["rollout"] = {"waiting for the ranks that sample": step - own}
     return phases

@@ -28,10 +28,12 @@ _store: dist.Store | None = None
 """Store in which the ranks of the job find each other."""
 
 
-def start(timeout_minutes: float = 30.0, *, interface: str | None = None) -> None:
+def start(
+    timeout_minutes: float = 30.0, *, interface: str | None = None, num_samplers: int = 0
+) -> None:
     """Join the job that torchrun started, or a job of one process without torchrun; idempotent. A
     job on one node listens on the loopback, or on `interface`, if engines elsewhere have to be
-    reached.
+    reached. The last `num_samplers` ranks only sample, and may share GPUs with others.
 
     Raises ValueError on a rank that has no GPU where others have one, and where others than
     torchrun promise ranks.
@@ -56,9 +58,10 @@ def start(timeout_minutes: float = 30.0, *, interface: str | None = None) -> Non
         )
         _store, rank, world_size = dist.HashStore(), 0, 1
     else:
-        if torch.cuda.is_available():
-            _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if torch.cuda.is_available():
+            may_share = rank >= world_size - num_samplers
+            _take_device(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count(), may_share)
         if is_alone:
             _store = _private_store(timeout)
         else:
@@ -139,13 +142,13 @@ def _say_what_is_awaited(rank: int, world_size: int) -> None:
     os.write(2, f"{text}\n".encode())
 
 
-def _take_device(local_rank: int, num_gpus: int) -> None:
-    if local_rank >= num_gpus:
+def _take_device(local_rank: int, num_gpus: int, may_share: bool) -> None:
+    if local_rank >= num_gpus and not may_share:
         raise ValueError(
             f"every rank needs a GPU of its own, and local rank {local_rank} finds {num_gpus}; "
             f"start torchrun with --nproc-per-node {num_gpus}"
         )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank % num_gpus)
 
 
 def stop() -> None:
@@ -160,6 +163,13 @@ def device() -> torch.device:
     """Return the device of this rank."""
     has_gpu = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+
+
+def ranks_per_device() -> int:
+    """Return how many ranks of this machine compute on one of its GPUs, at most. NCCL joins none
+    that share one.
+    """
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(1, torch.cuda.device_count()))
 
 
 def rank() -> int:

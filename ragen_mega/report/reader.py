@@ -56,7 +56,14 @@ class RecordedRun:
         FileNotFoundError for a step whose rollout is not kept (`--keep-rollouts 0` keeps all), and
         ValueError for a damaged file.
         """
-        return RolloutStore(self.directory / ROLLOUTS).read(step).groups
+        store = RolloutStore(self.directory / ROLLOUTS)
+        if step not in (kept := store.steps()):
+            there = f"those of {kept[0]} to {kept[-1]}" if kept else "none"
+            raise FileNotFoundError(
+                f"{self.directory} holds no rollout of step {step}, and {there}; train with"
+                " --keep-rollouts 0 to keep all"
+            )
+        return store.read(step).groups
 
 
 def read_run(directory: Path | str) -> RecordedRun:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
+from ragen_mega.environments.pool import late_advice
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
 
 _SEVERAL = 8
@@ -93,6 +94,7 @@ def describe_errors(groups: Sequence[TrajectoryGroup], *, are_trained: bool = Tr
         f"environment errors closed {len(failures)} of {num_trajectories + num_repeated} episodes,"
         f" {what}; the first: {trajectory.environment} with seed {trajectory.seed} and outcome seed"
         f" {failure['outcome_seed']}: {' '.join(failure[ERROR].split())[:_MAX_REASON]}"
+        f"{late_advice(trajectory.environment, failure[ERROR])}"
     )
 
 

@@ -43,7 +43,7 @@ from ragen_mega.models.huggingface import load_config, load_tokenizer
 from ragen_mega.models.lora import adapted
 from ragen_mega.models.server_cut import check_cpu_cut
 from ragen_mega.models.shape import ModelShape, server_error
-from ragen_mega.planning.memory import fit
+from ragen_mega.planning.memory import check_trajectories, fit
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
@@ -65,10 +65,18 @@ from ragen_mega.run.check import (
     recipe_note,
     sizes_without_effect,
     split_notes,
+    warmup_note,
 )
 from ragen_mega.run.evaluation import References
 from ragen_mega.run.nodes import join_job
-from ragen_mega.run.placement import ACTOR, CRITIC, TEACHER, Colocated, device_capacity
+from ragen_mega.run.placement import (
+    ACTOR,
+    CRITIC,
+    TEACHER,
+    Colocated,
+    device_capacity,
+    host_memory,
+)
 from ragen_mega.run.run import Run
 from ragen_mega.run.separate import Part, Sampler, divide
 from ragen_mega.run.teacher import Model, Teacher, check_tokens
@@ -165,7 +173,8 @@ def build_run(
 
     splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
     fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
-    for note in (recipe_note(config), sizes_without_effect(config), *splits, *fewer):
+    of_flags = recipe_note(config), sizes_without_effect(config), warmup_note(config.train)
+    for note in (*of_flags, *splits, *fewer):
         if note:
             console.say(note)
     base = base_directory(config)
@@ -501,7 +510,7 @@ def server_settings(config: StarPOConfig) -> ServerSettings:
         command_line=rollout.sglang_command_line,
         lora=config.lora if config.lora.lora_sync == "adapter" else None,
         address=given[collectives.rank() * num // collectives.world_size()] if given else None,
-        options={"base-gpu-id": int(os.environ["LOCAL_RANK"])} if is_on_gpu else {},
+        options={"base-gpu-id": torch.cuda.current_device()} if is_on_gpu else {},
     )
 
 
@@ -532,6 +541,7 @@ def fit_memory(config: StarPOConfig, shape: ModelShape) -> StarPOConfig:
     """
     on_host, num_ranks = not torch.cuda.is_available(), collectives.world_size()
     room = min(collectives.gather_objects(device_capacity()))
+    on_main(lambda: check_trajectories(config, host_memory()))
     config, lines = fit(config, shape, num_ranks, room, on_host=on_host)
     for line in lines if collectives.is_main() else ():
         print(line, flush=True)

@@ -17,6 +17,7 @@ from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
+from ragen_mega.config.sections.train import TrainConfig
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
@@ -192,6 +193,19 @@ def sizes_without_effect(config: StarPOConfig) -> str | None:
         return None
     flags = ", ".join(map(flag_of, given))
     return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
+
+
+def warmup_note(config: TrainConfig) -> str | None:
+    """Return a note on a run that ends before its policy is trained at the full learning rate."""
+    num_updated = config.num_steps - config.critic_warmup
+    if not 0 < num_updated < config.lr_warmup:
+        return None
+    share = num_updated / config.lr_warmup
+    return (
+        f"note: --lr-warmup {config.lr_warmup} is longer than the {num_updated} steps that update"
+        f" the policy, so the last one has {share:.3g} of --lr {config.lr:g}; set --lr-warmup"
+        f" {num_updated // 10} or raise --num-steps"
+    )
 
 
 def split_notes(config: EnvironmentConfig) -> list[str]:

@@ -6,9 +6,9 @@ they are read.
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.data.checksums import checksum
+from ragen_mega.data.parcels import Parcel
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.rollout.engine import EngineError, Interrupted
 from ragen_mega.run.idleness import Usage
@@ -25,6 +26,7 @@ from ragen_mega.storage.rollouts import groups_of, sealed_groups
 PORTABLE = (FloatingPointError, PlugInError, EngineError, OSError, ValueError)
 """Kinds of errors that one part of the job reports to the other."""
 _LENGTH = struct.Struct("<q")
+_HOST = torch.device("cpu")
 _ERRORS = {kind.__name__: kind for kind in (Interrupted, *PORTABLE)}
 
 
@@ -54,49 +56,54 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """A part of the weights of an order: tensors, one behind the other."""
+class Weights(Parcel):
+    """A part of weights: tensors of an order, or of a `Fetch`, whose bytes a group brings."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
     checksum: int
     """Checksum of `memory`."""
     is_last: bool
     rollbacks: int
-    memory: Tensor | None
-    """[bytes] uint8; None where they come another way."""
+    group: int = 0
+    """Number of the group, if one brings the bytes."""
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[str, Tensor]], *, is_last: bool, rollbacks: int) -> Weights:
-        """Copy tensors into a message."""
-        memory = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in tensors])
+    def of(
+        cls,
+        tensors: Sequence[tuple[str, Tensor]],
+        *,
+        is_last: bool,
+        rollbacks: int,
+        device: torch.device = _HOST,
+        group: int = 0,
+    ) -> Weights:
+        """Copy tensors into a message whose bytes are on `device`."""
+        parcel = Parcel.packed(tensors, device)
+        assert parcel.memory is not None  # it was packed here
         return cls(
-            [name for name, _ in tensors],
-            [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-            [[*tensor.shape] for _, tensor in tensors],
-            checksum(memory),
-            is_last,
-            rollbacks,
-            memory,
+            parcel.names,
+            parcel.dtypes,
+            parcel.shapes,
+            parcel.memory,
+            checksum=checksum(parcel.memory),
+            is_last=is_last,
+            rollbacks=rollbacks,
+            group=group,
         )
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        kinds = [getattr(torch, dtype) for dtype in self.dtypes]
-        return [
-            math.prod(shape) * kind.itemsize for shape, kind in zip(self.shapes, kinds, strict=True)
-        ]
 
-    def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor), views of the bytes."""
-        parts = memory.split(self.sizes)
-        for name, dtype, shape, part in zip(
-            self.names, self.dtypes, self.shapes, parts, strict=True
-        ):
-            # of its own memory, because a view of a type begins at a multiple of its size
-            yield name, part.clone().view(getattr(torch, dtype)).view(shape)
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The ranks that sample want weights through a process group."""
+
+    group: int
+    """Number of the group; another one than the last after a failure, and then formed anew."""
+    version: int
+    first: int
+    """The first part that they lack."""
+    is_base: bool
+    """Whether they want the frozen weights beside which adapters stand."""
+    rollbacks: int
+    """Number of the order that the weights are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class End:
     exit_code: int
 
 
-def encode(message: Begin | Order | Weights | Delivery | End | Exception) -> bytes:
+def encode(message: Begin | Order | Weights | Fetch | Delivery | End | Exception) -> bytes:
     """Return a message as bytes. An error becomes the first of its kinds that `decode` knows."""
     data: bytes | None = None
     about: dict[str, Any]
@@ -132,8 +139,8 @@ def encode(message: Begin | Order | Weights | Delivery | End | Exception) -> byt
         kind = type(message).__name__
         about = {each.name: getattr(message, each.name) for each in fields(message)}
     if isinstance(message, Weights):
-        memory: Tensor = about.pop("memory")
-        data = memory.numpy().tobytes()
+        memory: Tensor | None = about.pop("memory")
+        data = None if memory is None else memory.numpy().tobytes()
     elif isinstance(message, Delivery):
         data = sealed_groups(about.pop("groups"))
     head = json.dumps([kind, about, data is not None]).encode()
@@ -145,21 +152,35 @@ def decode(frame: bytes | bytearray) -> Any:
     sends. Raises ValueError if the bytes are none.
     """
     try:
-        (length,) = _LENGTH.unpack_from(frame)
-        start = _LENGTH.size + length
-        kind, about, has_data = json.loads(frame[_LENGTH.size : start])  # ValueError
+        kind, about, has_data, start = _head(frame)  # ValueError
         if kind == "Weights":
-            return _weights(memoryview(frame)[start:], about)
-        data = bytes(frame[start:]) if has_data else None
+            data = memoryview(frame)[start:]
+            return _weights(data, about) if has_data else Weights(memory=None, **about)
+        content = bytes(frame[start:]) if has_data else b""
         if kind in _ERRORS:
             return _ERRORS[kind](about["text"])
         if kind == "Delivery":
             about["usage"] = tuple(Usage(*each) for each in about["usage"])
             about["notes"] = tuple(about["notes"])
-            return Delivery(groups=groups_of(data or b""), **about)
-        return {"Begin": Begin, "Order": Order, "End": End}[kind](**about)
+            return Delivery(groups=groups_of(content), **about)
+        return {"Begin": Begin, "Order": Order, "Fetch": Fetch, "End": End}[kind](**about)
     except (TypeError, KeyError, AttributeError, struct.error) as error:
         raise ValueError(f"a message between the parts of the job is damaged: {error}") from None
+
+
+def is_fetch(frame: bytes) -> bool:
+    """Return whether bytes are a `Fetch`, without reading what else they may be."""
+    with suppress(ValueError, TypeError, struct.error):
+        return _head(frame)[0] == "Fetch"
+    return False
+
+
+def _head(frame: bytes | bytearray) -> tuple[str, dict[str, Any], bool, int]:
+    """Return the kind of a message, its values, whether bytes follow them, and where."""
+    (length,) = _LENGTH.unpack_from(frame)
+    start = _LENGTH.size + length
+    kind, about, has_data = json.loads(frame[_LENGTH.size : start])
+    return kind, about, has_data, start
 
 
 def _weights(data: memoryview, about: dict[str, Any]) -> Weights:

@@ -51,7 +51,8 @@ def join_job(config: StarPOConfig) -> None:
     """
     if num_nodes() > 1:
         _agree(config)
-    collectives.start(interface=_interface_of_engines(config))
+    num_samplers = config.parallel.rollout_ranks
+    collectives.start(interface=_interface_of_engines(config), num_samplers=num_samplers)
     about = collectives.rank(), collectives.world_size(), config.parallel.report_waits_after
     watch.begin(collectives.board(), *about)
 

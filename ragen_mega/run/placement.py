@@ -219,11 +219,12 @@ def device_memory() -> dict[str, int]:
 
 
 def device_capacity() -> int:
-    """Return the bytes of this rank's device; on a CPU an equal part of the machine's memory, or of
-    what the control groups of this process allow, for each rank on it.
+    """Return the bytes of this rank's device, or its part of a device that ranks share; on a CPU an
+    equal part of the machine's memory, or of what the control groups of this process allow, for
+    each rank on it.
     """
     if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
+        return torch.cuda.mem_get_info()[1] // collectives.ranks_per_device()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", collectives.world_size()))
     return host_memory() // ranks
 

@@ -8,8 +8,9 @@ every other message stays within a part.
     rollouts.request(step)                         sampler.orders()
       Samplers.order, collective                     inbox of rank 0, broadcast to the others
       rank 0 copies whole weights --- Order ------>  sampler.load_weights(order)
-      into _weights, until no     --- Weights ---->    in parts, made while training goes on
-      rollout needs them          --- ... -------->    each engine cuts its part
+      into _weights, until no     --- Weights ---->    in parts, made while training goes on;
+      rollout needs them          --- ... -------->    for SGLang fetched by a group (`fetching`)
+                                                       each engine cuts its part
                                                      sampler.sample(step)
                                                        engines and environments of all ranks
                                                      sampler.deliver(step, groups)
@@ -51,6 +52,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -60,6 +63,7 @@ from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.models.layout import group_by_size
 from ragen_mega.models.server_cut import cut_stream
+from ragen_mega.planning.memory import ON_DEVICE
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.collectives import device, is_main, on_main
 from ragen_mega.ranks.waits import here
@@ -70,6 +74,7 @@ from ragen_mega.rollout.engine import EngineShard, Interrupted, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run.fetching import PART_BYTES, Receiver, Sender
 from ragen_mega.run.idleness import summed
 from ragen_mega.run.link import (
     SAMPLERS,
@@ -85,6 +90,7 @@ from ragen_mega.run.messages import (
     Begin,
     Delivery,
     End,
+    Fetch,
     Order,
     Weights,
     decode,
@@ -98,8 +104,6 @@ from ragen_mega.run.timers import Timers
 WEIGHTS = "weights_{:08d}.safetensors"
 """File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
 """
-PART_BYTES = 64 * 2**20
-"""Most bytes of a part of weights on their way, unless one tensor has more."""
 _POLL_SECONDS = 0.2
 _SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -114,6 +118,8 @@ class Part(NamedTuple):
     """Link to the other part, on the first rank of each part."""
     alarm: Alarm | None = None
     """Alarm of every rank, if there are two parts."""
+    store: dist.Store | None = None
+    """Store that both parts see."""
 
 
 def divide(config: StarPOConfig) -> Part:
@@ -126,7 +132,7 @@ def divide(config: StarPOConfig) -> Part:
     if is_main():
         shared = config.run_directory.parent.absolute()
         link = connect(store, shared) if samples else listen(store, shared, own_address())
-    return Part(samples, link, Alarm(store))
+    return Part(samples, link, Alarm(store), store)
 
 
 class Samplers:
@@ -152,13 +158,19 @@ class Samplers:
         """
         self._config, self._tasks, self._base = config, tasks, base
         self._link, self._alarm = part.link, part.alarm
+        self._by_group = part.store is not None and goes_by_group(config)
+        self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if a group carries it
+        self._sender: Sender | None = None
+        if self._by_group and part.link and part.store is not None:
+            num_samplers = config.parallel.rollout_ranks
+            self._sender = Sender(part.link, part.store, num_samplers, self._asked_for)
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
         self._digests: dict[int, str] = {}  # digests of recent weights
         # by version in `_ordered`, on the first rank; elsewhere without tensors
         self._weights: dict[int, dict[str, Tensor]] = {}
-        self._sending = 0.0  # seconds that the link had sent for when a rollout was taken
+        self._sending = 0.0  # seconds of sending when a rollout was taken
         self._oldest = 0  # the first version since the run went back
         self._rollbacks = 0  # of this process
         self._sent: int | None = None  # the latest version that they have
@@ -223,19 +235,32 @@ class Samplers:
         if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
         if version == step and step not in self._weights:
-            self._weights[step] = copied(weights)
+            for held in self._weights.values():  # one version at most is on the device
+                held.update({name: tensor.to("cpu") for name, tensor in held.items()})
+            self._weights[step] = copied(weights, on_device=ON_DEVICE * self._by_group)
         if version not in self._weights:
             return False
         self._ordered[rollout] = version, origin
         has_base, is_new = self._sent is not None, version != self._sent
         parts, self._sent = self._weights[version], version
-        if self._base and not has_base:
+        if self._base and self._by_group and self._frozen is None:
+            self._frozen = copied(self._base())
+        elif self._base and not (self._by_group or has_base):
             parts = copied(self._base()) | parts
         self._send(Order(rollout, version, is_new, self._rollbacks))
-        if is_new and self._link:
+        if is_new and self._link and not self._by_group:
             for make in parts_of(parts, self._rollbacks):
                 self._link.send(make)
         return True
+
+    def _asked_for(self, fetch: Fetch) -> dict[str, Tensor]:
+        """Return the weights that the samplers want, in another thread. Weights of an order that
+        is void may be gone: then any serve.
+        """
+        if fetch.is_base and self._frozen is not None:
+            return self._frozen
+        weights = self._weights
+        return weights.get(fetch.version) or weights[max(weights)]
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
         """Return the rollout of a step, as soon as it has come, and the seconds that it took (0 if
@@ -267,8 +292,9 @@ class Samplers:
         metrics.add("engine", found.metrics)
         self.usage = [*found.usage] or self._unused  # the disk had it
         if self._link:
-            metrics.add("engine", sending_seconds=self._link.seconds_sending - self._sending)
-            self._sending = self._link.seconds_sending
+            seconds = self._link.seconds_sending + (self._sender.seconds if self._sender else 0.0)
+            metrics.add("engine", sending_seconds=seconds - self._sending)
+            self._sending = seconds
         groups = read_on_main(lambda: [*(stays[0].groups or ())])
         assert groups is not None  # the first rank has them
         return groups, found.metrics.get("sampling_seconds", 0.0)
@@ -314,6 +340,8 @@ class Samplers:
         if self._link:
             self._link.send(encode(End(exit_code)))
             self._link.close()
+        if self._sender:
+            self._sender.close()
 
     def _send(self, message: Begin | Order) -> None:
         if self._link:
@@ -403,6 +431,10 @@ class Sampler:
         self._notes: list[str] = []
         self._weights: dict[str, Tensor] = {}
         self._memory: Tensor | None = None  # first rank: bytes of the weights that came last
+        self._version = 0  # of the engine's weights
+        self._receiver: Receiver | None = None
+        if part.store is not None and goes_by_group(config):
+            self._receiver = Receiver(part.store, self._ask, self._next_part)
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
         self._inbox: list[Begin | Order | Weights | End] = []  # first rank: messages that are read
@@ -441,6 +473,8 @@ class Sampler:
                 yield
         finally:
             self._engine.shutdown()
+            if self._receiver:
+                self._receiver.leave()
 
     def _begin_anew(self) -> None:
         """Drop the trajectories that are unfinished."""
@@ -466,23 +500,37 @@ class Sampler:
             self._begin_anew()
         if not order.has_weights:  # the engine has them
             return
+        self._version = order.version
         with self._timers.timed("sync"):
-            received = dict(self._receive_weights())
-            self._weights |= received  # the base of adapters comes once
-            self._gbytes += sum(tensor.nbytes for tensor in received.values()) / 1e9
+            if not self._receiver:  # else the engine's stream asks for them
+                self._weights |= dict(self._receive_weights())  # the base of adapters comes once
             self._take_weights(order.version)
 
     def _receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the weights that follow an order. Raises SystemExit if the trainers
+        """Yield the tensors of the weights that follow an order on the link."""
+        is_last = False
+        while not is_last:
+            part = self._next_part()
+            yield from part.tensors(collectives.from_main(self._memory, sum(part.sizes)))
+            self._memory, is_last = None, part.is_last
+
+    def _next_part(self) -> Weights:
+        """Return the next part of the weights, without its bytes. Raises SystemExit if the trainers
         have ended meanwhile.
         """
         self._is_reading = True
-        while self._is_reading:
-            if isinstance(part := self._receive(), End):
-                raise SystemExit(part.exit_code)
-            assert isinstance(part, Weights)  # they come behind their order
-            yield from part.tensors(collectives.from_main(self._memory, sum(part.sizes)))
-            self._memory, self._is_reading = None, not part.is_last
+        part = self._receive()
+        self._is_reading = False
+        if isinstance(part, End):
+            raise SystemExit(part.exit_code)
+        assert isinstance(part, Weights)  # nothing else is looked for
+        self._gbytes += sum(part.sizes) / 1e9
+        return part
+
+    def _ask(self, fetch: Fetch) -> None:
+        """Ask the trainers for weights, from the first rank."""
+        if self._link:
+            self._link.send(encode(fetch))
 
     def _take_weights(self, version: int) -> None:
         if self._config.rollout.carry_over_cache == "recompute":
@@ -569,20 +617,26 @@ class Sampler:
 
     def _next_message(self) -> Begin | Order | Weights | End | None:
         """Read what has come, on the first rank, and return the first message of it that is not
-        void; None if there is none for now. Raises LinkLost if none can come any more.
+        void, a part of weights if one is read; None if there is none for now. Raises LinkLost if
+        none can come any more.
         """
+        kinds = (Weights, End) if self._is_reading else (Begin, Order, End)
+
+        def found() -> list[Any]:
+            return [message for message in self._inbox if isinstance(message, kinds)]
+
         try:
-            while self._link and (
-                data := self._link.receive(0.0 if self._inbox else _POLL_SECONDS)
-            ):
+            while self._link and (data := self._link.receive(0.0 if found() else _POLL_SECONDS)):
                 self._inbox.append(decode(data))
         except LinkLost:
-            if not self._inbox:
+            if not found():
                 raise
         latest = max((m.rollbacks for m in self._inbox if isinstance(m, Order)), default=0)
         valid = {latest, self._rollbacks} if self._is_reading else {latest}
         self._inbox = [m for m in self._inbox if getattr(m, "rollbacks", latest) in valid]
-        message = self._inbox.pop(0) if self._inbox else None
+        message = next(iter(found()), None)
+        if message is not None:
+            self._inbox = [other for other in self._inbox if other is not message]
         if isinstance(message, Weights):  # the bytes go to the others by themselves
             self._memory, message = message.memory, replace(message, memory=None)
         return message
@@ -614,16 +668,34 @@ class Sampler:
         return weights if shard is None else cut_stream(weights, self._hf, *shard)
 
     def _stream(self, *, are_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        if self._receiver:
+            is_base = self._config.lora.lora_sync == "adapter" and not are_adapters
+            yield from self._receiver.receive(
+                self._version, is_base=is_base, rollbacks=self._rollbacks
+            )
         for name, tensor in self._weights.items():
             if (".lora_" in name) == are_adapters:
                 yield name, tensor.to(device())
 
 
-def copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy a stream of weights into host memory on the first rank; nothing elsewhere.
-    Collective.
+def goes_by_group(config: StarPOConfig) -> bool:
+    """Return whether a process group carries the weights, and not the link."""
+    return config.rollout.rollout_engine == "sglang"
+
+
+def copied(weights: Iterable[tuple[str, Tensor]], *, on_device: int = 0) -> dict[str, Tensor]:
+    """Copy a stream of weights on the first rank, the first `on_device` bytes where they are and
+    others into host memory; nothing elsewhere. Collective.
     """
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in weights if is_main()}
+    held, total = dict[str, Tensor](), 0
+    for name, tensor in weights:
+        total += tensor.nbytes
+        if is_main():
+            where = tensor.device if total <= on_device else torch.device("cpu")
+            held[name] = tensor.to(where, copy=True).contiguous()
+    if torch.cuda.is_available():  # another stream will read them
+        torch.cuda.current_stream().synchronize()
+    return held
 
 
 def parts_of(weights: Mapping[str, Tensor], rollbacks: int) -> Iterator[Callable[[], bytes]]:

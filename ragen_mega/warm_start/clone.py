@@ -23,7 +23,14 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.packing import count_minibatches, minibatch_ids
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode, TurnResult, failed_turn
-from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded, is_instant, where
+from ragen_mega.environments.pool import (
+    EnvironmentFailed,
+    Worker,
+    guarded,
+    is_instant,
+    late_advice,
+    where,
+)
 from ragen_mega.environments.protocol import Message, Observation
 from ragen_mega.environments.reference_players import find_solver
 from ragen_mega.environments.scripted import scripted_response
@@ -145,7 +152,7 @@ def scripted_episodes(
                 if not answered and index in (NUM_PLAYERS, len(seeds)):
                     raise ValueError(
                         f"environment {name} fails whatever is done, e.g. from seed {played.seed}:"
-                        f" {played.error}; mend it"
+                        f" {played.error}{late_advice(name, played.error or '') or '; mend it'}"
                         + ", or let random_answer(draw) return what its parse reads"
                         * (played.is_of_answer and hasattr(first.episode.environment, "parse"))
                     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -68,14 +68,12 @@ def build(
     implementation: Implementation,
     hf: PretrainedConfig,
     max_tokens: int,
-    recompute: str = "none",
-    num_expert_ranks: int = 1,
+    **layout: Any,
 ) -> MegatronPolicy:
     parallel = ParallelConfig(
         bf16=True,
         transformer_impl="local" if implementation == "local" else "transformer_engine",
-        recompute=recompute,
-        expert_model_parallel_size=num_expert_ranks,
+        **layout,
     )
     policy = MegatronPolicy(
         hf,
@@ -195,7 +193,7 @@ def test_peak_memory_is_planned(implementation: Implementation, recompute: str) 
     if implementation == "transformer_engine" and Device.here().transformer_engine is None:
         pytest.skip("needs Transformer Engine")
     hf, max_tokens = config(4, hidden=256, vocab=2048), 960
-    policy = build(implementation, hf, max_tokens, recompute)
+    policy = build(implementation, hf, max_tokens, recompute=recompute)
     batch = make_batch(2048, 8, 80)
     batch = batch.with_fields(
         old_logprobs=torch.full((batch.num_positions,), -7.0), advantages=batch.loss_mask.float()

@@ -3,6 +3,7 @@ the counts of the fake device.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.config import AdvantageConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.megatron import context
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
-from tests.cuda.test_budgets import build, make_batch, mixture
+from tests.cuda.test_budgets import build, config, make_batch, mixture
 from tests.support.forked_ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -76,11 +78,69 @@ def test_experts_on_two_devices_wait_once_a_layer() -> None:
 
     def work() -> None:
         num_layers, batch = 3, make_batch(128, 4, 12)
-        policy = build("mixture", mixture(num_layers), 1000, num_expert_ranks=2)
+        policy = build("mixture", mixture(num_layers), 1000, expert_model_parallel_size=2)
         assert waits(lambda: policy.logprobs(batch)) == 1 + num_layers
         sampled = batch.loss_mask.float()
         ready = batch.with_fields(advantages=sampled, old_logprobs=policy.logprobs(batch))
         assert waits(lambda: policy.update(ready)) == 3 + num_layers
+
+    on_ranks(work, 2)
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_context_ranks_wait_for_no_exchange(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank sends keys and values once in a pass and a layer, and twice in an update: again for
+    its backward pass, or when the layer is computed again; then their gradients. The host waits no
+    more often than that of one rank, bytes are those of the path above a rank's first node, and a
+    layer takes 8 operations more in a pass and 31 more in an update.
+    """
+    send, moved = context._sent, list[int]()
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        arrived = send(*arguments)
+        moved.append(arrived.nbytes)
+        return arrived
+
+    monkeypatch.setattr(context, "_sent", noted)
+
+    def counts_of(num_layers: int) -> list[int]:
+        """Operations of a pass and of an update."""
+        policy = build(
+            "transformer_engine", config(num_layers), 1000,
+            context_parallel_size=2, recompute=recompute,
+        )  # fmt: skip
+        batch = make_batch(128, 1, 40)  # 119 nodes of one trajectory, of which a rank has a half
+        old = policy.logprobs(batch)
+        ready = batch.with_fields(advantages=batch.loss_mask.float(), old_logprobs=old)
+        policy.update(ready)
+        received = sum(
+            policy.trainer._microbatches(batch, policy.trainer._parts(batch))[0].forest.received
+        )
+        assert (received > 0) == (policy.groups.cp.rank() == 1)
+        of_layer = received * 2 * 2 * 16 * 2  # keys and values, two heads of 16 channels, bfloat16
+        found = []
+        for work, most, times in (
+            (lambda: policy.logprobs(batch), 1, 1),
+            (lambda: policy.update(ready), 2, 3),
+        ):
+            moved.clear()
+            with counts.counted() as of_work:
+                work()
+            seen = sum(n for site, n in of_work.sites.items() if STAND_IN not in site)
+            assert seen == most
+            forward = (times + 1) // 2 * num_layers  # exchanges of keys, before those of gradients
+            assert len(moved) == times * num_layers
+            assert sum(moved) == of_layer * forward or not received
+            found.append(of_work.operations)
+        return found
+
+    def work() -> None:
+        of_two, of_three = counts_of(2), counts_of(3)
+        in_pass, in_update = (b - a for a, b in zip(of_two, of_three, strict=True))
+        assert in_pass <= 22 and in_update <= {"none": 71, "full": 85}[recompute]
 
     on_ranks(work, 2)
 

@@ -1,5 +1,5 @@
 """StarPO steps of the whole program on CUDA devices: layers, precisions, FP8 recipes, offloading,
-estimators, and tensor, pipeline and sequence parallelism with the distributed optimizer.
+estimators, and tensor, pipeline, context and sequence parallelism with the distributed optimizer.
 """
 
 import os
@@ -27,6 +27,7 @@ TINY = """
 """.split()
 TRANSFORMER_ENGINE = "--bf16 --transformer-impl transformer_engine"
 SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+CONTEXT = "--context-parallel-size 2"
 PIPELINE = f"{SHARDED} --pipeline-model-parallel-size 2"
 RUNS = {
     "float32": "",
@@ -128,6 +129,11 @@ def test_a_step_sampled_by_sglang(name: str, tmp_path: Path) -> None:
             f"{SHARDED} --advantage-estimator grpo --offload rollout", marks=pytest.mark.slow
         ),
         pytest.param(PIPELINE, marks=pytest.mark.slow),
+        pytest.param(
+            f"{SHARDED} {CONTEXT} {TRANSFORMER_ENGINE} --fp8 hybrid --offload turns",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(f"{SHARDED} {CONTEXT}", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_four_devices(flags: str, tmp_path: Path) -> None:

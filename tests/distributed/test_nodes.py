@@ -15,9 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ragen_mega.commands import launch
+from ragen_mega.run import fetching
 from ragen_mega.run.nodes import disagreement
+from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS as TINY
 from tests.support.faulty_runs import WARM_START, start_of
@@ -271,6 +274,66 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(output: Path, layout: tuple[
     with two_nodes(output) as nodes:
         join_ranks(fork_on_nodes(nodes, lambda: main(argv)))
     assert_equal(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.forks
+@needs_nodes
+@pytest.mark.skipif(not PYTHON, reason="needs an environment with SGLang")
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("victim", ["trainer", "node"])
+def test_what_dies_while_weights_are_on_their_way_loses_nothing(
+    victim: str, output: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Node 0 trains, node 1 samples with a real server. While the second weights are on their way
+    the trainer is killed, or the other node loses its cable and its power.
+    """
+    name, steps, mark = f"apart-{victim}", 4, output / f"{victim}-fetches"
+    flags = f"""--load {start_of(output)} --num-steps {steps} --save-interval 1
+        --placement separate --rollout-ranks 1 --max-staleness 1 --importance-cap 2
+        --rollout-engine sglang --sglang-python {PYTHON} --sglang-start-timeout 900
+        --sampler-timeout 60 --output {output} --name {name} --resume""".split()
+
+    def train(*, disturbed: bool) -> None:
+        broadcast, versions = fetching._Group.broadcast, []
+
+        def fail(self: fetching._Group, memory: torch.Tensor) -> None:
+            versions.append(len(memory))  # a small model is one part
+            hit = victim if disturbed and len(versions) == 2 else None
+            if hit == "trainer" and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if hit == "node" and os.environ["RANK"] == "1":
+                mark.touch()
+                signal.pause()
+            broadcast(self, memory)
+
+        fetching._Group.broadcast = fail
+        main([*TINY, *flags])
+
+    with two_nodes(output) as nodes:
+        ranks = fork_on_nodes(nodes, lambda: train(disturbed=True))
+        while victim == "node" and not mark.exists():
+            assert all(rank.is_alive() for rank in ranks)
+            time.sleep(0.1)
+        if victim == "node":
+            nodes[1].unplug()
+            ranks[1].kill()
+        for rank in ranks:
+            rank.join()
+        codes = [rank.exitcode for rank in ranks]
+    assert codes == ([-signal.SIGKILL, 2] if victim == "trainer" else [2, -signal.SIGKILL])
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "--resume goes on from the last checkpoint" in said[0], said
+    with two_nodes(output) as nodes:
+        join_ranks(fork_on_nodes(nodes, lambda: train(disturbed=False)))
+    rows, store = metrics(output / name), RolloutStore(output / name / "rollouts")
+    assert [row["step"] for row in rows] == [*range(steps)]
+    assert rows[0]["mismatch/logprob_max_abs_diff"] < 1e-4
+    for step in range(steps):
+        groups = store.read(step).groups
+        assert {one.weight_version for group in groups for one in group.trajectories} == {
+            max(0, step - 1)
+        }
 
 
 TRAINING = (*FLAGS, "--save-interval", "1", "--keep-last", "0", "--eval-interval", "0")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from ragen_mega.commands.replayed_step import replay
+from ragen_mega.commands.replayed_step import LAYOUT, replay
 from ragen_mega.config import parse
 from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics
@@ -99,6 +99,17 @@ def test_without_staleness_it_equals_the_colocated_run_to_the_bit(output: Path) 
     assert all(torch.equal(last[key], others[key]) for key in others)
 
 
+@pytest.mark.slow
+def test_context_ranks_train_what_another_rank_samples(output: Path) -> None:
+    """They equal two context-parallel ranks that sample too, to the bit."""
+    context = ("--context-parallel-size", "2")
+    together = launch(output, "context_together", 2, *flags(output, *context))
+    apart = launch(output, "context_apart", 3, *flags(output, *SEPARATE, *context))
+    assert sampled(apart) == sampled(together)
+    last, others = state(apart, NUM_STEPS), state(together, NUM_STEPS)
+    assert all(torch.equal(last[key], others[key]) for key in others)
+
+
 ADAPTERS = "--lora-rank 4 --lora-sync adapter".split()
 
 
@@ -178,9 +189,7 @@ def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:
             step=3,
             tolerance=0.0,
             num_ranks=None,
-            tensor_model_parallel_size=None,
-            pipeline_model_parallel_size=None,
-            use_distributed_optimizer=None,
+            **dict.fromkeys(LAYOUT),
         )
     )
     assert result["keys"]["rollout/staleness"]["replayed"] == 2

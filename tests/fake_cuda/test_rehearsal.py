@@ -43,7 +43,7 @@ took several times as long.
 """
 PARTS = (
     "versions step step_fp8 update learn repeat kernels te train endure bench reshard moe"
-    " lora learn_seeds step_all bench_all fp8 parity sglang"
+    " lora learn_seeds step_all bench_all fp8 parity sglang apart"
 ).split()
 
 pytestmark = [
@@ -143,7 +143,7 @@ def test_the_gpu_check_passes(tmp_path: Path) -> None:
     assert report["bench_kernels"]["results"]
     lengths = {run.name: len(read_metrics(run / "metrics.jsonl")) for run in runs}
     tasks = {f"{task}_{seed}" for task in ("lookup", "reverse") for seed in range(3)}
-    assert lengths == {"endure": 9} | dict.fromkeys({*tasks, "train"}, 3) | {
+    assert lengths == {"endure": 9} | dict.fromkeys({*tasks, "train", "apart"}, 3) | {
         "repeat_once": 6,
         "repeat_twice": 6,
     }

@@ -196,11 +196,19 @@ def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
 
 
 @pytest.mark.forks
+@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
-    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    context: int,
 ) -> None:
-    """A process that knows nothing of ranks becomes the launcher of as many as the run had."""
+    """A process that knows nothing of ranks becomes the launcher of as many as the run had. One
+    rank repeats it to rounding.
+    """
     flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
+    flags += ["--context-parallel-size", str(context)]
     run = launch(tmp_path, "two", 2, *flags)
     before, out = digest(run), tmp_path / "out.json"
     words = ["--run", str(run), "--step", "1", "--json", str(out)]
@@ -218,6 +226,9 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
     assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before
+    on_ranks(lambda: replay_command([*words, "--context-parallel-size", "1"]), 1)
+    result = json.loads(out.read_text())
+    assert result["world_size"] == 1 and 0 < result["largest_difference"] < 1e-4
 
     config = json.loads((run / "config.json").read_text())
     (start,) = config["provenance"]

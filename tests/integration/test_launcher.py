@@ -22,7 +22,7 @@ import torch.distributed.run
 
 from ragen_mega.commands import launch, train
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
-from ragen_mega.run.check import check_flags, sizes_without_effect
+from ragen_mega.run.check import check_flags, sizes_without_effect, warmup_note
 from tests.support.sockets import is_loopback, listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -300,6 +300,23 @@ class TestCheck:
         note = sizes_without_effect(parse([*sizes, "--load", "Qwen/Qwen3-8B"]))
         assert "--hidden-size, --num-layers do nothing" in note and "Qwen/Qwen3-8B" in note
         assert sizes_without_effect(parse(["--load", "Qwen/Qwen3-8B"])) is None
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            ("--num-steps 8", None),
+            ("--num-steps 0", None),
+            ("--num-steps 2", "the 2 steps that update the policy, so the last one has 0.25 of"),
+            ("--num-steps 8 --critic-warmup 2", "the 6 steps that update the policy, so the last"),
+        ],
+    )
+    def test_a_warmup_that_outlasts_the_run_is_named_with_the_rate_it_reaches(self, flags, said):
+        train = parse(["--lr-warmup", "8", "--lr", "4e-3", *flags.split()]).train
+        note = warmup_note(train)
+        assert (note is None) == (said is None)
+        if said:
+            assert said in note and "--lr 0.004" in note and "\n" not in note
+            assert f"{train.shares(train.num_steps - 1)['lr']:.3g} of --lr" in note
 
     @pytest.mark.slow
     def test_an_interpreter_that_aborts_at_its_end_changes_no_exit_code(self, tmp_path):

@@ -85,10 +85,10 @@ def test_routes_are_recorded_stored_and_replayed(
     assert {row.shape[1:] for row in routes} == {(2, 3)} and max(map(np.max, routes)) == 4
     if num_ranks == 1:
         TOKEN_FIELDS.pop(ROUTES)  # which the command adds by itself
+        layout = dict.fromkeys(replayed_step.LAYOUT)
         arguments = argparse.Namespace(
-            run=straight, step=1, tolerance=0.0, num_ranks=None, tensor_model_parallel_size=None,
-            pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
-        )  # fmt: skip
+            run=straight, step=1, tolerance=0.0, num_ranks=None, json=None, **layout
+        )
         replayed = replayed_step.replay(arguments)
         assert replayed["equal"] and "actor/routing_overlap" in replayed["keys"]
 

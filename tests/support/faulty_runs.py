@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ragen_mega.commands import replayed_step
 from ragen_mega.config import parse
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
@@ -33,10 +34,10 @@ def open_run(output: Path, name: str, *flags: str) -> Run:
 
 
 def replay_arguments(run: Path, step: int) -> argparse.Namespace:
+    layout = dict.fromkeys(replayed_step.LAYOUT)
     return argparse.Namespace(
-        run=run, step=step, tolerance=1e-4, num_ranks=None, tensor_model_parallel_size=None,
-        pipeline_model_parallel_size=None, use_distributed_optimizer=None, json=None,
-    )  # fmt: skip
+        run=run, step=step, tolerance=1e-4, num_ranks=None, json=None, **layout
+    )
 
 
 def start_of(output: Path) -> Path:

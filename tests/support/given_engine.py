@@ -31,6 +31,7 @@ ABOUT = {
     "dtype": "auto", "quantization": None, "speculative_algorithm": None,
     "disaggregation_mode": "null",
     "max_req_input_len": 400, "max_total_num_tokens": 8192,
+    "num_layers": 2, "hidden_size": 32,  # of the model, which SGLang does not say
     "architectures": ["Qwen2ForCausalLM"], "preferred_sampling_params": None,
 }  # fmt: skip
 
@@ -86,6 +87,10 @@ class GivenEngine:
             (folder / what).unlink(missing_ok=True)
             return wished
 
+        def is_unknown(name: str) -> bool:
+            parts = name.split(".")
+            return parts[1] == "layers" and int(parts[2]) >= about["num_layers"]
+
         def join(body: dict[str, Any]) -> None:
             address = f"tcp://{body['master_address']}:{body['master_port']}"
             size, rank, name = body["world_size"], body["rank_offset"], body["group_name"]
@@ -100,9 +105,10 @@ class GivenEngine:
         def update(body: dict[str, Any]) -> None:
             if body["group_name"] not in state["groups"]:
                 raise ValueError(f"Group {body['group_name']} not in {[*state['groups']]}")
-            if takes("die"):
+            is_asking = len(body["names"]) == 1  # about the model, before any bucket
+            if not is_asking and takes("die"):
                 os._exit(1)
-            if takes("hang"):
+            if not is_asking and takes("hang"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             empty = [
                 torch.empty(shape, dtype=getattr(torch, dtype))
@@ -110,6 +116,11 @@ class GivenEngine:
             ]
             flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in empty])
             dist.broadcast(flat, src=0, group=state["groups"][body["group_name"]])
+            for name, shape in zip(body["names"], body["shapes"], strict=True):
+                if is_unknown(name):
+                    return
+                if name.endswith("norm.weight") and shape != [about["hidden_size"]]:
+                    raise ValueError(f"Failed to update parameter online: {name} has another size")
             if takes("refuse"):
                 raise ValueError("Failed to update parameter online: the sizes differ")
             parts = flat.split([tensor.nbytes for tensor in empty])

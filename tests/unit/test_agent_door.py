@@ -244,6 +244,18 @@ def silent(task: dict[str, Any], client: openai.OpenAI) -> float:
     return 1.0
 
 
+def hiding_a_refusal(task: dict[str, Any], client: openai.OpenAI) -> float:
+    try:
+        client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "hello"}],
+            response_format={"type": "json_object"},
+        )
+    except openai.BadRequestError:
+        return 0.0
+    return 1.0
+
+
 def rewarding_nothing(task: dict[str, Any], client: openai.OpenAI) -> Any:
     return ask(client, "hello").choices[0].message.content
 
@@ -265,6 +277,7 @@ def leaving_the_process(task: dict[str, Any], client: openai.OpenAI) -> Any:
         (hanging, "time", "took longer than 0.5 s"),
         (hanging_coroutine, "time", "took longer than 0.5 s|TimeoutError"),
         (silent, "error", "asked for no completion"),
+        (hiding_a_refusal, "error", "each request of the agent was refused, the latest one so"),
         (rewarding_nothing, "error", "must return the reward"),
         (rewarding_unknown_calls, "error", "calls names"),
         (leaving_the_process, "error", "SystemExit"),

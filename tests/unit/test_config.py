@@ -292,6 +292,18 @@ class Unbuildable(Patient):
         raise AssertionError("flags are only parsed")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--recipe bandit", r"a list of words, not '--recipe bandit'; write it with \.split\(\)"),
+        (["--lr", 1e-3], r'words of text, as a command line has them, not 0\.001; write "0\.001"'),
+    ],
+)
+def test_what_python_gives_to_parse_is_words(words, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse(words)
+
+
 def test_parsing_builds_no_environment() -> None:
     name = f"{__name__}:Unbuildable"
     options = json.dumps({name: {}})

@@ -290,6 +290,7 @@ def test_a_failed_trajectory_is_played_again_from_the_same_start(play: Play) -> 
     assert told["environment_errors"] == num_failed + num_lost
     assert (told["resampled"], told["lost_trajectories"]) == (num_failed, num_lost)
     said = describe_errors(groups)
+    assert said and not said.endswith("--environment-timeout")
     assert f"closed {num_failed + num_lost} of {16 + num_failed} episodes" in said
 
 

@@ -185,6 +185,25 @@ def test_a_refused_bucket_is_said_at_once(engine: GivenEngine, client: SGLangEng
         assert load(client, 1) == engine.held()
 
 
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"num_layers": 1}, "the model that --load names: it has fewer layers than the 2 of"),
+        ({"num_layers": 3}, "it has more layers than the 2 of the model"),
+        ({"hidden_size": 48}, "does not take the weights of .*another size"),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused_in_one_line(
+    about: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with given_engine(tmp_path / "engine", **about) as engine:
+        client = SGLangEngine(CONFIG, settings(tmp_path, engine.address))
+        with client.awake(), pytest.raises(RequestRefused, match=said) as caught:
+            client.load_weights(weights(0).items())
+        assert "\n" not in str(caught.value) and engine.address in str(caught.value)
+        client.shutdown()
+
+
 def test_an_engine_that_does_not_come_back_ends_the_run_in_one_line(
     engine: GivenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

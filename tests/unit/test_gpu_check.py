@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PREDICTIONS = ROOT / "docs" / "benchmarks" / "gpu_day_predictions.json"
 ORDER = (
     "versions step step_fp8 update learn repeat kernels te train endure bench reshard moe"
-    " lora learn_seeds step_all bench_all fp8 parity sglang"
+    " lora learn_seeds step_all bench_all fp8 parity sglang apart"
 )
 
 

@@ -33,6 +33,10 @@ class NoActions(World):
     actions = ()
 
 
+class Functions(World):
+    tools = [len]
+
+
 class NeedsKey(World):
     def __init__(self, key):
         self.key = key
@@ -81,6 +85,8 @@ FILES = {
     "empty.jsonl": "",
     "cut.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": \n',
     "columns.jsonl": '{"q": "a", "a": "b"}\n{"q": "c", "a": "d"}\n',
+    "hole.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n',
+    "nulls.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": null}\n',
     "flag.flags": "--num-stepz 3\n",
     "recipe.flags": "--recipe nosuch\n",
     "cut.toml": 'title = "x"\n[[arms]\n',
@@ -98,6 +104,11 @@ TRAIN = {
     "--environments mistaken_import:World": "install nothing_there, which mistaken_import imports",
     "--environments mistaken_worlds:NoStep": "has no step; an environment is a class with reset",
     "--environments mistaken_worlds:NoActions": "leave them out for free text, not ()",
+    "--environments mistaken_worlds:Functions": 'JSON schemas, e.g. {"name": ..., "parameters"',
+    "--environments mistaken_worlds:World --environment-options '{\"World\": {}}'": "names World,"
+    " which is not trained; write mistaken_worlds:World, or add it to --environments",
+    "--recipe sokoban --curriculum '{0: {}}'": """write it in single quotes, e.g. '{"0": {"sok""",
+    "--recipe bandit --filter-value 25": "in (0, 1], not 25.0; set --filter-value 0.25",
     "--environments mistaken_worlds:NeedsKey": "missing a required argument: 'key'; give it by"
     " --environment-options, as '{\"mistaken_worlds:NeedsKey\": {...}}'",
     "--environments mistaken_worlds:NoSeed": "is called as reset(seed), and reset() does not take",
@@ -117,6 +128,11 @@ TRAIN = {
     f"{MODEL} --tasks empty.jsonl": "must hold rows and has none; write one JSON object a line",
     f"{MODEL} --tasks cut.jsonl": "cut.jsonl, line 2 must be a JSON object",
     f"{MODEL} --tasks columns.jsonl": "its columns are q, a; name yours by the option",
+    f"{MODEL} --tasks hole.jsonl": "by the option answer_column, or drop the row",
+    f"{MODEL} --tasks nulls.jsonl": "nulls.jsonl must have a value in answer, which is null",
+    f"{MODEL} --tasks wide.jsonl": "wide.jsonl, line 1 must be UTF-8 ('utf-8' codec can't decode",
+    f"{MODEL} --tasks latin.jsonl": "latin.jsonl, line 2 must be UTF-8 ('utf-8' codec can't",
+    f"{MODEL} --tasks rows.jsonl --score mistaken.py:large": "write mistaken:large, a module",
     f"{MODEL} --tasks one_row.jsonl": "must hold two prompts",
     f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, large, fails",
     f"{MODEL} --tasks rows.jsonl --score mistaken:fails": "KeyError: 'nothing' (in fails,",
@@ -155,6 +171,8 @@ def folder(tmp_path_factory):
     place, before, paths = tmp_path_factory.mktemp("mistakes"), Path.cwd(), sys.path[:]
     for name, text in FILES.items():
         (place / name).write_text(text)
+    (place / "wide.jsonl").write_bytes(ROWS.encode("utf-16"))
+    (place / "latin.jsonl").write_bytes(ROWS.replace("c", "\u00e9").encode("latin-1"))
     (place / "empty").mkdir()
     model = place / "MODEL"
     model.mkdir()

@@ -37,6 +37,7 @@ from ragen_mega.planning.memory import (
 )
 from ragen_mega.planning.published import SHAPES, model_config
 from ragen_mega.planning.time import default_play, step_seconds, total
+from ragen_mega.run import build
 from ragen_mega.run.placement import host_memory
 from tests.support.plan_command import run_plan
 
@@ -48,17 +49,18 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_config(model_config(name).to_dict())
 
 
-SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_30b_a3b_32k")
+SLOW = ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_30b_a3b_32k", "qwen3_30b_a3b_128k")
 """Recipes whose layouts are many."""
 
 
 def test_there_is_a_recipe_for_every_size() -> None:
-    """One more is for fewer GPUs, two are for long contexts, and three have adapters, for one, two
+    """One more is for fewer GPUs, four are for long contexts, and three have adapters, for one, two
     and four GPUs.
     """
     names = {name.lower().replace("-", "_") for name in SHAPES}
     adapted = {"qwen2.5_7b_lora": 1, "qwen2.5_32b_lora": 2, "qwen3_30b_a3b_lora": 4}
-    others = {"qwen3_30b_a3b_8_gpus", "qwen2.5_7b_32k", "qwen3_30b_a3b_32k"}
+    others = {"qwen3_30b_a3b_8_gpus"}
+    others |= {f"{model}_{k}k" for model in ("qwen2.5_7b", "qwen3_30b_a3b") for k in (32, 128)}
     assert names | others | {*adapted} == set(RECIPES)
     assert {name: tool.planned_gpus(name) for name in adapted} == adapted
 
@@ -258,6 +260,67 @@ def test_a_layout_keeps_what_is_given() -> None:
     assert all(cp * size >= 32768 for cp, size in tokens)
 
 
+LONG = {
+    ("Qwen2.5-7B", 32768): 8,
+    ("Qwen2.5-7B", 131072): 16,
+    ("Qwen2.5-14B", 32768): 16,
+    ("Qwen2.5-14B", 131072): 32,
+    ("Qwen2.5-32B", 32768): 32,
+    ("Qwen2.5-32B", 131072): 64,
+    ("Qwen3-30B-A3B", 32768): 16,
+    ("Qwen3-30B-A3B", 131072): 32,
+}
+"""Model and tokens of a context -> GPUs."""
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * (row != next(iter(LONG)))) for row in LONG],
+)
+def test_the_page_says_what_context_ranks_are_worth(
+    model: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best layouts with and without them, in episodes that fill the context by turns of 800
+    sampled tokens at most.
+    """
+    num_gpus, turns = LONG[model, tokens], f"--max-turns {30 * tokens // 32768}"
+    flags = f"--max-context-length {tokens} {turns} --max-response-length 800"
+    cache = "--kv-cache-tokens 1048576" * (tokens > 32768 and model != "Qwen2.5-7B")
+    words = f"--model {model} --num-gpus {num_gpus} {flags} {cache}".split()
+    code, result, said = told(capsys, tmp_path / "plan.json", *words)
+    reports = result["context_ranks"]
+    assert code == 0 and result["flags"] in {one["flags"] for one in reports.values()}
+    page = (FOLDER.parents[2] / "docs/your_model.md").read_text()
+    for name in ("with", "without"):
+        row = f"| {model} | {tokens:,} | {num_gpus} | {name} | "
+        if report := reports.get(name):
+            step, trained, peak = (
+                report[key] for key in ("predicted_seconds", "training_seconds", "peak_gib")
+            )
+            shown = f"{step:.1f} s a step, {trained:.1f} s of training, {peak:.1f} GiB a GPU, TP"
+            assert f"{name} context ranks: {shown} " in said
+            layout = tool.layout_words(report).partition(", rollout")[0]
+            row += f"{step:.0f} | {trained:.1f} | {peak:.0f} | {layout} | {report['recompute']} |"
+        else:
+            row += "none fits | | | | |"
+            assert f"{name} context ranks: no layout fits" in said
+        assert row in page
+
+
+def test_a_context_that_no_rank_holds_is_refused_with_its_remedy() -> None:
+    flags = (
+        "--bf16 --rollout-engine sglang --advantage-estimator grpo --max-context-length 131072"
+        " --use-distributed-optimizer --offload rollout --recompute full"
+        " --tensor-model-parallel-size 2 --sequence-parallel --kv-cache-tokens 262144"
+    )
+    shape, config = shape_of("Qwen2.5-7B"), parse(flags.split())
+    with pytest.raises(ValueError, match="raise --context-parallel-size") as error:
+        check_fits(shape, Setting.from_config(config, 8), 80 * GIB)
+    assert "train actor" in str(error.value) and "\n" not in str(error.value)
+    divided = parse([*flags.split(), "--context-parallel-size", "4"])
+    check_fits(shape, Setting.from_config(divided, 8), 80 * GIB)
+
+
 def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
     flags = "--bf16 --rollout-engine sglang --placement separate --rollout-ranks 2"
     shape, config = shape_of("Qwen3-8B"), parse(flags.split())
@@ -360,6 +423,19 @@ def test_more_trajectories_than_the_cache_has_pages_for_are_refused_by_their_fla
         check_fits(shape, setting, 24 * GIB)
     with pytest.raises(ValueError, match=refusal):  # a server takes its whole cache at its start
         check_fits(shape, replace(setting, engine="sglang"), 24 * GIB)
+
+
+def test_a_small_cache_of_a_server_lets_no_absurd_group_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All trajectories of a step are on rank 0, whatever waits for the engine."""
+    flags = ["--rollout-engine", "sglang", "--kv-cache-tokens", "100000", "--group-size"]
+    monkeypatch.setattr(build, "device_capacity", lambda: 80 * GIB)
+    monkeypatch.setattr(build, "host_memory", lambda: 24 * GIB)
+    assert build.fit_memory(parse([*flags, "16"]), SMOLLM2).rollout.group_size == 16
+    refusal = r"8\) x group_size \(1000000\) = 8000000 .* 30\.5 GiB .* 24\.0; lower --group-size"
+    with pytest.raises(ValueError, match=refusal):
+        build.fit_memory(parse([*flags, "1000000"]), SMOLLM2)
 
 
 def test_offloading_empties_the_other_phases() -> None:

@@ -50,7 +50,7 @@ def test_a_conversation_comes_back_with_its_prompts_answers_and_rewards(tmp_path
         ("wrong ", "right", 1.0),
     ]
     assert run.rollout(0)[0].trajectories[0].tokens == one.tokens
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="step 1, and those of 0 to 0; train with --keep-r"):
         run.rollout(1)
     with pytest.raises(ValueError, match="does not exist"):
         read_run(tmp_path / "none")

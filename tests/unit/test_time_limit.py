@@ -18,12 +18,13 @@ from ragen_mega.config import AdvantageConfig
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.pool import EnvironmentFailed, Worker
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, late_advice
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.registry import make, register
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
+from ragen_mega.rollout.endings import describe_errors
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -181,6 +182,9 @@ def test_hanging_environments_cost_their_time_limit_once(play: Callable) -> None
         == [False] * (8 - num_bad) + [True] * num_bad
     )
     assert {why for _, why in environment_errors([group])} == {"took longer than 0.5 s"}
+    said = describe_errors([group])
+    assert said and said.endswith("end sooner, or raise --environment-timeout")
+    assert late_advice("agent:my:run", said).endswith("raise --agent-timeout")
 
 
 def test_calls_that_do_not_return_wait_together() -> None:

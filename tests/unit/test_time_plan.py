@@ -20,6 +20,7 @@ from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     ADAM_BYTES,
     ALL_REDUCE,
+    BROADCAST,
     CONNECTION,
     EXPOSED,
     TILE,
@@ -398,13 +399,16 @@ def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibat
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0, 20.0])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int) -> None:
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+def test_ranks_apart_take_what_their_events_take(
+    seconds: float, staleness: int, engine: str
+) -> None:
     """Two ranks that sample and six that train, played step by step as the schedule says: the
-    weights leave after a step, over one connection, and a rollout waits for the weights of
-    `staleness` steps ago.
+    weights leave after a step, over one connection or when a rollout fetches them, and a rollout
+    waits for the weights of `staleness` steps ago.
     """
     shape = shape_of("Qwen2.5-1.5B")
-    base = ["--bf16", "--rollout-engine", "sglang", "--importance-cap", "2"]
+    base = ["--bf16", "--rollout-engine", engine, "--importance-cap", "2"]
     base += ["--filter-strategy", "none", "--updates-per-rollout", "8"]
     apart = ["--placement", "separate", "--rollout-ranks", "2", "--max-staleness", f"{staleness}"]
 
@@ -414,18 +418,23 @@ def test_ranks_apart_take_what_their_events_take(seconds: float, staleness: int)
         return step_seconds(H100, shape, config, ranks, play)
 
     whole = shape.engine_weights(2, 1)
-    passed, copied = whole / CONNECTION, {"copy to the host": whole / H100.host_link}
+    is_fetched = engine == "sglang"
+    passed, sending = whole / (BROADCAST if is_fetched else CONNECTION), 0.0
+    copied = {"copy on the device": 2 * whole / H100.hardware.memory, "copy to the host": 0.0}
+    if not is_fetched:
+        sending = passed
+        copied = {"copy on the device": 0.0, "copy to the host": whole / H100.host_link}
     sampling = sum(phases(2)["rollout"].values()) + passed + whole / H100.constants.sync
     found = phases(8, *apart)
     own = total({name: terms for name, terms in found.items() if name != "rollout"})
     assert found["sync"] == copied
     # when each rollout ends, each step with its copy, and when its weights have arrived
-    played, sent, arrived = [], [0.0], [passed]
+    played, sent, arrived = [], [0.0], [sending]
     for step in range(400):
         begun = max(arrived[max(0, step - staleness)], played[-1] if played else 0.0)
         played.append(begun + sampling)
         sent.append(max(played[-1], sent[-1]) + own)
-        arrived.append(max(sent[-1], arrived[-1]) + passed)
+        arrived.append(max(sent[-1], arrived[-1]) + sending)
     step = (sent[-1] - sent[200]) / 200
     assert total(found) == pytest.approx(step, rel=1e-6)
     config = parse([*base, *apart])

@@ -149,8 +149,8 @@ class EnvironmentConfig(Section):
             )
         if unknown := set(options) - set(self.evaluated):
             raise ValueError(
-                f"{flag} names {', '.join(sorted(unknown))}, which is not trained"
-                f" ({', '.join(self.shares)}); drop it or add it to --environments"
+                f"{flag} names {', '.join(sorted(unknown))}, which is not trained; write"
+                f" {' or '.join(self.shares)}, or add it to --environments"
             )
 
     @property
@@ -225,6 +225,9 @@ def json_object(
     flag: str, text: str, example: str = '{"sokoban": {"observation": "grid"}}'
 ) -> dict[str, Any]:
     """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
+    example = '{"sokoban": {"observation": "grid"}}'
+    if flag == "curriculum":
+        example = f'{{"0": {example}, "30": {{}}}}'
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -8,6 +8,7 @@ this order, `/init_weights_update_group` once, `/update_weights_from_distributed
 group is always the sender, so every rank that sends has another group.
 """
 
+import re
 import secrets
 import socket
 import threading
@@ -15,49 +16,25 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from transformers import PretrainedConfig
 
+from ragen_mega.data.parcels import Parcel
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.engines.sglang.weights import BUCKET_BYTES, post, update_of
 from ragen_mega.models.layout import complete, expected_tensors, group_by_size
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import groups
 from ragen_mega.ranks.collectives import device
 from ragen_mega.ranks.waits import here
 from ragen_mega.system.addresses import address_towards, is_local
 
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SECONDS_TO_LEAVE = 5.0
 """Time in which an engine must answer that it leaves a group; one that hangs does not."""
-
-
-class Bucket(NamedTuple):
-    """Tensors that travel as one, each behind the other."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    flat: Tensor
-    """[bytes] uint8, where the backend of the group sends from."""
-
-    @classmethod
-    def of(
-        cls, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device
-    ) -> "Bucket":
-        """Copy tensors into a bucket on `device`."""
-        names, parts = zip(*tensors, strict=True)
-        kind = str(dtype).removeprefix("torch.")
-        flat = [part.detach().to(device, dtype).contiguous().view(-1) for part in parts]
-        return cls(
-            [*names],
-            [kind] * len(names),
-            [[*part.shape] for part in parts],
-            torch.cat([part.view(torch.uint8) for part in flat]),
-        )
 
 
 class Together:
@@ -129,7 +106,7 @@ class GroupTransfer:
         self._device = device() if is_on_gpus else torch.device("cpu")
         self._joined: tuple[str, dist.ProcessGroup, dist.Store] | None = None
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    def receive(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
         """Stream of (Hugging Face name, full tensor) -> buckets. Raises ValueError, with `weights`
         consumed to its end, unless exactly the expected names and shapes arrive.
         """
@@ -144,14 +121,14 @@ class GroupTransfer:
                 complete(named, self._expected), lambda one: one[1].nbytes, self._bucket_bytes
             ):
                 if self._num_engine_ranks:
-                    yield Bucket.of(tensors, self._dtype, self._device)
+                    yield Parcel.packed(tensors, self._device, self._dtype)
         except ValueError:
             for _ in weights:
                 continue
             raise
         self.wait_for_all_ranks()
 
-    def deliver(self, client: JSONClient, buckets: Iterable[Bucket], version: int) -> None:
+    def deliver(self, client: JSONClient, buckets: Iterable[Parcel], version: int) -> None:
         """Have the engine take one full set of weights, each bucket while the next one is made.
 
         Raises RequestRefused when it does not take a bucket, and ConnectionLost when it is lost or
@@ -166,9 +143,14 @@ class GroupTransfer:
                     taken = self._take(client, bucket)
                 if taken is not None:
                     taken.wait(self._patience)
-        except (RequestRefused, ConnectionLost):
+        except (RequestRefused, ConnectionLost) as error:
             self._leave(client)
-            raise
+            if isinstance(error, ConnectionLost):
+                raise
+            raise RequestRefused(
+                f"the engine at {client.address} does not take the weights of the model that --load"
+                f" names: {' '.join(str(error).split())[:400]}"
+            ) from None
 
     def again(self) -> None:
         """Return None: nothing is kept."""
@@ -183,9 +165,11 @@ class GroupTransfer:
         """Leave the group; the engine closes its end with the connection. Safe to call again."""
         self._leave(None)
 
-    def _take(self, client: JSONClient, bucket: Bucket) -> Together:
+    def _take(self, client: JSONClient, bucket: Parcel) -> Together:
         """Begin to send a bucket."""
         name, group = self._join(client)
+        memory = bucket.memory
+        assert memory is not None  # `receive` has packed it
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -199,7 +183,7 @@ class GroupTransfer:
         return Together(
             f"/update_weights_from_distributed to {client.address}",
             lambda: post(client, "/update_weights_from_distributed", body),
-            lambda: dist.broadcast(bucket.flat, src=0, group=group),
+            lambda: dist.broadcast(memory, src=0, group=group),
         )
 
     def _join(self, client: JSONClient) -> tuple[str, dist.ProcessGroup]:
@@ -229,36 +213,45 @@ class GroupTransfer:
             Together(
                 f"/init_weights_update_group of {client.address} with {host}:{port}",
                 lambda: post(client, "/init_weights_update_group", body),
-                lambda: formed.append(_form(self._backend, store, name, size, timeout)),
+                lambda: formed.append(
+                    groups.form(self._backend, store, name, 0, size, self._patience)
+                ),
             ).wait(self._patience)
             self._joined = name, formed[0], store
+            self._check_depth(client)
         return self._joined[:2]
+
+    def _check_depth(self, client: JSONClient) -> None:
+        """Raise RequestRefused unless the engine's model has the layers of the run's. SGLang passes
+        over names that it does not know, and refuses a wrong size of those that it knows.
+        """
+        norms = {
+            (int(match[1]), name): size
+            for name, size in self._expected.items()
+            if name.endswith("norm.weight") and (match := _IN_LAYER.match(name))
+        }
+        (last, known), (size,) = max(norms.items())
+        beyond = known.replace(f".{last}.", f".{last + 1}.", 1)
+        for name, is_there in ((known, True), (beyond, False)):
+            wrong = [(name, torch.zeros(size + 1))]
+            try:
+                bucket = Parcel.packed(wrong, self._device, self._dtype)
+                self._take(client, bucket).wait(self._patience)
+                is_refused = False
+            except RequestRefused:
+                is_refused = True
+            if is_refused != is_there:
+                count = "fewer" if is_there else "more"
+                raise RequestRefused(f"it has {count} layers than the {last + 1} of the model")
 
     def _leave(self, client: JSONClient | None) -> None:
         if self._joined is None:
             return
         (name, group, _), self._joined = self._joined, None
-        # NCCL's call ends kernels that wait for an engine; what waits over gloo ends by itself.
-        end = c10d._abort_process_group if self._backend == "nccl" else dist.destroy_process_group
-        with suppress(RuntimeError, ValueError):  # it may have failed
-            end(group)
+        groups.leave(group, self._backend)
         if client is not None:
             with suppress(RequestRefused, ConnectionLost):
                 body = {"group_name": name}
                 client.call(
                     "POST", "/destroy_weights_update_group", body, timeout=_SECONDS_TO_LEAVE
                 )
-
-
-def _form(
-    backend: str, store: dist.Store, name: str, size: int, timeout: timedelta
-) -> dist.ProcessGroup:
-    """Form a group outside the job, whose other ranks are the engine's, as SGLang forms it there
-    (`init_custom_process_group`): torch has no public function for it.
-    """
-    group, _ = c10d._new_process_group_helper(
-        size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), timeout=timeout,
-        group_name=name,  # type: ignore[arg-type] # torch's own alias of str
-    )  # fmt: skip
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-    return group

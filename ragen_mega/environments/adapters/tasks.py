@@ -347,8 +347,13 @@ def _rows(file: _File) -> tuple[dict[str, Any], ...]:
 
 
 def _json_rows(path: str) -> Iterator[dict[str, Any]]:
-    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    content = Path(path).read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {number} must be UTF-8 ({error}); save it so") from None
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -358,7 +363,7 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise ValueError(
                 f"{path}, line {number} must be a JSON object, not"
-                f" {line[:40].decode(errors='replace')!r}{problem}; write one object a line"
+                f" {line[:40]!r}{problem}; write one object a line"
             )
         yield row
 
@@ -528,16 +533,21 @@ def _column(
     place: str, row: Mapping[str, Any], option: str, name: str | None, known: Sequence[str]
 ) -> Any:
     """Return the first of these columns that the row has."""
-    names = [name] if name else known
+    names, columns = [name] if name else known, [*_paths(row)]
     for path in names:
         value: Any = row
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != []:
             return value
+    if empty := [path for path in names if path in columns]:
+        raise ValueError(
+            f"{place} must have a value in {empty[0]}, which is null or an empty list; drop the"
+            f" row, or name another column by the option {option}"
+        )
     raise ValueError(
-        f"{place} must have {' or '.join(names)}, and its columns are {', '.join(_paths(row))};"
-        f" name yours by the option {option}"
+        f"{place} must have {' or '.join(names)}, and its columns are {', '.join(columns)};"
+        f" name yours by the option {option}, or drop the row"
     )
 
 

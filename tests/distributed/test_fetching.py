@@ -1,0 +1,285 @@
+"""Weights that ranks that only sample fetch through a process group: every bit, from two versions
+and again, whatever fails on the way, and what ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ragen_mega.config import parse
+from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.models.layout import group_by_size
+from ragen_mega.ranks import collectives
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.rollout.engine import EngineCounts, EngineError, RolloutEngine
+from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.run import fetching
+from ragen_mega.run.link import LinkLost
+from ragen_mega.run.separate import Sampler, Samplers, divide
+from tests.support.forked_ranks import fork_ranks, on_ranks
+from tests.support.sockets import all_listening, is_loopback
+
+pytestmark = pytest.mark.forks
+NUM_STEPS = 3
+HF = Qwen2Config(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    torch.manual_seed(version)
+    return Qwen2ForCausalLM(HF).to(torch.bfloat16).state_dict()
+
+
+def group(step: int) -> TrajectoryGroup:
+    trajectory = Trajectory(group_id=step, tokens=[1], loss_mask=[False], rollout_logprobs=[0.0])
+    trajectory.append_action(Completion([step], [-1.0], "stop"))
+    return TrajectoryGroup(step, [trajectory])
+
+
+class Recorder(RolloutEngine):
+    """An engine that takes whole weights, and notes them."""
+
+    shard, num_slots = None, 0
+
+    def __init__(self) -> None:
+        self.counts = EngineCounts()
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], *, again: bool = False) -> None:
+        self.weights = list(weights)
+        self.weight_version += not again
+
+    def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], *, again: bool = False) -> None:
+        self.adapter = dict(tensors)
+        self.weight_version += not again
+
+    @property
+    def has_base(self) -> bool:
+        return hasattr(self, "weights")
+
+    def start(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+def assert_holds(engine: Recorder, version: int) -> None:
+    """Each tensor of the version once, to the bit."""
+    expected = weights(version)
+    assert [name for name, _ in engine.weights] == [*expected]
+    for name, tensor in engine.weights:
+        assert tensor.device == collectives.device() and tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.cpu(), expected[name]), name
+
+
+def job(
+    folder: Path,
+    *,
+    sampler: Callable[[Sampler, Recorder], None] = lambda sampler, engine: None,
+) -> Callable[[], None]:
+    """What each of three ranks does, two of which sample; `sampler` after each weights."""
+    flags = "--environments bandit --placement separate --rollout-ranks 2 --rollout-engine sglang"
+    flags += f" --max-staleness 1 --importance-cap 2 --num-steps {NUM_STEPS}"
+    config = parse([*flags.split(), "--output", str(folder)])
+
+    def rank() -> None:
+        fetching.PART_BYTES = 4096
+        collectives.start()
+        part = divide(config)
+        if part.samples:
+            engine = Recorder()
+            run = Sampler(config, part, lambda *about: (engine, None, HF))
+            with run, run.awake():
+                for order in run.orders():
+                    run.load_weights(order)
+                    assert_holds(engine, order.version)
+                    sampler(run, engine)
+                    run.deliver(order.rollout, [group(order.rollout)])
+            return
+        samplers = Samplers(
+            config, part, TaskSampler(config),
+            recall=lambda *about: None, keep=lambda *about: None,
+            stop_if_asked=lambda: None, say=print,
+        )  # fmt: skip
+        samplers.begin(folder)
+        for step in range(NUM_STEPS):
+            present = {name: each.to(collectives.device()) for name, each in weights(step).items()}
+            samplers.order(step, f"{step}", present.items())
+            taken, _ = samplers.take(step, Metrics())
+            assert taken[0].trajectories[0].tokens == [1, step]
+        samplers.close(0)
+
+    return rank
+
+
+def test_every_bit_of_every_version_arrives_on_all_ranks(tmp_path: Path) -> None:
+    """Also once more, for a server that was lost. Sockets listen on the loopback."""
+
+    def fetch_again(sampler: Sampler, engine: Recorder) -> None:
+        version, group = sampler._version, sampler._receiver._group
+        size = sum(tensor.nbytes for tensor in weights(0).values()) / 1e9
+        assert sampler._gbytes in (pytest.approx(size), 0.0)  # 0: the order has none
+        sampler._sync.send(again=True)
+        assert_holds(engine, version)
+        assert sampler._receiver._group is group
+
+    with all_listening(psutil.Process()) as addresses:
+        on_ranks(job(tmp_path, sampler=fetch_again), 3)
+    assert addresses and all(map(is_loopback, addresses)), addresses
+
+
+@pytest.mark.parametrize("what", ["lost", "changed"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_what_fails_in_a_part_costs_the_group_alone(
+    what: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third part of the second version, on the rank that sends or on one that receives."""
+    broadcast, counts = fetching._Group.broadcast, []
+    num_parts = sum(1 for _ in parts_of_one())
+
+    def fail_once(self: fetching._Group, memory: Tensor) -> None:
+        counts.append(1)
+        is_time = os.environ["RANK"] == str(victim) and len(counts) == num_parts + 3
+        if is_time and what == "lost":
+            raise RuntimeError("the cable is cut")
+        if is_time and victim == 0:
+            memory[5] ^= 1
+        broadcast(self, memory)
+        if is_time and victim:
+            memory[5] ^= 1
+
+    monkeypatch.setattr(fetching._Group, "broadcast", fail_once)
+    monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
+
+    def check(sampler: Sampler, engine: Recorder) -> None:
+        assert sampler._receiver._number == (1 if sampler._version == 0 else 2)
+
+    on_ranks(job(tmp_path, sampler=check), 3)
+
+
+def parts_of_one() -> Iterator[list[str]]:
+    held = weights(0)
+    return group_by_size(held, lambda name: held[name].nbytes, 4096)
+
+
+def test_groups_that_always_fail_end_the_job_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: fetching._Group, memory: Tensor) -> None:
+        raise RuntimeError("the cable\nis cut")
+
+    monkeypatch.setattr(fetching._Group, "broadcast", fail)
+    monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
+    work = job(tmp_path)
+
+    def rank() -> None:
+        if os.environ["RANK"] == "0":
+            with pytest.raises(EngineError) as caught:
+                work()
+            said = str(caught.value)
+            assert re.fullmatch(r"the weights of 0 steps .* 3 groups .*cut.*--resume.*", said), said
+            os._exit(0)
+        with pytest.raises((SystemExit, LinkLost)):
+            work()
+
+    on_ranks(rank, 3)
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "sampler"])
+def test_a_rank_that_dies_in_a_part_ends_the_job(
+    victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told by the link, or by the collective that the dead rank leaves."""
+    broadcast = fetching._Group.broadcast
+
+    def die(self: fetching._Group, memory: Tensor) -> None:
+        if os.environ["RANK"] == str(victim):
+            os.kill(os.getpid(), signal.SIGKILL)
+        broadcast(self, memory)
+
+    monkeypatch.setattr(fetching._Group, "broadcast", die)
+    monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
+    work = job(tmp_path)
+
+    def rank() -> None:
+        with pytest.raises((LinkLost, RuntimeError, SystemExit)):
+            work()
+
+    processes = fork_ranks(rank, 3)
+    for process in processes:
+        process.join()
+    codes = [process.exitcode for process in processes]
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [0, 0]
+
+
+def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(tmp_path: Path) -> None:
+    flags = f"""--environments bandit --placement separate --rollout-ranks 2 --max-staleness 1
+        --importance-cap 2 --num-steps {NUM_STEPS} --rollout-engine sglang --lora-rank 4
+        --lora-sync adapter --output {tmp_path}"""
+    config = parse(flags.split())
+
+    def adapter(version: int) -> dict[str, Tensor]:
+        return {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.full((4, 32), version + 0.5)}
+
+    def rank() -> None:
+        collectives.start()
+        part = divide(config)
+        if part.samples:
+            engine = Recorder()
+            run = Sampler(config, part, lambda *about: (engine, None, HF))
+            with run, run.awake():
+                for order in run.orders():
+                    before = run._gbytes
+                    run.load_weights(order)
+                    assert_holds(engine, 9)
+                    (name, expected), *_ = adapter(order.version).items()
+                    assert torch.equal(engine.adapter[name].cpu(), expected)
+                    fetched = round(1e9 * (run._gbytes - before))
+                    assert fetched > 4096 if order.rollout == 0 else fetched in (0, 512)
+                    run.deliver(order.rollout, [group(order.rollout)])
+            return
+        samplers = Samplers(
+            config, part, TaskSampler(config),
+            recall=lambda *about: None, keep=lambda *about: None,
+            stop_if_asked=lambda: None, say=print, base=lambda: weights(9).items(),
+        )  # fmt: skip
+        samplers.begin(tmp_path)
+        for step in range(NUM_STEPS):
+            samplers.order(step, f"{step}", adapter(step).items())
+            samplers.take(step, Metrics())
+        samplers.close(0)
+
+    on_ranks(rank, 3)
+
+
+def test_nobody_waits_on_a_device_for_a_rank_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All meet before each part, in the order in which they come."""
+    calls: list[str] = []
+    meet, broadcast = fetching._Group.meet, fetching._Group.broadcast
+    monkeypatch.setattr(fetching._Group, "meet", lambda self: (calls.append("meet"), meet(self))[1])
+    monkeypatch.setattr(
+        fetching._Group, "broadcast", lambda self, m: (calls.append("bytes"), broadcast(self, m))[1]
+    )
+
+    def check(*about: object) -> None:
+        assert calls == ["meet", "bytes"] * (len(calls) // 2) and calls
+
+    on_ranks(job(tmp_path, sampler=check), 3)
