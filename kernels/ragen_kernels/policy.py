@@ -368,9 +368,6 @@ def linear_policy_loss(
             on a CPU.
     """
     objective.check_inputs(ref_logprobs, rollout_logprobs, cu_seqlens, teacher)
-    teacher = teacher if objective.teacher_coef else None
-    num_outputs = NUM_OUTPUTS + (teacher is not None)
-    found = hidden.new_zeros((num_outputs, len(weights)), dtype=torch.float32)
     rows = weights.nonzero().squeeze(1) if rows is None else rows
     active, vocabulary = rows if repeats is None else None, (vocab_start, vocab_valid, group)
     hidden, labels, shard, chunks = _active_rows(
@@ -385,9 +382,10 @@ def linear_policy_loss(
 
         assert cu_seqlens is not None  # `check_inputs`
         terms = over_sequences(terms, current, rows, cu_seqlens, objective, context_group)
-    teacher = None if teacher is None else teacher.at(rows)
+    teacher = teacher.at(rows) if teacher is not None and objective.teacher_coef else None
     loss, outputs = _LinearPolicyLoss.apply(
         hidden, weight, labels, terms, objective, shard, temperature, chunks, repeats, teacher
     )
+    found = hidden.new_zeros((len(outputs), len(weights)), dtype=torch.float32)
     stats = PolicyStats(*found.index_copy_(1, rows, outputs.float())[1:].unbind())
     return loss, stats if objective.kl_kind else replace(stats, ref_kl=None)

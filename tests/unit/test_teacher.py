@@ -45,7 +45,7 @@ ALONE = "--reward teacher --advantage-estimator none --filter-strategy none".spl
 
 @pytest.fixture(autouse=True)
 def likeliest_tokens() -> Iterator[None]:
-    """Batches may hold three of them."""
+    """Batches may hold three likeliest tokens."""
     add_likeliest(3)
     yield
     for name in (TEACHER_IDS, TEACHER_LOGPROBS):

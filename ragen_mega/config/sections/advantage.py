@@ -28,8 +28,8 @@ class AdvantageConfig(Section):
     teacher_top_k: Natural = 0
     """Tokens of the teacher's distribution that are taught in the place of each sampled token: the
     term teacher is then a loss, KL(teacher || policy) over the tokens that the teacher finds
-    likeliest, and so teaches what the policy never samples (default 0: it is the advantage of the
-    sampled token). E.g. 16.
+    likeliest, and so teaches what the policy never samples. E.g. 16 (0: it is the advantage of the
+    sampled token).
     """
     advantage_estimator: str = "gae"
     """gae and bilevel_gae train a critic (PPO); grpo, dr_grpo, rloo and reinforce_plus_plus compare

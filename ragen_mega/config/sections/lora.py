@@ -34,7 +34,7 @@ class LoraConfig(Section):
     lora_lr_factor: Annotated[Positive | None, _WITH_RANK] = None
     """Adapters are trained at this many times the learning rates of the flags, which are the rates
     of full fine-tuning: the best rates of the two differ by about ten in published comparisons
-    (default: 10; the policy's is 1 where --adam-eps is above 1e-5, because steps near gradient
+    (default: 10; the policy's is 1 where adam_eps is above 1e-5, because steps near gradient
     descent grow with gradients, which lora_alpha / lora_rank and A scale already).
     """
     lora_load: Annotated[PathName | None, _WITH_RANK] = None
