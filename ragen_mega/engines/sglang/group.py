@@ -168,6 +168,8 @@ class GroupTransfer:
     def _take(self, client: JSONClient, bucket: Parcel) -> Together:
         """Begin to send a bucket."""
         name, group = self._join(client)
+        memory = bucket.memory
+        assert memory is not None  # it was packed here
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -181,7 +183,7 @@ class GroupTransfer:
         return Together(
             f"/update_weights_from_distributed to {client.address}",
             lambda: post(client, "/update_weights_from_distributed", body),
-            lambda: dist.broadcast(bucket.memory, src=0, group=group),
+            lambda: dist.broadcast(memory, src=0, group=group),
         )
 
     def _join(self, client: JSONClient) -> tuple[str, dist.ProcessGroup]:
