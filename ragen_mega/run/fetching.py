@@ -78,6 +78,7 @@ class _Group:
     def broadcast(self, memory: Tensor) -> None:
         """Fill `memory`, [bytes] uint8, with the bytes of rank 0. Raises RuntimeError."""
         work = dist.broadcast(memory, src=0, group=self._over, async_op=True)
+        assert work is not None  # this rank is in the group
         end = time.monotonic() + _PATIENCE
         while not work.is_completed():  # NCCL's own patience would end the process
             if time.monotonic() > end:
