@@ -174,9 +174,8 @@ def build_run(
     splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
     fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
     of_flags = recipe_note(config), sizes_without_effect(config), warmup_note(config.train)
-    for note in (*of_flags, *splits, *fewer):
-        if note:
-            console.say(note)
+    for note in filter(None, (*of_flags, *splits, *fewer)):
+        console.say(note)
     base = base_directory(config)
     hf = load_config(str(base))
     renderer = load_renderer(str(base), think=config.environment.think)
