@@ -47,6 +47,8 @@ LAYOUT = (
     "context_parallel_size",
     "use_distributed_optimizer",
 )
+OF_LAYOUT = ("per_second", "context_gbytes")
+"""Endings of metrics that the clock or the layout decides."""
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
@@ -245,7 +247,7 @@ def compare(
     """
     keys = {}
     for key in sorted(logged.keys() | replayed.keys()):
-        if not key.startswith(STAGES) or key.endswith("per_second") or key in EXCLUDED:
+        if not key.startswith(STAGES) or key.endswith(OF_LAYOUT) or key in EXCLUDED:
             continue
         before, now = logged.get(key), replayed.get(key)
         if now is not None and not math.isfinite(now):
