@@ -40,11 +40,7 @@ Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_two_devices_compute_what_two_ranks_with_all_tokens_do(architecture: str) -> None:
     """Trajectories that begin alike; in FP8 nothing is shared. Each rank's tokens are padded to the
-<<<<<<< HEAD
-    16 that FP8 needs, and each rank quantises with its own scales.
-=======
     16 that FP8 needs, and each rank has its own scales.
->>>>>>> w-context
     """
     hf = MODELS[architecture]
     stems, weights = random_trajectories(hf.vocab_size, 9), random_weights(hf, seed=3)

@@ -93,15 +93,9 @@ def test_context_ranks_wait_for_no_exchange(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank sends keys and values once in a pass and a layer, and twice in an update: again for
-<<<<<<< HEAD
-    its backward pass, or when the layer is computed again; then their gradients. The host waits no
-    more often than one rank's, only the path above a rank's first node is sent, and a
-    layer takes 8 operations more in a pass and 31 more in an update.
-=======
     its backward pass, or when the layer is computed again; then their gradients. The host waits as
     often as without an exchange, the path above a rank's first node says the bytes, and a layer
     takes 8 operations more in a pass and 31 more in an update.
->>>>>>> w-context
     """
     send, moved = context._sent, list[int]()
 
@@ -137,11 +131,7 @@ def test_context_ranks_wait_for_no_exchange(
                 work()
             seen = sum(n for site, n in of_work.sites.items() if STAND_IN not in site)
             assert seen == most
-<<<<<<< HEAD
-            forward = (times + 1) // 2 * num_layers  # exchanges of keys, before any of gradients
-=======
             forward = (times + 1) // 2 * num_layers  # of keys; then their gradients
->>>>>>> w-context
             assert len(moved) == times * num_layers
             assert sum(moved) == of_layer * forward or not received
             found.append(of_work.operations)
