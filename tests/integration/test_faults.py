@@ -204,8 +204,8 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     capfd: pytest.CaptureFixture,
     context: int,
 ) -> None:
-    """A process that knows nothing of ranks becomes the launcher of as many as the run had. One
-    rank repeats it to rounding.
+    """A process that knows nothing of ranks becomes the launcher of as many as the run had. What
+    two context-parallel ranks computed, one rank repeats to rounding.
     """
     flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
     flags += ["--context-parallel-size", str(context)]
@@ -226,9 +226,10 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
     assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before
-    on_ranks(lambda: replay_command([*words, "--context-parallel-size", "1"]), 1)
-    result = json.loads(out.read_text())
-    assert result["world_size"] == 1 and 0 < result["largest_difference"] < 1e-4
+    if context == 2:
+        on_ranks(lambda: replay_command([*words, "--context-parallel-size", "1"]), 1)
+        result = json.loads(out.read_text())
+        assert result["world_size"] == 1 and 0 < result["largest_difference"] < 1e-4
 
     config = json.loads((run / "config.json").read_text())
     (start,) = config["provenance"]
