@@ -133,7 +133,7 @@ def test_a_server_takes_the_device_of_its_rank(
 ) -> None:
     (tmp_path / "python").touch(0o700)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     flags = ("--rollout-engine", "sglang", "--sglang-python", str(tmp_path / "python"))
     command = server_settings(parse(flags)).arguments(Path("model"), 1)
     for name, value in (("--device", "cuda"), ("--base-gpu-id", "3")):

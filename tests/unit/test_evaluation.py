@@ -292,7 +292,7 @@ def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
         (
             "--environment-options",
             '{"bandti": {"high_reward": 2}}',
-            "environment_options names bandti, .*drop",
+            "environment_options names bandti, .*write bandit",
         ),
         ("--temperature", "-1", "eval_temperature .*at least 0.* -1.0"),
         ("--temperature", "nan", "eval_temperature .*finite.* nan"),

@@ -148,18 +148,21 @@ def test_an_engine_that_hangs_in_a_bucket_ends_the_group_and_not_the_run(
         assert generate(client).tokens == [5]
 
 
+def load_alone(directory: Path, address: str) -> None:
+    client = SGLangEngine(CONFIG, settings(directory, address))
+    with client.awake():
+        load(client, 0)
+
+
 def test_a_run_that_is_killed_in_a_bucket_leaves_an_engine_for_the_next(
     engine: GivenEngine, tmp_path: Path
 ) -> None:
     """Though the engine stands still while the sender's connection ends."""
-
-    def run() -> None:
-        client = SGLangEngine(CONFIG, settings(tmp_path / "killed", engine.address))
-        with client.awake():
-            engine.wish("hang")
-            load(client, 0)
-
-    sender = multiprocessing.get_context("fork").Process(target=run)
+    engine.wish("hang")
+    # not forked, for locks of this process's threads would stay locked in a fork
+    sender = multiprocessing.get_context("spawn").Process(
+        target=load_alone, args=(tmp_path / "killed", engine.address)
+    )
     sender.start()
     wait_until(lambda: psutil.Process(engine.process.pid).status() == psutil.STATUS_STOPPED)
     sender.kill()

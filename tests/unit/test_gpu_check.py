@@ -179,8 +179,9 @@ def test_every_command_exists_with_its_flags(
     tools, recipes = set(), []
     for program, *arguments in commands:
         if program == "-m" and arguments[0] == "ragen_mega.commands.launch":
-            assert arguments[1:4] == ["--nproc-per-node", "1", "examples/pretrain_starpo.sh"]
+            assert arguments[1] == "--nproc-per-node" and arguments[3].startswith("examples/")
             recipes.append(config.parse(arguments[4:]))
+            assert int(arguments[2]) == 1 + recipes[-1].parallel.rollout_ranks
             continue
         if program == "-m":
             files = [Path(word) for word in arguments if word.startswith("tests/")]
@@ -196,6 +197,7 @@ def test_every_command_exists_with_its_flags(
     sampled = [
         (one.rollout.weight_transfer, one.rollout.rollout_deterministic, one.train.seed)
         for one in recipes
+        if not one.parallel.rollout_ranks
     ]
     learn, repeat, bandit = ("file", False), ("file", True, 0), ("auto", False, 0)
     assert sampled == [

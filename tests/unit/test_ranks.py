@@ -18,7 +18,7 @@ FOREIGN = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "x"}]
 
 def test_a_rank_without_a_gpu_says_so() -> None:
     with pytest.raises(ValueError, match="local rank 1 .* --nproc-per-node 1"):
-        _take_device(1, 1)
+        _take_device(1, 1, may_share=False)
 
 
 @pytest.mark.parametrize("platform", FOREIGN)
