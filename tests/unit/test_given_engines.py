@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from tests.support.processes import wait_until
 from tests.support.sockets import all_listening, is_loopback
 
 pytestmark = pytest.mark.forks
+ROOT = Path(__file__).parents[2]
 CONFIG = Qwen2Config(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
@@ -148,10 +150,14 @@ def test_an_engine_that_hangs_in_a_bucket_ends_the_group_and_not_the_run(
         assert generate(client).tokens == [5]
 
 
-def load_alone(directory: Path, address: str) -> None:
-    client = SGLangEngine(CONFIG, settings(directory, address))
-    with client.awake():
-        load(client, 0)
+ALONE = """
+import sys
+from pathlib import Path
+from tests.unit.test_given_engines import CONFIG, SGLangEngine, load, settings
+client = SGLangEngine(CONFIG, settings(Path(sys.argv[1]), sys.argv[2]))
+with client.awake():
+    load(client, 0)
+"""
 
 
 def test_a_run_that_is_killed_in_a_bucket_leaves_an_engine_for_the_next(
@@ -159,14 +165,12 @@ def test_a_run_that_is_killed_in_a_bucket_leaves_an_engine_for_the_next(
 ) -> None:
     """Though the engine stands still while the sender's connection ends."""
     engine.wish("hang")
-    # not forked, for locks of this process's threads would stay locked in a fork
-    sender = multiprocessing.get_context("spawn").Process(
-        target=load_alone, args=(tmp_path / "killed", engine.address)
-    )
-    sender.start()
+    # neither forked from this process's threads nor spawned with the paths that pytest adds
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "killed"), engine.address]
+    sender = subprocess.Popen(command, cwd=ROOT)
     wait_until(lambda: psutil.Process(engine.process.pid).status() == psutil.STATUS_STOPPED)
     sender.kill()
-    sender.join()
+    sender.wait()
     engine.wake()
     client = SGLangEngine(CONFIG, settings(tmp_path / "next", engine.address))
     with client.awake():
