@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ragen_mega.config import parse
+from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.models.layout import group_by_size
 from ragen_mega.ranks import collectives
@@ -26,7 +26,7 @@ from ragen_mega.rollout.engine import EngineCounts, EngineError, RolloutEngine
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run import fetching
 from ragen_mega.run.link import LinkLost
-from ragen_mega.run.separate import Sampler, Samplers, divide
+from ragen_mega.run.separate import Part, Sampler, Samplers, divide
 from tests.support.forked_ranks import fork_ranks, on_ranks
 from tests.support.sockets import all_listening, is_loopback
 
@@ -88,6 +88,15 @@ def assert_holds(engine: Recorder, version: int) -> None:
         assert torch.equal(tensor.cpu(), expected[name]), name
 
 
+@contextmanager
+def sampling(config: StarPOConfig, part: Part) -> Iterator[tuple[Sampler, Recorder]]:
+    """A rank that samples, and its engine."""
+    engine = Recorder()
+    run = Sampler(config, part, lambda *about: (engine, None, HF))
+    with run, run.awake():
+        yield run, engine
+
+
 def job(
     folder: Path,
     *,
@@ -103,9 +112,7 @@ def job(
         collectives.start()
         part = divide(config)
         if part.samples:
-            engine = Recorder()
-            run = Sampler(config, part, lambda *about: (engine, None, HF))
-            with run, run.awake():
+            with sampling(config, part) as (run, engine):
                 for order in run.orders():
                     run.load_weights(order)
                     assert_holds(engine, order.version)
@@ -241,9 +248,7 @@ def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(tmp_path: Path)
         collectives.start()
         part = divide(config)
         if part.samples:
-            engine = Recorder()
-            run = Sampler(config, part, lambda *about: (engine, None, HF))
-            with run, run.awake():
+            with sampling(config, part) as (run, engine):
                 for order in run.orders():
                     before = run._gbytes
                     run.load_weights(order)

@@ -22,6 +22,8 @@ from ragen_mega.config.sections.section import (
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
 
+_OPTIONS = '{"sokoban": {"observation": "grid"}}'
+_CURRICULUM = f'{{"0": {_OPTIONS}, "30": {{}}}}'
 _NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
 """A number after a colon is the share, but after the host of a URL it is the port."""
 
@@ -124,7 +126,7 @@ class EnvironmentConfig(Section):
     def check(self) -> None:
         base = json_object("environment_options", self.environment_options)
         self._check_options("environment_options", base)
-        for step, options in json_object("curriculum", self.curriculum).items():
+        for step, options in json_object("curriculum", self.curriculum, _CURRICULUM).items():
             if not step.isdigit():
                 raise ValueError(
                     f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
@@ -221,13 +223,10 @@ def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def json_object(
-    flag: str, text: str, example: str = '{"sokoban": {"observation": "grid"}}'
-) -> dict[str, Any]:
-    """Read the JSON object that the text of a flag holds. Raises ValueError if it holds none."""
-    example = '{"sokoban": {"observation": "grid"}}'
-    if flag == "curriculum":
-        example = f'{{"0": {example}, "30": {{}}}}'
+def json_object(flag: str, text: str, example: str = _OPTIONS) -> dict[str, Any]:
+    """Read the JSON object that the text of a flag holds. Raises ValueError, with an example, if it
+    holds none.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
