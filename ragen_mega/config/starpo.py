@@ -65,6 +65,11 @@ class StarPOConfig(Sections):
         return self.advantage.estimator.reads_tokens or self.loss.loss_mask == "legacy"
 
     @property
+    def fetches_weights(self) -> bool:
+        """Return whether a process group carries weights to ranks that only sample."""
+        return self.parallel.placement == "separate" and self.rollout.rollout_engine == "sglang"
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether trajectories may share their beginnings."""
         return self.train.shared_prefixes != "off" and self.parallel.fp8 == "none"

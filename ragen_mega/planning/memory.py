@@ -135,8 +135,7 @@ class Setting:
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
-            weights_are_fetched=rollout.rollout_engine == "sglang"
-            and config.parallel.placement == "separate",
+            weights_are_fetched=config.fetches_weights,
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,

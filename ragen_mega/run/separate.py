@@ -158,7 +158,7 @@ class Samplers:
         """
         self._config, self._tasks, self._base = config, tasks, base
         self._link, self._alarm = part.link, part.alarm
-        self._by_group = part.store is not None and goes_by_group(config)
+        self._by_group = part.store is not None and config.fetches_weights
         self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if a group carries it
         self._sender: Sender | None = None
         if self._by_group and part.link and part.store is not None:
@@ -433,7 +433,7 @@ class Sampler:
         self._memory: Tensor | None = None  # first rank: bytes of the weights that came last
         self._version = 0  # of the engine's weights
         self._receiver: Receiver | None = None
-        if part.store is not None and goes_by_group(config):
+        if part.store is not None and config.fetches_weights:
             self._receiver = Receiver(part.store, self._ask, self._next_part)
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
@@ -676,11 +676,6 @@ class Sampler:
         for name, tensor in self._weights.items():
             if (".lora_" in name) == are_adapters:
                 yield name, tensor.to(device())
-
-
-def goes_by_group(config: StarPOConfig) -> bool:
-    """Return whether a process group carries the weights, and not the link."""
-    return config.rollout.rollout_engine == "sglang"
 
 
 def copied(weights: Iterable[tuple[str, Tensor]], *, on_device: int = 0) -> dict[str, Tensor]:
