@@ -175,7 +175,8 @@ def test_what_fails_in_a_part_costs_the_group_alone(
     monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
 
     def check(sampler: Sampler, engine: Recorder) -> None:
-        assert sampler._receiver._number == (1 if sampler._version == 0 else 2)
+        # At least: on a machine with much other work a part may take longer than `_PATIENCE`.
+        assert sampler._receiver._number >= (1 if sampler._version == 0 else 2)
 
     on_ranks(job(tmp_path, sampler=check), 3)
 
