@@ -50,7 +50,9 @@ def any_path(text: str) -> Path:
 def target(text: str) -> Path:
     """Return a file that can be there; what takes minutes must not end with none."""
     if (path := any_path(text)).is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} must be a file in an existing folder")
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a file in an existing folder; make the folder first, or give another"
+        )
     return path
 
 

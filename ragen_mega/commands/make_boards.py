@@ -11,7 +11,7 @@ import argparse
 import json
 from typing import Any
 
-from ragen_mega.commands.command_line import any_path, command, flag
+from ragen_mega.commands.command_line import command, flag, target
 from ragen_mega.config.sections.environment import json_object
 from ragen_mega.environments.boards import has_packaged_boards, load_boards
 from ragen_mega.environments.registry import make
@@ -65,7 +65,7 @@ def draw_boards(
     flag("--environment-options", "JSON object of the environment's options", "{}"),
     flag("--first-seed", "of the boards", 5000),
     flag("--num-boards", "to draw", 256),
-    flag("--output", "boards file (JSON lines) to write", type=any_path, required=True),
+    flag("--output", "boards file (JSON lines) to write", type=target, required=True),
 )
 def main(arguments: argparse.Namespace) -> None:
     options = json_object("environment_options", arguments.environment_options)

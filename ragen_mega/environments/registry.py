@@ -205,14 +205,21 @@ def _check_members(name: str, environment: Any) -> None:
             f"actions of environment {name} must differ in more than their encoding, and"
             f" {twice[0]!r} stands twice; rename one"
         )
-    for tool in getattr(environment, "tools", ()):
+    tools = getattr(environment, "tools", ())
+    for tool in tools:
         function = tool.get("function", tool)
         if not (isinstance(function, dict) and function.get("name")):
             raise ValueError(
                 f"every schema in tools of environment {name} must have a name, itself or under"
                 f" function; {tool!r:.60} has none"
             )
-    check_tools(getattr(environment, "tools", ()))
+    called = [str(tool.get("function", tool)["name"]) for tool in tools]
+    if len({*called}) < len(called):
+        raise ValueError(
+            f"tools of environment {name} must have distinct names, not {', '.join(called)}; rename"
+            " one"
+        )
+    check_tools(tools)
 
 
 def _check_signature(name: str, method: str, taken: str, function: Any) -> None:

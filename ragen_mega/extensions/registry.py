@@ -21,9 +21,17 @@ _MOST_NAMED = 20
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean x?)` of the known name that is closest, nothing if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return ` (did you mean x?)` of the known name that is closest, nothing if none is close.
+    The dashes that all flags share do not count.
+    """
+    bare = {word.lstrip("-"): word for word in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f" (did you mean {bare[close[0]]}?)" if close else ""
+
+
+def _module_of(file: str) -> str:
+    """Return the module of a file whose path begins in the working directory."""
+    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".")
 
 
 class Registry:
@@ -110,6 +118,8 @@ class Registry:
             module, dot, member = name.rpartition(".")
             paths = [f"{module}:{member}"] if dot else []
             close = self._of_family(name) or did_you_mean(meant, [*names, *paths])
+            if member == "py":
+                close = f" (a file: write {_module_of(name)}:NAME, a class or function in it)"
             known = f"choose one of {', '.join(names)}, or " if names else ""
             raise ValueError(
                 f"{self.flag}: unknown {self.kind} {name!r}{close}; {known}give an import path such"
@@ -127,6 +137,11 @@ class Registry:
         """
         if isinstance(function, str):
             return
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"{self.flag} {name} must be a plain function, and is a coroutine function, which"
+                " nobody awaits; write def, and call services by a client that waits"
+            )
         try:
             signature = inspect.signature(function)
         except (ValueError, TypeError):  # compiled, and it does not say
@@ -170,7 +185,9 @@ class Registry:
         except Exception as error:
             module_name = path.partition(":")[0]
             remedy = "mend the module"
-            if isinstance(error, ImportError) and (extra := extra_of(error.name)):
+            if module_name.endswith(".py"):
+                remedy = f"write {_module_of(module_name)}:{path.partition(':')[2]}, a module"
+            elif isinstance(error, ImportError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
             elif isinstance(error, ModuleNotFoundError) and error.name:
                 remedy = f"install {error.name}, which {module_name} imports, or mend the import"
@@ -179,8 +196,6 @@ class Registry:
                         "check the name, and that the module is installed or in the working"
                         " directory"
                     )
-                if module_name.endswith(".py"):
-                    remedy = f"write {path.replace('.py', '', 1).replace(os.sep, '.')}, a module"
             elif path.count(":") > 1:
                 remedy = "write module:name, with a whole number behind a further colon for shares"
             known, colon, _ = name.partition(":")

@@ -29,6 +29,10 @@ class NoStep:
         return "say"
 
 
+class EqualTools(World):
+    tools = [{"name": "look"}, {"function": {"name": "look"}}]
+
+
 class NoActions(World):
     actions = ()
 
@@ -71,6 +75,10 @@ def large(answer, reference, row):
     return 7
 
 
+async def waits(answer, reference, row):
+    return 1.0
+
+
 def fails(answer, reference, row):
     return row["nothing"]
 """
@@ -98,6 +106,14 @@ TRAIN = {
     "--recipie bandit": "unknown flag --recipie (did you mean --recipe?)",
     "--recipe bandit sokoban": "unexpected 'sokoban': flags begin with --",
     "--recipe bandit --bf16 true": "--bf16 is a switch and takes no value, not 'true'",
+    "--recipe bandit --device cpu": "(here it is CUDA_VISIBLE_DEVICES before the command",
+    "--recipe bandit --gpus 2": "--gpus (here it is NPROC_PER_NODE=N before the command)",
+    "--recipe bandit --vocab big": "unknown flag --vocab; --help lists all",
+    "--recipe bandit --max-tokens 8": "--max-tokens (here it is --max-response-length)",
+    "--recipe bandit --data-parallel-size 2": "(here it is all ranks that the other sizes leave)",
+    "--environments mistaken_worlds.py": "(a file: write mistaken_worlds:NAME, a class or function",
+    "--environments ./mistaken_worlds.py:World": "write mistaken_worlds:World, a module",
+    "--environments mistaken_worlds:EqualTools": "must have distinct names, not look, look; rename",
     "--environments mistaken_worlds:Wrld": "(did you mean World?)",
     "--environments mistaken_worlds:World:x": "a whole number behind a further colon for shares",
     "--environments mistaken_syntax:World": "(mistaken_syntax.py, line 2)); mend the module",
@@ -125,6 +141,7 @@ TRAIN = {
     "--recipe recipe.flags": "--recipe 'nosuch' in recipe.flags must name one of",
     "--resume runs/none": "runs/none does not exist; give a run directory",
     f"{MODEL} --tasks missing.jsonl": "must name a file of rows that can be read (No such file",
+    f"{MODEL} --tasks openai/gsm8k": "fetch the files of a data set on the hub by `hf download`",
     f"{MODEL} --tasks empty.jsonl": "must hold rows and has none; write one JSON object a line",
     f"{MODEL} --tasks cut.jsonl": "cut.jsonl, line 2 must be a JSON object",
     f"{MODEL} --tasks columns.jsonl": "its columns are q, a; name yours by the option",
@@ -134,15 +151,17 @@ TRAIN = {
     f"{MODEL} --tasks latin.jsonl": "latin.jsonl, line 2 must be UTF-8 ('utf-8' codec can't",
     f"{MODEL} --tasks rows.jsonl --score mistaken.py:large": "write mistaken:large, a module",
     f"{MODEL} --tasks one_row.jsonl": "must hold two prompts",
-    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, large, fails",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, large, waits",
     f"{MODEL} --tasks rows.jsonl --score mistaken:fails": "KeyError: 'nothing' (in fails,",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:waits": "write def, and call services by",
     f"{MODEL} --tasks rows.jsonl --score mistaken:large": "a number from 0 to 1, not 7",
     "--score mistaken:two": "--score does nothing without --tasks FILE",
     "--agent mistaken": "unknown agent 'mistaken'; give an import path",
+    "--agent mistaken.py": "'mistaken.py' (a file: write mistaken:NAME, a class or function in it)",
     "--agent mistaken:nothing": "must be a function (task, client) or (task, base_url, api_key)",
     "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
     "--agent http:/here": "--agent http:/here must be an address such as http://",
-    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, fails",
+    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, waits",
     f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "is called with (episode), and",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
@@ -161,6 +180,9 @@ OTHERS = {
     "study cut.toml": "cut.toml is no TOML: Expected ']]'",
     "study arm.toml": "arm one of arm.toml: unknown flag --lrr (did you mean --lr?)",
     "baselines --environment mistaken_worlds:World --num-prompts 0": "must be at least 1, not 0",
+    "make-boards --environment sokoban --output none/b.jsonl": "none/b.jsonl must be a file in an"
+    " existing folder; make the folder first",
+    "launch nothing.py": "nothing.py must be a file, the script that each rank runs, and is none;",
     "fetch nosuch": "invalid choice: 'nosuch' (choose from 'smollm2')",
 }
 

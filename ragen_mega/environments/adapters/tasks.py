@@ -324,9 +324,15 @@ def _file(path: str) -> _File:
 
 
 def _unreadable(path: str, error: OSError) -> str:
+    remedy = "mend the path"
+    if not Path(path).suffix:
+        remedy = (
+            "fetch the files of a data set on the hub by `hf download`, or rename a module of yours"
+            " that is called tasks"
+        )
     return (
-        f"tasks:{path} must name a file of rows that can be read ({error.strerror or error}); mend"
-        " the path, and rename a module of yours that is called tasks"
+        f"tasks:{path} must name a file of rows that can be read ({error.strerror or error});"
+        f" {remedy}"
     )
 
 
