@@ -2,8 +2,8 @@
 forest's nodes.
 
 A rank receives the keys of the one path above its first node (`data.forest`), and nothing else of
-the forest. All ranks know the whole forest, so no sizes are exchanged. What a rank has received is
-not kept for the backward pass, which exchanges it again.
+the forest. All ranks know the whole forest, so no sizes are exchanged. An implementation of
+attention keeps what has arrived for the backward pass, or has it exchanged again.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def exchanged_keys(
     pass exchanges it anew when it needs it.
     """
     sizes = [*forest.received], [len(nodes) for nodes in forest.sent]
-    attended = _Exchange.apply(key, value, sent, sizes, group)
+    attended = _Exchange.apply(key, value, sent, sizes, group, again)
     exchange = attended[0].grad_fn
     if order is not None:
         attended = [x.index_select(0, order) for x in attended]
@@ -60,7 +60,7 @@ def exchanged_keys(
             return packed
         place, *geometry = packed
         if exchange.arrived is None:
-            own_key, own_value, _ = exchange.saved_tensors
+            _, own_key, own_value = exchange.saved_tensors
             found = _exchanged(own_key, own_value, sent, sizes, group)
             exchange.arrived = [x if order is None else x.index_select(0, order) for x in found]
         return exchange.arrived[place].as_strided(*geometry)
@@ -78,20 +78,21 @@ class _Exchange(Function):
         sent: Tensor,
         sizes: tuple[list[int], list[int]],
         group: ProcessGroup,
+        again: bool,
     ) -> tuple[Tensor, Tensor]:
         # a view of the values would hold the queries and keys that were projected beside them
-        ctx.save_for_backward(key, value.contiguous(), sent)
+        ctx.save_for_backward(sent, *((key, value.contiguous()) if again else ()))
         ctx.sizes, ctx.group, ctx.arrived = sizes, group, None
         return _exchanged(key, value, sent, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        sent, (received, returned), ctx.arrived = ctx.saved_tensors[2], ctx.sizes, None
+        sent, (received, returned), ctx.arrived = ctx.saved_tensors[0], ctx.sizes, None
         given = sum(received)
         both = torch.stack([gradient[:given] for gradient in gradients], 1)
         back = _sent(both, returned, received, ctx.group).unbind(1)
         own = (gradient[given:].clone() for gradient in gradients)
-        return *(x.index_add_(0, sent, more) for x, more in zip(own, back)), None, None, None
+        return *(x.index_add_(0, sent, more) for x, more in zip(own, back)), *[None] * 4
 
 
 def _exchanged(

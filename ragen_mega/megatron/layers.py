@@ -69,7 +69,7 @@ class PackedForest(PackedSeqParams):
         return cls("thd", whole, whole, max_seqlen_q=longest, max_seqlen_kv=longest, forest=forest)
 
     def attended(
-        self, key: Tensor, value: Tensor, order: Tensor | None = None, *, again: bool
+        self, key: Tensor, value: Tensor, order: Tensor | None = None, *, again: bool = False
     ) -> AbstractContextManager[tuple[Tensor, Tensor]]:
         """Give a context the keys and values [M, kv_heads, head_dim] of the forest, or of these
         those that `order` names, from the keys and values [N, kv_heads, head_dim] of its nodes.
@@ -136,11 +136,6 @@ def attention_implementation(config: TransformerConfig) -> str:
     if config.transformer_impl == "transformer_engine":
         return "transformer_engine"
     return "compiled" if cpu.is_active() else "torch"
-
-
-def recomputes_layers(config: TransformerConfig) -> bool:
-    """Return whether whole layers are computed again, and keys exchanged again with them."""
-    return config.recompute_granularity == "full"
 
 
 def drop_quantised_weights(model: nn.Module) -> None:
@@ -281,7 +276,9 @@ class _BottomRight(enum.Enum):
 
 
 class EngineAttention(TEDotProductAttention):
-    """Transformer Engine's attention from every chain of a forest to its path."""
+    """Transformer Engine's attention from every chain of a forest to its path. The backward pass
+    exchanges keys of context-parallel ranks again, where local layers keep them.
+    """
 
     def forward(
         self,
@@ -297,7 +294,7 @@ class EngineAttention(TEDotProductAttention):
         packed, paths = packed_seq_params.chains
         if paths is not None:
             attn_mask_type = _BottomRight.padding_causal_bottom_right
-        again = not recomputes_layers(self.config)
+        again = self.config.recompute_granularity != "full"  # which computes the exchange again
         with packed_seq_params.attended(key, value, paths, again=again) as (key, value):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed
@@ -306,12 +303,7 @@ class EngineAttention(TEDotProductAttention):
 
 class PackedAttention(MegatronModule):
     """Rotary embedding, then causal attention within packed trajectories by torch's
-    scaled_dot_product_attention.
-    """
-
-    keeps_keys = True
-    """Whether keys of other context-parallel ranks are kept for the backward pass. Torch keeps
-    copies, on some ranks alone, and all must agree on an exchange.
+    scaled_dot_product_attention. Keys of context-parallel ranks are kept for the backward pass.
     """
 
     def __init__(
@@ -343,8 +335,7 @@ class PackedAttention(MegatronModule):
             "packed sequences are the only data layout"
         )
         query, key = (_rotated(x, *packed_seq_params.rotation) for x in (query, key))
-        again = not self.keeps_keys and not recomputes_layers(self.config)
-        with packed_seq_params.attended(key, value, again=again) as (key, value):
+        with packed_seq_params.attended(key, value) as (key, value):
             return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
@@ -364,8 +355,6 @@ class CompiledAttention(PackedAttention):
     """Rotary embedding, then causal attention within packed trajectories, compiled for a
     processor.
     """
-
-    keeps_keys = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedForest) -> Tensor:
         # Only here, for it brings a compiler (numba).

@@ -167,6 +167,11 @@ class Setting:
         return self.parallel.cut.tp if self.parallel.sequence_parallel else 1
 
     @property
+    def has_local_layers(self) -> bool:
+        """Whether layers are not Transformer Engine's."""
+        return self.on_host or self.parallel.transformer_impl == "local"
+
+    @property
     def itemsize(self) -> int:
         return 2 if self.parallel.bf16 else FP32
 
@@ -319,7 +324,7 @@ def layer_activations(shape: ModelShape, setting: Setting) -> dict[str, int]:
         "attention": queries * item + shape.num_heads // cut.tp * FP32,
         "mlp": mlp // cut.tp,
     }
-    if setting.parallel.context_parallel_size > 1:  # values are copied, to be sent again
+    if setting.parallel.context_parallel_size > 1:  # values are copied, behind those received
         needs_qkv = "qk_layernorm" in shape.family.overrides
         parts["qkv"] = (queries + 2 * keys) * item * needs_qkv + keys * item
     elif setting.sharing > 1:  # Transformer Engine gets every trajectory's keys and values
@@ -383,8 +388,7 @@ def matrices_bytes(shape: ModelShape, setting: Setting) -> int:
 
 def _stream_itemsize(setting: Setting) -> int:
     """Return the bytes of a number of the residual stream, which local layers add up in float32."""
-    is_local = setting.on_host or setting.parallel.transformer_impl == "local"
-    return FP32 if is_local else setting.itemsize
+    return FP32 if setting.has_local_layers else setting.itemsize
 
 
 def in_flight(stage: int, pp: int, vp: int) -> int:
@@ -412,26 +416,25 @@ def activations(shape: ModelShape, setting: Setting, stage: int) -> int:
         # angles of the rotary embedding, or their cosines and sines, for all layers
         per_position += shape.head_dim * FP32
     per_position *= in_flight(stage, cut.pp, cut.vp)
-    matrices = matrices_bytes(shape, setting) * in_flight(stage, cut.pp, cut.vp)
-    matrices *= 0 if recompute == "full" else num_layers
+    beside = matrices_bytes(shape, setting)
+    if setting.has_local_layers:  # they keep what arrives: at most the longest trajectory
+        beside += exchanged_bytes(shape, setting) * setting.max_context
+    beside *= in_flight(stage, cut.pp, cut.vp) * (0 if recompute == "full" else num_layers)
     if stage == 0:
         per_position += 8 * cut.pp  # token ids of the embedding
     if stage == cut.pp - 1:  # the final norm; the loss keeps its output
         per_position += (
             _of_norm(shape, setting) - shape.hidden_size * setting.itemsize // setting.sp
         )
-    return per_position * setting.max_tokens + matrices
+    return per_position * setting.max_tokens + beside
 
 
-def attended_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Count the bytes of the keys and values that a layer's attention needs at a time on a
-    context-parallel rank, at most: of the longest trajectory, and of every path. They arrive, are
-    put together and gathered, and have gradients.
+def exchanged_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Count the bytes per position of the keys and values that context-parallel ranks exchange in a
+    layer; 0 if there are none.
     """
-    if setting.parallel.context_parallel_size == 1:
-        return 0
-    keys = 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
-    return keys * int(4 * setting.max_context + setting.max_tokens * setting.sharing)
+    is_cut = setting.parallel.context_parallel_size > 1
+    return is_cut * 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:
@@ -449,7 +452,10 @@ def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: boo
     # a frozen weight has no gradient
     largest = 0 if setting.lora.rank else max(shape.layer_sizes(cut.tp, cut.ep))
     layer = (recomputed + sum(parts.values())) * tokens + largest * item
-    layer += attended_bytes(shape, setting)
+    # attended keys, at most of the longest trajectory and of every path: they arrive, are put
+    # together and gathered, and have gradients
+    attended = int(4 * setting.max_context + tokens * setting.sharing)
+    layer += exchanged_bytes(shape, setting) * attended
     if is_critic or stage != cut.pp - 1:
         return layer
     head, hidden = shape.num_elements(shape.family.outer[-1], cut.tp), shape.hidden_size
