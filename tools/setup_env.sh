@@ -15,7 +15,7 @@ setup_env() {
     fi
     PYTHON="$venv/bin/python"
     if ! _is_complete "$venv" "$extra"; then
-        # A process of its own: Bash ignores `set -e` in whatever stands before a `||`.
+        # A separate process: Bash ignores `set -e` in whatever stands before a `||`.
         bash -ec '. "$1"; _install "$2" "$3"' setup "${BASH_SOURCE[0]}" "$venv" "$extra" || {
             [ $? = "$SAID" ] ||
                 echo "error: setup failed; the message above says why. Run the command again to continue" >&2
@@ -103,7 +103,7 @@ _pip_install() {
     "$python" -m pip install --quiet --disable-pip-version-check "${when[@]}" "${@:2}"
 }
 
-# Without a GPU torch is the CPU's build, 0.2 GB and not several, unless pip is set up for an index of its own.
+# Without a GPU torch is the CPU's build, 0.2 GB and not several, unless pip is set up for another index.
 _install_torch() {
     local cpu=https://download.pytorch.org/whl/cpu install=(_pip_install "$@")
     if [ "$(uname -s)" = Linux ] && [ ! -e /dev/nvidiactl ] && ! command -v nvidia-smi >/dev/null &&

@@ -21,7 +21,7 @@ from ragen_mega.environments.messages import (
     read_list,
     read_string,
 )
-from ragen_mega.environments.tool_calls import check_tools, function_tool, is_deep
+from ragen_mega.environments.tool_calls import check_tools, function_tool, is_deep, no_constant
 
 _MOST_STOPS = 16
 
@@ -130,7 +130,7 @@ def read_body(body: bytes) -> dict[str, Any]:
     to read.
     """
     try:
-        given = json.loads(body, parse_constant=_no_constant)
+        given = json.loads(body, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body must be JSON ({error!s:.100})", param="") from None
     if not isinstance(given, dict):
@@ -140,10 +140,6 @@ def read_body(body: bytes) -> dict[str, Any]:
     if _HALF.search(body):
         read_string("the body", json.dumps(given, ensure_ascii=False))
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def number(low: float, high: float, kind: type) -> Reader:

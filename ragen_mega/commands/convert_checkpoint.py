@@ -68,7 +68,6 @@ from ragen_mega.storage.model_sources import local_directory
 from ragen_mega.storage.model_writers import MAX_SHARD_SIZE, HuggingFaceWriter, num_bytes, of_type
 from ragen_mega.storage.run_directory import WARM_START
 
-FORMATS = ("huggingface", "megatron", "peft")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CARRIED = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """Suffixes of the files beside the weights that are copied: configs, tokenizer, chat template."""

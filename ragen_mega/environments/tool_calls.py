@@ -246,7 +246,7 @@ def _schema_problem(schema: Any) -> str | None:
 @lru_cache(maxsize=1024)
 def _problem_of_text(text: str) -> str | None:
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
+        schema = json.loads(text, parse_constant=no_constant)
         validators.validator_for(schema, Draft202012Validator).check_schema(schema)
         validator = _validator(text)
         for part in _parts(schema):
@@ -377,7 +377,8 @@ def _letters(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Refuse a number that JSON does not have, such as NaN."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -394,5 +395,5 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_distinct
+    parse_constant=no_constant, parse_float=_finite, object_pairs_hook=_distinct
 )

@@ -16,13 +16,12 @@ from ragen_mega.data.types import Microbatch, TokenBatch
 from ragen_mega.megatron.lora import without_adapters
 from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.offload import HostCopy
-from ragen_mega.megatron.resharding import Traffic, measure_bound
+from ragen_mega.megatron.resharding import Traffic
 from ragen_mega.megatron.scorer import Scorer
 from ragen_mega.megatron.trainer import Trainer
 from ragen_mega.megatron.weights import (
     export_weights,
     load_adapters,
-    reshard_plan,
     start_adapters,
     trained,
 )
@@ -109,7 +108,6 @@ class MegatronPolicy(Scorer):
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
         self._traffic = Traffic()
-        self._link_speed: float | None = None  # GB/s, measured once
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; they are also the reference
@@ -154,12 +152,8 @@ class MegatronPolicy(Scorer):
         )
 
     def sync_metrics(self) -> dict[str, float]:
-        """Report the size and the speed of the last export, and its share of the speed of plain
-        collectives on this machine.
-        """
-        if self._link_speed is None and self._traffic.moved_bytes:
-            self._link_speed = measure_bound(reshard_plan(self.chunks, self.groups))
-        return self._traffic.metrics(self._link_speed)
+        """Report the size and the speed of the last export."""
+        return self._traffic.metrics()
 
     def with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
         """Add the old log-probabilities with their entropies. Under `--routing-replay policy` the

@@ -236,7 +236,8 @@ class Traffic:
         """Add the seconds of the block, work of the device included."""
         start = time.perf_counter()
         yield
-        _wait()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.seconds += time.perf_counter() - start
 
     @property
@@ -244,10 +245,8 @@ class Traffic:
         """Over all kinds of links."""
         return self.pp_bytes + self.group_bytes.total()
 
-    def metrics(self, bound: float | None = None) -> dict[str, float]:
-        """Return the step's metrics; `bound` is the GB/s of plain collectives of this size
-        (`measure_bound`).
-        """
+    def metrics(self) -> dict[str, float]:
+        """Return the step's metrics."""
         values = {
             "sync_seconds": self.seconds,
             "sync_gbytes_pipeline": self.pp_bytes / 1e9,
@@ -256,9 +255,7 @@ class Traffic:
             "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
         if self.moved_bytes:
-            speed = values["sync_gbytes_per_second"] = self.moved_bytes / self.seconds / 1e9
-            if bound:
-                values["sync_share_of_bound"] = speed / bound
+            values["sync_gbytes_per_second"] = self.moved_bytes / self.seconds / 1e9
         return values
 
 
@@ -311,36 +308,6 @@ def all_gather(gathered: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Tens
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collective(gathered, flat, group=group)
     return gathered
-
-
-def measure_bound(plan: ReshardPlan) -> float:
-    """GB/s of this rank's plain broadcasts over pipeline stages, and all-gathers over the ranks
-    that divide parameters, of buffers like the largest buckets.
-
-    No sync over these links can be faster by more than noise; 0 if nothing has to move. Collective
-    over these groups.
-    """
-    pp, best, num_bytes = plan.groups.pp, float("inf"), 0
-    largest: dict[dist.ProcessGroup, Bucket] = {}
-    for bucket in sorted(plan.buckets, key=lambda bucket: bucket.num_bytes):
-        largest[ranks_of(plan.groups, bucket.group)] = bucket
-    buffers = []
-    for group, bucket in largest.items():
-        size = min(bucket.num_bytes, BUCKET_BYTES // group.size())
-        flat = torch.zeros(size, dtype=torch.uint8, device=collectives.device())
-        buffers.append((group, flat, flat.new_empty(group.size() * len(flat))))
-        num_bytes += ((pp.size() > 1) + group.size() - 1) * size
-    for _ in range(4):  # the first time opens the connections
-        _wait()
-        start = time.perf_counter()
-        for group, flat, gathered in buffers:
-            if pp.size() > 1:
-                dist.broadcast(flat, src=dist.get_global_rank(pp, 0), group=pp)
-            if group.size() > 1:
-                all_gather(gathered, flat, group)
-        _wait()
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best / 1e9
 
 
 def _expected(shape: ModelShape, lora: LoraConfig | None, names: Sequence[str]) -> set[str]:
@@ -466,8 +433,3 @@ def _experts(
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

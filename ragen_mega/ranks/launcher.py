@@ -140,30 +140,35 @@ def check_process() -> None:
         )
 
 
-def num_processors(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Return the processors that this process may keep busy: the processors of its affinity, or
-    fewer by the quotas of its control groups, as a container has. `groups` names them, and `root`
-    is their mount.
+def control_groups(kind: str, system: Path = Path("/")) -> Iterator[Path]:
+    """Yield the folders with the limits that the control groups of this process set for a `kind` of
+    resource, and those above them, in either version of control groups. `system` has /proc and
+    /sys.
     """
-    return max(1, min([len(os.sched_getaffinity(0)), *map(int, _quotas(groups, root))]))
+    listed = system / "proc/self/cgroup"
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        kinds, group = line.split(":", 2)[1:]
+        if not kinds or kind in kinds.split(","):
+            root = system / "sys/fs/cgroup" / kinds
+            path = PurePosixPath(
+                group
+            )  # of the host, in a container of version 1: only `root` is here
+            yield from (root / str(part).lstrip("/") for part in (path, *path.parents))
 
 
-def _quotas(groups: Path, root: Path) -> Iterator[float]:
-    """Yield the processors that each control group allows, in either version of control groups."""
-    lines = groups.read_text().splitlines() if groups.exists() else ()
-    for kinds, group in (line.split(":", 2)[1:] for line in lines):
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        path = PurePosixPath(group)  # of the host, in a container of version 1: only `root` is here
-        for folder in (root / kinds / str(part).lstrip("/") for part in (path, *path.parents)):
-            for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-                with suppress(OSError, ValueError):  # no such file, or `max` for no quota
-                    text = " ".join((folder / name).read_text() for name in names)
-                    quota, period = map(int, text.split())
-                    if quota > 0 < period:
-                        yield quota / period
+def num_processors(system: Path = Path("/")) -> int:
+    """Return the processors that this process may keep busy: the processors of its affinity, or
+    fewer by the quotas of its control groups, as a container has.
+    """
+    limits = [len(os.sched_getaffinity(0))]
+    for folder in control_groups("cpu", system):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):  # no such file, or `max` for no quota
+                text = " ".join((folder / name).read_text() for name in names)
+                quota, period = map(int, text.split())
+                if quota > 0 < period:
+                    limits.append(quota // period)
+    return max(1, min(limits))
 
 
 def keep_caches_at_home() -> None:

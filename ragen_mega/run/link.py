@@ -82,8 +82,8 @@ class Link:
         """Takes a message on the thread that reads, and returns whether it was for it."""
         self._connection = connection
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.num_sent, self.seconds_sending = 0, 0.0
-        """Bytes sent, and the seconds that making and sending them took, beside other work."""
+        self.seconds_sending = 0.0
+        """Seconds that making and sending messages took, beside other work."""
         self._outgoing: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, daemon=True, name="link")
@@ -134,7 +134,6 @@ class Link:
                 start, message = time.monotonic(), make()
                 self._connection.sendall(_LENGTH.pack(len(message)))
                 self._connection.sendall(message)
-                self.num_sent += len(message)
                 self.seconds_sending += time.monotonic() - start
 
     def _read(self) -> None:

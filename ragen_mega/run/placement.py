@@ -23,6 +23,7 @@ import torch
 from ragen_mega.config import OffloadMode
 from ragen_mega.megatron.offload import Kind, Offloadable
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.launcher import control_groups
 from ragen_mega.report.metrics import Max
 from ragen_mega.rollout.engine import EngineError, RolloutEngine
 from ragen_mega.rollout.sync import Phase
@@ -234,17 +235,8 @@ def host_memory(system: Path = Path("/")) -> int:
     control groups (v1 or v2) or those above them allow. A file without a number sets no limit.
     """
     limits = [psutil.virtual_memory().total]
-    listed = system / "proc/self/cgroup"
-    for line in listed.read_text().splitlines() if listed.exists() else ():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = system / "sys/fs/cgroup" / controllers
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        place = root / group.lstrip("/")
-        for folder in (place, *place.parents):
+    for folder in control_groups("memory", system):
+        for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # not there, or "max"
                 limits.append(int((folder / name).read_text()))
-            if folder == root:
-                break
     return min(limits)

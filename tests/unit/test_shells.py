@@ -157,13 +157,14 @@ def test_processors_are_those_of_the_quota(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     for name, text in files.items():
-        path = tmp_path / "cgroup" / name
+        path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    groups = tmp_path / "groups"
+    groups = tmp_path / "proc/self/cgroup"
+    groups.parent.mkdir(parents=True)
     if line is not None:
         groups.write_text(f"1:name=systemd:/x\n{line}\n")
-    assert launcher.num_processors(groups, tmp_path / "cgroup") == expected
+    assert launcher.num_processors(tmp_path) == expected
 
 
 def test_a_number_of_threads_is_one_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ragen_mega.config import LoraConfig
-from ragen_mega.engines.sglang.http_json import JSONClient, RequestRefused
+from ragen_mega.engines.sglang.http_json import JSONClient
+from ragen_mega.engines.sglang.weights import post
 from ragen_mega.models.lora import PREFIX
 from ragen_mega.storage.adapter_files import peft_config
 
@@ -48,17 +49,11 @@ class ServedAdapter(NamedTuple):
         it does not.
         """
         if before is not None:
-            _post(client, "/unload_lora_adapter", {"lora_name": before})
-        _post(client, "/load_lora_adapter_from_tensors", self.body)
+            post(client, "/unload_lora_adapter", {"lora_name": before})
+        post(client, "/load_lora_adapter_from_tensors", self.body)
         versions = {"new_version": str(version), "abort_all_requests": False}
-        _post(client, "/update_weight_version", versions)
+        post(client, "/update_weight_version", versions)
 
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _post(client: JSONClient, path: str, body: dict[str, Any]) -> None:
-    answer = client.call("POST", path, body)
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise RequestRefused(f"{path}: {answer.get('error_message') or answer.get('message')}")

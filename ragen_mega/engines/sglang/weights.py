@@ -367,7 +367,7 @@ def post(client: JSONClient, path: str, body: dict[str, object]) -> None:
     """Raise RequestRefused where the server says, in its answer, that it did not do it."""
     answer = client.call("POST", path, body)
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise RequestRefused(f"{path}: {answer.get('message')}")
+        raise RequestRefused(f"{path}: {answer.get('error_message') or answer.get('message')}")
 
 
 def _check_report(file: Path, rank: int) -> None:

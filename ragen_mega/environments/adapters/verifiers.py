@@ -34,8 +34,8 @@ logging.getLogger(vf.__name__).setLevel(logging.ERROR)  # what fails is raised
 
 _MAX_TURNS = 10
 _LONGEST_ERROR = 240  # characters
-_UNHURRIED = 1e9
 _MOST_BYTES = 8 << 20  # of a reply
+_UNHURRIED = 1e9
 """Seconds that an agent may take: the time of the policy counts."""
 _CHAT = NullHarnessConfig(id="null")
 _Ask = Callable[[Sequence[vf.Message]], Awaitable[str]]

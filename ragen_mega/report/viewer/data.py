@@ -30,7 +30,7 @@ def read_run(directory: Path) -> dict[str, Any]:
             "values": {key: [record.get(key) for record in run.metrics] for key in keys},
         },
         "events": run.events,
-        "timeline": _has(directory, TIMELINE),
+        "timeline": (directory / TIMELINE).exists(),
         "traces": [
             {"id": path.name.removesuffix(".json.gz"), "kind": kind, "step": step, "set": name}
             for path, kind, step, name in traces(directory / TRACES)
@@ -42,13 +42,9 @@ def trace_bytes(directory: Path, trace: str) -> bytes:
     """Return the compressed JSON of one trace, or of the `timeline`. Raises ValueError if the run
     has none of this name.
     """
-    if trace == "timeline" and _has(directory, TIMELINE):
+    if trace == "timeline" and (directory / TIMELINE).exists():
         return gzip.compress((directory / TIMELINE).read_bytes(), mtime=0)
     for path, *_ in traces(directory / TRACES):
         if path.name == f"{trace}.json.gz":
             return path.read_bytes()
     raise ValueError(f"{directory} has no trace {trace!r}")
-
-
-def _has(directory: Path, name: str) -> bool:
-    return (directory / name).exists()
