@@ -379,7 +379,9 @@ class Trainer(Passes):
             "computed_share": computed / batch.num_positions,
         }
         if self.groups.cp.size() > 1:
-            metrics["context_gbytes"] = received * self._bytes_of_keys / 1e9
+            width = 2 * self.shape.kv_size * self.shape.num_layers  # a token's keys and values
+            itemsize = self.chunks[0].config.params_dtype.itemsize
+            metrics["context_gbytes"] = received * width * itemsize / 1e9
         if replays:
             metrics["routing_unshared"] = (computed - sum(unshared)) / batch.num_positions
         if counted.numel():
@@ -392,12 +394,6 @@ class Trainer(Passes):
         """
         self.memory.require("gradients")
         return {slot.parameter: vars(item)["main_grad"] for slot, item in trained(self.chunks)}
-
-    @property
-    def _bytes_of_keys(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        width = 2 * self.shape.kv_size * self.shape.num_layers
-        return width * self.chunks[0].config.params_dtype.itemsize
 
     @property
     def lr(self) -> float:

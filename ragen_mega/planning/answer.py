@@ -255,17 +255,31 @@ def room_of(arguments: argparse.Namespace, machine: Machine) -> Room:
     return Room(gpu * GIB, node, host * GIB)
 
 
+def timed(
+    shape: ModelShape,
+    layout: StarPOConfig,
+    machine: Machine,
+    num_gpus: int,
+    room: Room,
+    play: Play,
+) -> dict[str, Any]:
+    """Examine a layout as `examine` does, with the predicted seconds of a step and their bound."""
+    phases = step_seconds(machine, shape, layout, num_gpus, play)
+    trainers = num_gpus - layout.parallel.rollout_ranks
+    report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), room)
+    return report | {
+        "bound_by": cost.bound(phases),
+        "predicted_seconds": total(phases),
+        "training_seconds": updating(phases),
+    }
+
+
 def searched(
     shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, room: Room, play: Play
 ) -> tuple[dict[str, Any], str]:
     """Search the layouts that fit: their seconds and bounds as values, and their list as text."""
-    found = []
-    for seconds, config in ranked(shape, run.config, num_gpus, room, machine, play, run.given):
-        phases = step_seconds(machine, shape, config, num_gpus, play)
-        trainers = num_gpus - config.parallel.rollout_ranks
-        report = examine(shape, Setting.from_config(config, trainers, sharing=play.sharing), room)
-        report |= {"bound_by": cost.bound(phases), "predicted_seconds": seconds}
-        found.append(report)
+    layouts = ranked(shape, run.config, num_gpus, room, machine, play, run.given)
+    found = [timed(shape, layout, machine, num_gpus, room, play) for _, layout in layouts]
     return {"layouts": found, "fits": bool(found)}, listed(found)
 
 
@@ -281,26 +295,23 @@ def context_ranks(
     """Compare a chosen layout with the best one with context-parallel ranks if it has none, or
     without: reports by `with` and `without`, and a line for each.
     """
-
-    def is_other(layout: StarPOConfig) -> bool:
-        return divides_context(layout) != divides_context(chosen)
-
-    other = best(shape, run.config, num_gpus, room, machine, play, run.given, is_other)
+    is_divided = divides_context(chosen)
+    other = best(
+        shape, run.config, num_gpus, room, machine, play, run.given,
+        where=lambda layout: divides_context(layout) != is_divided,
+    )  # fmt: skip
     reports, lines = {}, []
     for layout in filter(None, (chosen, other)):
-        phases = step_seconds(machine, shape, layout, num_gpus, play)
-        trainers = num_gpus - layout.parallel.rollout_ranks
-        report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), room)
-        report |= {"predicted_seconds": total(phases), "training_seconds": updating(phases)}
+        report = timed(shape, layout, machine, num_gpus, room, play)
         name = "with" if divides_context(layout) else "without"
         reports[name] = report | {"flags": run.flags(layout)}
         lines.append(
-            f"{name} context ranks: {total(phases):.1f} s a step, {updating(phases):.1f} s of"
-            f" training, {report['peak_gib']:.1f} GiB a GPU, {layout_words(report)},"
-            f" recomputation {report['recompute']}"
+            f"{name} context ranks: {report['predicted_seconds']:.1f} s a step,"
+            f" {report['training_seconds']:.1f} s of training, {report['peak_gib']:.1f} GiB a GPU,"
+            f" {layout_words(report)}, recomputation {report['recompute']}"
         )
     if other is None:
-        name = "without" if divides_context(chosen) else "with"
+        name = "without" if is_divided else "with"
         lines.append(f"{name} context ranks: no layout fits")
     return reports, "\n".join(lines)
 

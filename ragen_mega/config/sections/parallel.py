@@ -139,12 +139,6 @@ class ParallelConfig(Section):
         )
 
     @property
-    def ranks_of_a_batch(self) -> int:
-        """Return the number of ranks that compute one trajectory together."""
-        cut = self.cut
-        return cut.tp * cut.pp * self.context_parallel_size
-
-    @property
     def recomputation(self) -> Recompute:
         """Return what is recomputed where the memory does not decide."""
         return self.recompute or "none"
@@ -172,8 +166,8 @@ class ParallelConfig(Section):
 
     def check_world(self, world_size: int) -> None:
         """Raise ValueError unless the layout fits `world_size` ranks that train."""
-        model_parallel = self.ranks_of_a_batch
         context = self.context_parallel_size
+        model_parallel = self.cut.tp * self.cut.pp * context
         if world_size % model_parallel:
             raise ValueError(
                 f"tensor_model_parallel_size ({self.tensor_model_parallel_size}) x"
