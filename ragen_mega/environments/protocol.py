@@ -119,8 +119,10 @@ class Budget:
         for item in fields(self):
             value = getattr(self, item.name)
             if not isinstance(value, Integral) or value < 1:
-                rule = "at least 1" if isinstance(value, Integral) else "an integer"
-                raise ValueError(f"{item.name} must be {rule}, not {value!r:.60}")
+                raise ValueError(
+                    f"{item.name} must be a whole number of at least 1, not {value!r:.60}; correct"
+                    " the world's attribute, or override it by the flag of this name"
+                )
             object.__setattr__(self, item.name, int(value))  # NumPy's are no JSON
 
     @property

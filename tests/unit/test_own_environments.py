@@ -293,7 +293,7 @@ def test_success_is_what_the_last_step_says_however_the_episode_ends() -> None:
 @pytest.mark.parametrize(
     ("member", "value", "rule"),
     [
-        ("max_turns", "8", "max_turns must be an integer, not '8'"),
+        ("max_turns", "8", "max_turns must be a whole number of at least 1, not '8'; correct"),
         ("format_penalty", "0.1", "format_penalty .* must be finite and <= 0, not '0.1'"),
         ("splits", "train", "must be a sequence of names, not 'train'"),
         ("tools", [{"type": "function"}], "must have a name"),

@@ -248,8 +248,9 @@ def test_a_file_that_cannot_be_used_is_one_line(here: Path, text: str, words: st
 
 
 def test_a_file_that_is_not_there_may_be_a_module(here: Path) -> None:
-    for path in ("my_data.jsonl", "MyWorld", "."):
-        with pytest.raises(ValueError, match="module of yours"):
+    module = "module of yours that is called tasks"
+    for path, remedy in (("my_data.jsonl", "mend the path"), ("MyWorld", module), (".", module)):
+        with pytest.raises(ValueError, match=f"{remedy}$"):
             make(f"tasks:{path}")
 
 
@@ -423,7 +424,7 @@ def test_paths_outlast_a_change_of_the_directory(
     assert config.located() == config, "as a run that goes on from another directory"
     assert len(prompts(name, **config.options(name))) == 36
     assert len(prompts(name, **config.options(name), validation="more.jsonl")) == 40
-    with pytest.raises(ValueError, match="module of yours"):
+    with pytest.raises(ValueError, match="mend the path"):
         make(name)
 
 
