@@ -82,7 +82,7 @@ class Teacher:
         mask, old = batch.loss_mask, batch.old_logprobs
         assert old is not None  # a run with a teacher has them before
         seen, top_k = seen.without(ROUTES), self._config.advantage.teacher_top_k
-        scores = torch.zeros(seen.num_positions, 2 + 2 * top_k)
+        found = torch.zeros(batch.num_positions, 2 + 2 * top_k)
         for model in dict.fromkeys(self._models.values()):
             ids = [
                 place
@@ -90,10 +90,9 @@ class Teacher:
                 if self._models[trajectory.environment] is model
             ]
             if ids:
-                scores[seen.positions(ids)] = model.scores(seen.select(ids))
-        # The sampled tokens are the same ones in the same order, whatever the prompt.
-        found = torch.zeros(batch.num_positions, 2 + 2 * top_k)
-        found[mask] = scores[seen.loss_mask]
+                # The sampled tokens are the same ones in the same order, whatever the prompt.
+                part, positions = seen.select(ids), batch.positions(ids)
+                found[positions[mask[positions]]] = model.scores(part)[part.loss_mask]
         ratios = torch.where(mask, found[:, 0] - old, 0)
         log.add("teacher", kl=-float(ratios[mask].double().mean()))
         batch = batch.with_fields(teacher_log_ratios=ratios)
