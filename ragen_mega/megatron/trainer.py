@@ -299,7 +299,9 @@ class Trainer(Passes):
             )
         self.schedule = _Schedule(self.optimizer, train, lr, first_step)
         self._lrs = [group["max_lr"] for group in self.optimizer.param_groups]
-        self.optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        # megatron-core has one of no parameters for dense weights where experts alone have adapters
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        self.optimizers = [part for part in parts if not part.is_stub_optimizer]
         # On a processor torch's Adam then updates all parameters in one call, where it otherwise
         # takes a dozen for each, which small models feel.
         for group in self.optimizer.param_groups if cpu.is_active() else ():
