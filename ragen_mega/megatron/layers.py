@@ -262,9 +262,10 @@ def _product(
     linear: ColumnParallelLinear | RowParallelLinear, x: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """x W^T with the bias, or beside the bias that the caller will add."""
-    if linear.skip_bias_add:
-        return F.linear(x, linear.weight), linear.bias
-    return F.linear(x, linear.weight, linear.bias), None
+    ours, theirs = (None, linear.bias) if linear.skip_bias_add else (linear.bias, None)
+    if (adapter := getattr(linear, "adapter", None)) is not None:
+        return adapter.product(x, linear.weight, ours), theirs
+    return F.linear(x, linear.weight, ours), theirs
 
 
 class _BottomRight(enum.Enum):

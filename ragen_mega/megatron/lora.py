@@ -1,12 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685, Eq. 3) beside the linear layers of a model: the output
 W x + scale B A x, where the base W is frozen and may be shared by several models.
 
-An adapter is added by a hook on the linear layer, so that megatron-core's local layers and
-Transformer Engine's have the same one (beside the latter it has never run on a GPU). Parameters are
-float32. Between A and B stand [tokens, rank] numbers, which alone travel between tensor-parallel
-ranks: beside a column-parallel layer A is whole on every rank and B cut by rows, beside a
-row-parallel one A is cut by columns and B whole. Under sequence parallelism a rank's tokens are a
-part of all, so that the gradients of a whole matrix are summed over the ranks.
+A local layer of megatron-core adds W x onto what the adapter makes of x, in float32, and rounds the
+sum. A Transformer Engine layer returns a rounded W x, to which a hook adds the adapter; in bfloat16
+this rounds most of a small adapter away (it has never run on a GPU).
+
+Parameters are float32. Beside a column-parallel layer A is whole on every rank and B cut by rows,
+beside a row-parallel one A is cut by columns and B whole. A whole matrix gets a part of its
+gradient on each rank: under sequence parallelism of some tokens, otherwise of some inputs.
 """
 
 from collections import defaultdict
@@ -41,7 +42,8 @@ class Adapter(nn.Module):
         self.slots, self.scale, self.is_on = slots, lora.scale, True
         self._tp, self._is_sequence = chunk.tp_group, chunk.config.sequence_parallel
         cut = slots[0].weight.cut
-        self._is_row, self._is_expert = cut == ROW, cut.group == "expert"
+        self._is_row = cut == ROW
+        self._is_divided = self._tp.size() > 1 and cut.group != "expert"
         self._suffixes = [str(number) for number in range(len(slots))] if names else [""]
         for slot, suffix in zip(slots, self._suffixes, strict=True):
             for part in adapter_weights(slot.weight, lora.rank):
@@ -83,37 +85,64 @@ class Adapter(nn.Module):
         product = (up.to(wide) @ down.to(wide)).mul_(self.scale)
         return product.add_(base).to(weight.dtype)
 
+    def product(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Return W x + scale B A x and the bias: this rank's output of a local layer, of a
+        row-parallel one before the sum over ranks. Arguments as of megatron-core's `_forward_impl`.
+        """
+        # with strides of a shape with more dimensions torch would multiply by a copy of a frozen
+        # weight for each token
+        rows = (input if self._is_row else self._of_all_tokens(input)).flatten(0, -2)
+        if self.is_on:
+            low, up = self._factors(0, input)
+            if not self._is_row:
+                low = self._of_all_tokens(low)
+            elif self._is_divided and not self._is_sequence:
+                up = mappings.copy_to_tensor_model_parallel_region(up, group=self._tp)
+            out = F.linear(low.flatten(0, -2), up).addmm_(rows, weight.t())
+        else:
+            out = rows @ weight.t()
+        return (out if bias is None else out + bias).view(-1, *input.shape[1:-1], len(weight))
+
     def add(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
-        """Add the adapter to the output of its linear layer: a forward hook."""
+        """Add the adapter to the output of a Transformer Engine layer: a forward hook."""
         if not self.is_on:
             return output
         x, (out, *rest) = inputs[0], output
         if (norm := getattr(linear, "layer_norm_weight", None)) is not None:
-            x = normalized(
-                x, norm, vars(linear)["eps"]
-            )  # Transformer Engine's norm is in the layer
+            x = normalized(x, norm, vars(linear)["eps"])  # the norm is in the layer
         if len(self.slots) == 1:
             return self._sum(0, x, out), *rest
         parts = zip(x.split(inputs[1]), out.split(inputs[1]), strict=True)  # of the experts
         return torch.cat([self._sum(number, *part) for number, part in enumerate(parts)]), *rest
 
     def _sum(self, number: int, x: Tensor, out: Tensor) -> Tensor:
-        down, up = (matrix.to(x.dtype) for matrix in self.matrices(number))
-        low = F.linear(x, down * self.scale)
-        if self._tp.size() > 1 and not self._is_expert:
-            low = self._between(low)
+        low, up = self._factors(number, x)
+        low = self._of_all_inputs(low) if self._is_row else self._of_all_tokens(low)
         total = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), up.t())
         return total.view(*out.shape)
 
-    def _between(self, low: Tensor) -> Tensor:
-        """Return the numbers [tokens, rank] that B takes, from the products of this rank's A."""
-        if self._is_row:
-            if self._is_sequence:
-                return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
-            return mappings.reduce_from_tensor_model_parallel_region(low, group=self._tp)
+    def _factors(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale A x [tokens, rank] of this rank, and B in the type of x."""
+        down, up = (matrix.to(x.dtype) for matrix in self.matrices(number))
+        return F.linear(x, down * self.scale), up
+
+    def _of_all_tokens(self, x: Tensor) -> Tensor:
+        """Return what a column-parallel matrix takes, from this rank's tokens."""
+        if not self._is_divided:
+            return x
         if self._is_sequence:
-            return mappings.gather_from_sequence_parallel_region(low, group=self._tp)
-        return mappings.copy_to_tensor_model_parallel_region(low, group=self._tp)
+            return mappings.gather_from_sequence_parallel_region(x, group=self._tp)
+        return mappings.copy_to_tensor_model_parallel_region(x, group=self._tp)
+
+    def _of_all_inputs(self, low: Tensor) -> Tensor:
+        """Return the sums of what the ranks' columns of A give."""
+        if not self._is_divided:
+            return low
+        if self._is_sequence:
+            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
+        return mappings.reduce_from_tensor_model_parallel_region(low, group=self._tp)
 
 
 def attach(chunks: Iterable[Any], lora: LoraConfig) -> None:
@@ -133,6 +162,9 @@ def attach(chunks: Iterable[Any], lora: LoraConfig) -> None:
             linear = chunk.get_submodule(name)
             numbers = slots[0].parameter[len(slots[0].parameter.rstrip("0123456789")) :]
             linear.adapter = Adapter(slots, lora, chunk, numbers)
+            if chunk.config.transformer_impl == "local":
+                vars(linear)["_forward_impl"] = linear.adapter.product
+                continue
             # a Transformer Engine layer that has not seen its input's type yet asks that all of its
             # parameters have this type
             vars(linear)["activation_dtype"] = chunk.config.params_dtype

@@ -199,6 +199,17 @@ def test_one_base_for_actor_critic_and_reference() -> None:
     assert held_bytes == {"parameters": 4 * total, "gradients": 4 * total, "optimizer": 8 * total}
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_adapters_of_experts_alone_are_trained(is_distributed: bool) -> None:
+    layout = replace(ONE, use_distributed_optimizer=is_distributed)
+    model = random_model("qwen3_moe")
+    policy = policy_of(model, settings(targets="experts"), layout)
+    before = {name: tensor.clone() for name, tensor in policy.export_adapter()}
+    policy.update(make_batch(model))
+    assert all(".experts." in name for name in before)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in policy.export_adapter())
+
+
 @pytest.mark.parametrize(
     ("adam_eps", "asked", "factor"), [(1e-8, None, 10), (1e-2, None, 1), (1e-2, 3.0, 3)]
 )
@@ -257,6 +268,32 @@ def test_an_engine_in_bfloat16_gets_small_adapters(scale: float) -> None:
         along += float((change * product).sum())
         square += float(product.square().sum())
     assert along / square == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-3])
+def test_layers_in_bfloat16_keep_small_adapters(scale: float) -> None:
+    """Of a product far below the distance between two bfloat16 numbers the outputs of a layer hold
+    as much as float64 says, in the mean; and with B = 0 they are the base's to the bit.
+    """
+    model, lora = random_model("qwen2"), settings(8)
+    policy = policy_of(model, lora, replace(ONE, bf16=True))
+    draw = torch.Generator().manual_seed(5)
+    for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1"):
+        linear = policy.chunks[0].decoder.layers[1].get_submodule(name)
+        adapter, width = linear.adapter, linear.weight.shape[1]
+        x = torch.randn((2048, 1, width), generator=draw).bfloat16()
+        with torch.no_grad():
+            vars(adapter)["is_on"] = False
+            base = linear(x)[0]
+            vars(adapter)["is_on"] = True
+            adapter.lora_B.mul_(scale)
+            down, up = (matrix.double() for matrix in adapter.matrices(0))
+            change = linear(x)[0].double() - base.double()
+            product = lora.scale * x.double() @ down.t() @ up.t()
+            along = float((change * product).sum() / product.square().sum())
+            assert along == pytest.approx(1.0, abs=0.1), name
+            adapter.lora_B.zero_()
+            assert torch.equal(linear(x)[0], base)
 
 
 def test_peft_gives_our_logprobs(tmp_path: Path) -> None:
