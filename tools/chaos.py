@@ -285,7 +285,7 @@ class Victim:
         return [process for process in self.processes() if self._serves(process)]
 
     def nodes(self) -> list[psutil.Process]:
-        """Return the first processes of pretended nodes, whose ends are those of the nodes."""
+        """Return the first process of each pretended node, with which the node ends."""
         return [process for process in self.processes() if process.info["cmdline"] == ["cat"]]
 
     def ranks(self) -> list[psutil.Process]:
