@@ -9,7 +9,10 @@ every second round a random file of the newest checkpoint is cut short or has by
 afterwards. A run that comes to its end is compared with an undisturbed one, and the next begins,
 on another layout. With --sglang-python three layouts roll out with SGLang servers; in every
 second round of such a run a process of a server is killed instead of a rank, again and again until
-the run is finished. Exit code 1 if any of these fails:
+the run is finished. With --nodes one more layout trains on one pretended node and samples on
+another: the sampler's node loses its power, the trainer is killed while the sampler stands still
+and its weights are on their way, or the sampler stands still for a while and the run goes on. Exit
+code 1 if any of these fails:
 
 - a round goes on from the newest checkpoint that was not damaged;
 - after a kill of a rank no process of the run is left, within a time limit; after one of a server
@@ -69,6 +72,10 @@ from ragen_mega.warm_start.small_model import write_small_model
 
 DELAYS = {"setup": 4.0, "rollout": 0.005, "update": 0.05, "checkpoint": 0.005, "finish": 0.05}
 """Phase -> mean seconds in it until a rank is killed."""
+NODE_TARGETS = ("node", "trainer", "sampler")
+"""Parts of two nodes that are disturbed: the sampler's node, the trainer, the sampler."""
+SECONDS_TO_STAND = 8.0
+"""Time for which a sampler stands still, at most."""
 SECONDS_TO_START, SECONDS_TO_END, SECONDS_TO_VANISH = 300.0, 600.0, 90.0
 NUM_STEPS = 12
 TRAINING_FLAGS = f"""
@@ -92,7 +99,7 @@ MARKER = "RAGEN_CHAOS"
 """Environment variable of every process of a run, by which stragglers are found."""
 RESUMED = re.compile(r"resumed from .*: (\d+) steps are done")
 EVALUATED = re.compile(r"^after \d+ steps, bandit: ", re.MULTILINE)
-CLOCKED = re.compile(r"(time|memory|engine)/|.*per_second")
+CLOCKED = re.compile(r"(time|memory|engine|share)/|.*per_second")
 """Metrics that depend on the clock."""
 FLAGS = (
     flag("--rounds", "starts of a run, all but those that reach its end with a kill", 30),
@@ -102,6 +109,7 @@ FLAGS = (
         "Python of an environment with SGLang (tools/setup_sglang_cpu.sh): kill servers too",
         type=Path,
     ),
+    flag("--nodes", "disturb two pretended nodes too (Linux namespaces: needs root)", False),
     flag("--endure", "steps of one long run in place of the rounds", type=int),
     JSON,
     flag("--work", "directory for the runs and their logs (default: a temporary one)", type=Path),
@@ -119,6 +127,8 @@ class RunLayout:
     """Whether SGLang servers sample, whose samples on a CPU are not reproducible."""
     has_experts: bool = False
     """Whether the run trains a mixture of experts in place of the small model."""
+    has_nodes: bool = False
+    """Whether each rank is on a pretended node; the last one samples."""
 
 
 SEPARATE = tuple(
@@ -133,6 +143,8 @@ LAYOUTS: tuple[RunLayout, ...] = (
     ),
     RunLayout("separate", SEPARATE),
 )
+
+NODES = RunLayout("separate_nodes", SEPARATE, has_nodes=True)
 
 
 def sglang_layouts(python: Path) -> tuple[RunLayout, ...]:
@@ -189,9 +201,11 @@ class Victim:
         place: tuple[str | Path, ...] = ("--output", self.output, "--name", self.name, "--resume")
         if self.layout.has_experts:
             place += ("--load", self.output / MIXTURE)
-        launch = ranks_command(
-            self.layout.num_ranks, PROGRAM, "train", *self.flags, *self.layout.flags, *place
-        )
+        words = (PROGRAM, "train", *self.flags, *self.layout.flags, *place)
+        launch = ranks_command(self.layout.num_ranks, *words)
+        if self.layout.has_nodes:
+            nodes = (sys.executable, "-m", "tests.support.pretend_nodes", self.output.resolve())
+            launch = [*map(str, (*nodes, *words))]
         root = Path(__file__).parents[1]
         paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
@@ -270,13 +284,18 @@ class Victim:
         """Return the processes of SGLang servers, with those that supervise them."""
         return [process for process in self.processes() if self._serves(process)]
 
-    def ranks(self, launcher: int) -> list[psutil.Process]:
-        """Return the processes that train."""
-        return [
+    def nodes(self) -> list[psutil.Process]:
+        """Return the first process of each pretended node, with which the node ends."""
+        return [process for process in self.processes() if process.info["cmdline"] == ["cat"]]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks, in their order."""
+        ranks = [
             process
             for process in self.processes()
-            if process.pid != launcher and PROGRAM in (process.info["cmdline"] or ())
+            if "RANK" in (process.info["environ"] or {}) and PROGRAM in process.info["cmdline"]
         ]
+        return sorted(ranks, key=lambda process: int(process.info["environ"]["RANK"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +314,8 @@ class Round:
     problems: list[str]
 
     def __str__(self) -> str:
-        done = f"killed in {self.hit}" if self.hit != "end" else "ran to its end"
+        what = f"{self.target} " if self.target in NODE_TARGETS else ""
+        done = f"{what}killed in {self.hit}" if self.hit != "end" else f"{what}ran to its end"
         parts = (
             f"{self.layout}: from step {self.begun}",
             f"{done}, gone in {self.seconds_to_vanish:.1f} s",
@@ -379,18 +399,29 @@ def kill_rank(
     num_logged: int,
     generator: random.Random,
 ) -> str:
-    """Kill a rank in phase `target`, `num_logged` steps into the run. Returns the phase; `end` if
-    the rank or the run ended first.
+    """Kill a rank in phase `target`, or disturb a part of two nodes, `num_logged` steps into the
+    run. Returns the phase; `end` if the rank or the run ended first, or goes on.
     """
-    if not wait_for(run, launcher, target, num_logged):
+    phase = target if target in DELAYS else generator.choice(("rollout", "update"))
+    if not wait_for(run, launcher, phase, num_logged):
         return "end"
-    time.sleep(generator.expovariate(1 / DELAYS[target]))
-    while not (ranks := run.ranks(launcher.pid)) and launcher.poll() is None:
+    time.sleep(generator.expovariate(1 / DELAYS[phase]))
+    while not (ranks := run.ranks()) and launcher.poll() is None:
         time.sleep(0.01)  # in setup the launcher may still be alone
     if not ranks:
         return "end"
+    victim = generator.choice(ranks)
+    if target == "node":
+        victim = run.nodes()[-1]
+    elif target not in DELAYS:
+        victim = ranks[0]
+        ranks[-1].suspend()  # so that weights which are on their way do not arrive
+        time.sleep(generator.uniform(1, SECONDS_TO_STAND))
     hit = run.phase()
-    return hit if kill(generator.choice(ranks)) else "end"
+    is_over = target != "sampler" and kill(victim)
+    if target in ("trainer", "sampler"):
+        ranks[-1].resume()
+    return hit if is_over else "end"
 
 
 def play_round(
@@ -401,8 +432,8 @@ def play_round(
     tainted: set[tuple[str, int]],
     damages: bool,
 ) -> Round:
-    """Start the run, kill a rank in phase `target` (servers if it is `server`, nothing if it is
-    None), damage a checkpoint if it is the turn.
+    """Start the run, disturb its `target` (a rank in this phase, servers, a part of two nodes;
+    nothing if it is None), damage a checkpoint if it is the turn.
 
     `tainted` holds the checkpoints damaged so far; the run must go on from the newest that is not
     among them.
@@ -498,6 +529,7 @@ def run_rounds(
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
     print(f"undisturbed runs: {', '.join(undisturbed)}", flush=True)
     turns, targets = itertools.cycle(layouts), itertools.cycle(DELAYS)
+    node_targets = itertools.cycle(NODE_TARGETS)
     rounds: list[Round] = []
     finished = 0
     while len(rounds) < num_rounds:
@@ -505,7 +537,8 @@ def run_rounds(
         run = Victim(output, f"tormented_{finished}_{layout.name}", layout)
         tainted, is_over, is_servers_turn = set[tuple[str, int]](), False, False
         while not is_over:
-            target: str | None = "server" if is_servers_turn else next(targets)
+            nexts = node_targets if layout.has_nodes else targets
+            target: str | None = "server" if is_servers_turn else next(nexts)
             if len(rounds) >= num_rounds:  # now undisturbed, so that it too is compared
                 target = None
             is_servers_turn = layout.has_servers and target != "server"
@@ -611,7 +644,7 @@ def endure(output: Path, layout: RunLayout, num_steps: int, json: Path) -> int:
             write_json(json, endured(rows, readings, num_steps, left))
         if kills and step >= min(kills):
             target = kills.pop(min(kills))
-            for process in (servers if target == "server" else run.ranks(launcher.pid))[-1:]:
+            for process in (servers if target == "server" else run.ranks())[-1:]:
                 kill(process)
             if target == "trainer":
                 left += wait_for_processes(run, launcher)[1]
@@ -632,6 +665,7 @@ def main(arguments: argparse.Namespace) -> int:
     layouts = LAYOUTS
     if arguments.sglang_python:
         layouts += sglang_layouts(arguments.sglang_python)
+    layouts += (NODES,) * arguments.nodes
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

@@ -26,10 +26,10 @@ from tests.support.faulty_runs import FLAGS as TINY
 from tests.support.faulty_runs import WARM_START, start_of
 from tests.support.forked_ranks import join_ranks
 from tests.support.pretend_nodes import (
-    PORT,
     ROOT,
     Node,
     fork_on_nodes,
+    launcher,
     reason_against,
     two_nodes,
 )
@@ -69,13 +69,6 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
         yield nodes
 
 
-def launcher(index: int, master: str, *arguments: object, ranks: int = 1) -> list[object]:
-    """The command of one node."""
-    meeting = ("--node-rank", index, "--master-addr", master, "--master-port", PORT)
-    program = (sys.executable, "-m", "ragen_mega.commands.launch")
-    return [*program, "--nnodes", 2, "--nproc-per-node", ranks, *meeting, "--", *arguments]
-
-
 def outcome(processes: list["subprocess.Popen[str]"]) -> list[tuple[int, list[str]]]:
     """Exit code and lines of each, once all have ended."""
     lines = [process.communicate()[0].splitlines() for process in processes]
@@ -89,13 +82,15 @@ def program(folder: Path, source: str) -> Path:
 
 
 def run_on(
-    nodes: list[Node], *arguments: object, ranks: int = 1, **environment: str
+    nodes: list[Node], script: Path, *flags: object, ranks: int = 1, **environment: str
 ) -> list[tuple[int, list[str]]]:
     """Start a script on both, and wait."""
     return outcome(
         [
             node.start(
-                *launcher(index, nodes[0].address, *arguments, ranks=ranks), **PATHS, **environment
+                *launcher(index, nodes[0].address, script, *flags, ranks=ranks),
+                **PATHS,
+                **environment,
             )
             for index, node in enumerate(nodes)
         ]

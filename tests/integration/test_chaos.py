@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, Turn
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
+from tests.support.pretend_nodes import reason_against
 from tools import chaos
 from tools.chaos import (
     LAYOUTS,
@@ -39,7 +40,11 @@ def finished(
     last = run.directory / "checkpoints" / f"step_{NUM_STEPS:08d}"
     last.mkdir(parents=True)
     save_file({"actor.weight": torch.tensor([weight])}, last / "rank_00000.safetensors")
-    rows = [{"step": step, "actor/loss": loss, "time/step": random.random()} for step in steps]
+    clocked = ("time/step", "share/rollout")
+    rows = [
+        {"step": step, "actor/loss": loss} | {key: random.random() for key in clocked}
+        for step in steps
+    ]
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
 
@@ -161,7 +166,7 @@ def test_a_rank_that_ends_before_it_is_killed_has_reached_its_end(
         rank.wait()
         return "finish"
 
-    monkeypatch.setattr(Victim, "ranks", lambda self, launcher: [seen])
+    monkeypatch.setattr(Victim, "ranks", lambda self: [seen])
     monkeypatch.setattr(Victim, "phase", phase)
     monkeypatch.setattr(chaos, "wait_for", lambda *_: True)
     assert chaos.kill_rank(run, launcher, "finish", 0, random.Random(0)) == "end"
@@ -183,6 +188,17 @@ def test_ranks_that_share_experts_lose_nothing(tmp_path: Path) -> None:
     report = chaos.run_rounds(tmp_path, layouts, 4, seed=0)
     assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
     assert set(report["kills"]) & {"rollout", "update"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(bool(reason := reason_against()), reason=reason or "")
+def test_two_nodes_lose_nothing(tmp_path: Path) -> None:
+    """A sampler's node dies, a trainer dies while weights are on their way, a sampler is slow."""
+    report = chaos.run_rounds(tmp_path, [chaos.NODES], 3, seed=0)
+    assert report["failures"] == 0 and report["runs_finished_and_compared"] >= 1
+    assert {played["target"] for played in report["played"]} >= {*chaos.NODE_TARGETS}
+    assert sum(report["kills"].values()) == 2
 
 
 def test_growth_goes_on() -> None:

@@ -1,5 +1,7 @@
 """Pretend nodes of a cluster on this machine: Linux namespaces, each with its own address, host
 name, processes, /tmp and /dev/shm; everything else of the file system is shared.
+
+    python -m tests.support.pretend_nodes SHARED MODULE [flags of the module]
 """
 
 import ctypes
@@ -15,8 +17,6 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-
-from tests.support.forked_ranks import fork_ranks
 
 ROOT = Path(__file__).parents[2]
 PORT = 29500
@@ -88,14 +88,16 @@ class Node:
         self._holder.stdin.flush()
         self._expect("up")
 
-    def start(self, *command: object, **environment: str) -> "subprocess.Popen[str]":
+    def start(
+        self, *command: object, output: int | None = subprocess.PIPE, **environment: str
+    ) -> "subprocess.Popen[str]":
         """Start a command on the node, with these variables beside the variables of this process.
-        Its output, of both kinds, is read from its `stdout`.
+        Its output, of both kinds, is read from its `stdout`, or goes where `output` says.
         """
         inside = ["nsenter", "--target", str(self.pid), *_NAMESPACES, f"--wd={os.getcwd()}"]
         return subprocess.Popen(
             [*inside, *map(str, command)],
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             env={name: value for name, value in os.environ.items() if name not in _OF_THIS_MACHINE}
@@ -162,6 +164,7 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
     """Start `work()` on a rank of each node, as launchers there would, but by forks of this
     process, so that nothing is imported again.
     """
+    from tests.support.forked_ranks import fork_ranks  # which imports all that a run does
 
     def rank() -> None:
         index = int(os.environ["RANK"])
@@ -185,3 +188,28 @@ def fork_on_nodes(nodes: list[Node], work: Callable[[], None]) -> list[Process]:
         store.wait(["has_ended"])  # as a launcher waits for the others
 
     return fork_ranks(rank, len(nodes))
+
+
+def launcher(
+    index: int, master: str, script: Path | str, *flags: object, ranks: int = 1
+) -> list[object]:
+    """The command that runs `script`, a file or the name of a module, on ranks of one node."""
+    meeting = ("--node-rank", index, "--master-addr", master, "--master-port", PORT)
+    program = (sys.executable, "-m", "ragen_mega.commands.launch")
+    kind = () if isinstance(script, Path) else ("--module",)
+    words = ("--nnodes", 2, "--nproc-per-node", ranks, *meeting, *kind)
+    return [*program, *words, "--", script, *flags]
+
+
+def main(shared: str, module: str, *flags: str) -> int:
+    """Run a module on a rank of each of two nodes, and return the larger exit code."""
+    with two_nodes(Path(shared)) as nodes:
+        started = [
+            node.start(*launcher(index, nodes[0].address, module, *flags), output=1)
+            for index, node in enumerate(nodes)
+        ]
+        return max(abs(process.wait()) for process in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
