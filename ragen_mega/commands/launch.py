@@ -86,11 +86,6 @@ def _launch(argv: Sequence[str], folder: str) -> int:
     parser = run.get_args_parser()
     parser.usage = SUPPRESS  # of a hundred lines, before the error
     args = parser.parse_args(list(argv))
-    if not (args.module or args.no_python or os.path.isfile(args.training_script)):
-        raise ValueError(
-            f"{args.training_script} must be a file, the script that each rank runs, and is none;"
-            " mend the path, or write --module before the name of a module"
-        )
     if args.numa_binding is None and can_bind():
         args.numa_binding = "node"  # host memory and copies beside the GPU of each rank
     if args.module:
@@ -108,6 +103,11 @@ def _launch(argv: Sequence[str], folder: str) -> int:
             refuse_copies()
         elif is_static:
             _check_rendezvous(args)
+        if not (args.module or args.no_python or os.path.isfile(args.training_script)):
+            raise ValueError(
+                f"{args.training_script} must be a file, the script that each rank runs, and is none;"
+                " mend the path, or write --module before the name of a module"
+            )
         if is_alone or is_static:
             _use_private_rendezvous(args)
         else:
