@@ -105,8 +105,8 @@ def _launch(argv: Sequence[str], folder: str) -> int:
             _check_rendezvous(args)
         if not (args.module or args.no_python or os.path.isfile(args.training_script)):
             raise ValueError(
-                f"{args.training_script} must be a file, the script that each rank runs, and is none;"
-                " mend the path, or write --module before the name of a module"
+                f"{args.training_script} must be a file, the script that each rank runs, and is"
+                " none; mend the path, or write --module before the name of a module"
             )
         if is_alone or is_static:
             _use_private_rendezvous(args)
