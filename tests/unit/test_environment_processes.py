@@ -187,7 +187,7 @@ def test_processes_of_a_world_end_with_the_run(how: str, folder: Path) -> None:
 
 def test_processes_of_a_world_end_with_its_host() -> None:
     for last in ("hang", "die"):
-        world = HostedEnvironment("odd_world:Parent", {}, 1, timeout=20.0 if last == "die" else 2.0)
+        world = HostedEnvironment("odd_world:Parent", {}, 1, timeout=20.0 if last == "die" else 8.0)
         family = [*map(int, world.reset(0).split())]
         with pytest.raises(RuntimeError, match="environment is gone"):
             world.step(last)
