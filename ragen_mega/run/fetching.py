@@ -55,7 +55,6 @@ class _Group:
         self.number, self._formed = number, list[tuple[dist.ProcessGroup, str]]()
         self._rank, self._size, self._name = rank, size, f"weights-{number}"
         self._store = dist.PrefixStore("weights", store.clone())  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=_PATIENCE))
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
         if torch.cuda.is_available() and collectives.ranks_per_device() == 1:
@@ -92,6 +91,15 @@ class _Group:
             groups.leave(*self._formed.pop())
 
 
+def _patient(store: dist.Store) -> dist.Store:
+    """Return a connection to the store whose waits end, and the waits of its clones: a clone
+    connects anew, to a rank that may be gone.
+    """
+    ours = store.clone()  # type: ignore[attr-defined]
+    ours.set_timeout(timedelta(seconds=_PATIENCE))
+    return ours
+
+
 class Sender:
     """Sends what is asked for on the link, beside training. On the first rank that trains."""
 
@@ -107,7 +115,8 @@ class Sender:
         """
         self.seconds = 0.0
         """Seconds that sending took, beside other work, waits for the other ranks included."""
-        self._link, self._store, self._size, self._find = link, store, 1 + num_samplers, find
+        self._link, self._store, self._find = link, _patient(store), find
+        self._size = 1 + num_samplers
         self._group: _Group | None = None
         self._asked: SimpleQueue[Fetch | None] = SimpleQueue()
         self._device = device()  # which a thread does not inherit
@@ -179,7 +188,7 @@ class Receiver:
         """`ask` sends a message from the first rank; `header` receives the next description of a
         part, on all ranks.
         """
-        self._store, self._ask, self._header = store, ask, header
+        self._store, self._ask, self._header = _patient(store), ask, header
         self._group: _Group | None = None
         self._number = 1
         self._why = ""  # the last failure
