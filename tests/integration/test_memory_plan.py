@@ -236,8 +236,8 @@ def test_saved_activations_beside_adapters(recompute: str, targets: str) -> None
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.slow
 def test_each_of_two_context_ranks_holds_half(recompute: str) -> None:
-    """Each holds at most 55% of what one rank holds of 16,400 tokens, and what the plan says; also
-    of one trajectory, whose second half keeps the keys of its first.
+    """Each holds at most 55% of what one rank holds of 16,400 tokens, and what the plan says. Of
+    one trajectory it is 60%, because the second half keeps the keys of the first.
     """
     alone = ParallelConfig(recompute=recompute)
     many = [201 + 5 * (place * 17 % 60) for place in range(47)]
@@ -250,7 +250,7 @@ def test_each_of_two_context_ranks_holds_half(recompute: str) -> None:
         for (hf, lengths), of_one in zip(cases, whole):
             measured, forest = saved_bytes(hf, parallel, lengths=lengths)
             assert len(forest.received) == 2
-            assert measured <= 0.55 * of_one
+            assert measured <= (0.55 if lengths is many else 0.6) * of_one
             planned = setting(parallel, 2, forest.num_nodes)
             planned = replace(planned, max_context=sum(forest.received))
             predicted = activations(shape_of(hf), planned, 0)
