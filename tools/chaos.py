@@ -293,7 +293,8 @@ class Victim:
         ranks = [
             process
             for process in self.processes()
-            if "RANK" in (process.info["environ"] or {}) and PROGRAM in process.info["cmdline"]
+            if "RANK" in (process.info["environ"] or {})
+            and PROGRAM in (process.info["cmdline"] or ())
         ]
         return sorted(ranks, key=lambda process: int(process.info["environ"]["RANK"]))
 
@@ -410,16 +411,16 @@ def kill_rank(
         time.sleep(0.01)  # in setup the launcher may still be alone
     if not ranks:
         return "end"
-    victim = generator.choice(ranks)
+    victim, stands = generator.choice(ranks), target in ("trainer", "sampler")
     if target == "node":
         victim = run.nodes()[-1]
-    elif target not in DELAYS:
+    elif stands:
         victim = ranks[0]
         ranks[-1].suspend()  # so that weights which are on their way do not arrive
         time.sleep(generator.uniform(1, SECONDS_TO_STAND))
     hit = run.phase()
     is_over = target != "sampler" and kill(victim)
-    if target in ("trainer", "sampler"):
+    if stands:
         ranks[-1].resume()
     return hit if is_over else "end"
 

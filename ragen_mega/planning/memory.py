@@ -433,8 +433,9 @@ def exchanged_bytes(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes per position of the keys and values that context-parallel ranks exchange in a
     layer; 0 if there are none.
     """
-    is_cut = setting.parallel.context_parallel_size > 1
-    return is_cut * 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
+    if setting.parallel.context_parallel_size == 1:
+        return 0
+    return 2 * shape.kv_size // setting.parallel.cut.tp * setting.itemsize
 
 
 def workspace(shape: ModelShape, setting: Setting, stage: int, *, is_critic: bool) -> int:

@@ -150,9 +150,8 @@ def control_groups(kind: str, system: Path = Path("/")) -> Iterator[Path]:
         kinds, group = line.split(":", 2)[1:]
         if not kinds or kind in kinds.split(","):
             root = system / "sys/fs/cgroup" / kinds
-            path = PurePosixPath(
-                group
-            )  # of the host, in a container of version 1: only `root` is here
+            # of the host, in a container of version 1: only `root` is here
+            path = PurePosixPath(group)
             yield from (root / str(part).lstrip("/") for part in (path, *path.parents))
 
 

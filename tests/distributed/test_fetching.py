@@ -172,11 +172,9 @@ def test_what_fails_in_a_part_costs_the_group_alone(
             memory[5] ^= 1
 
     monkeypatch.setattr(fetching._Group, "broadcast", fail_once)
-    monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
 
     def check(sampler: Sampler, engine: Recorder) -> None:
-        # At least: on a machine with much other work a part may take longer than `_PATIENCE`.
-        assert sampler._receiver._number >= (1 if sampler._version == 0 else 2)
+        assert sampler._receiver._number == (1 if sampler._version == 0 else 2)
 
     on_ranks(job(tmp_path, sampler=check), 3)
 
