@@ -274,6 +274,19 @@ def test_flags_that_are_named_exist(page: Path) -> None:
             assert flag in known, f"{name_of(page)} names {flag}, which no command knows"
 
 
+def test_the_table_of_recipes_repeats_their_plans() -> None:
+    rows = []
+    for path in (ROOT / "ragen_mega/config/recipes").glob("qwen*.flags"):
+        text = path.read_text()
+        plan = re.search(r"# Plan: (\d+) GPUs of 80 GiB, (.*), rollout TP (\d+);", text)
+        memory = re.search(r"# Memory: (.*) GiB of 80; host (.*) GiB a GPU", text)
+        assert plan and memory
+        peak = max(map(float, re.findall(r"\d+\.\d", memory[1])))
+        rows.append(f"| `{path.stem}` | {plan[1]} | {plan[2]} | {plan[3]} | {peak} | {memory[2]} |")
+    shown = re.findall(r"^\| `qwen.*$", (ROOT / "docs/gpu.md").read_text(), re.M)
+    assert sorted(shown) == sorted(rows) and len(rows) > 20
+
+
 def test_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])

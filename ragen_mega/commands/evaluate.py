@@ -1,6 +1,6 @@
 """Evaluate a run or a model on held-out initial states, beside the random and the optimal player.
 
-    ragen-mega evaluate --recipe smollm2_lookup --load models/smollm2      # before training it
+    ragen-mega evaluate --recipe smollm2_lookup                            # before training it
     ragen-mega evaluate --load my-model --tasks my_data.jsonl --score my_module:score
     ragen-mega evaluate --load runs/NAME --environment sokoban,sokoban_large --json out.json
     torchrun --nproc-per-node 2 --no-python ragen-mega evaluate --load Qwen/Qwen2.5-0.5B-Instruct \\
@@ -28,9 +28,9 @@ from ragen_mega.system.outputs import waiting
 FLAGS = (
     flag(
         "--load",
-        "a run, a Hugging Face or megatron-format directory, a .gguf file, or a hub name",
+        "a run, a Hugging Face or megatron-format directory, a .gguf file, or a hub name (default:"
+        " that of --recipe)",
         type=name_or_path,
-        required=True,
     ),
     flag("--environment", "one, or several: sokoban,frozen_lake; default: those of the run"),
     flag("--num-prompts", "boards or seeds to start from (default: --eval-prompts)", type=int),
@@ -49,7 +49,7 @@ SHORT = {
 
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> None:
-    words, load = [*arguments.others], arguments.load
+    words = [*arguments.others]
     if arguments.environment:
         first, *others = [name.strip() for name in arguments.environment.split(",")]
         words += ["--environments", first, "--eval-environments", ",".join(others)]
@@ -57,6 +57,9 @@ def main(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, name)) is not None:
             words += [setting, str(value)]
     settings = read_words(words)
+    load = arguments.load or settings.get("model", {}).get("load")
+    if load is None:
+        raise ValueError("--load is needed: the model or run to evaluate; see --help")
     recorded = read_recorded(Path(load)) if is_run(Path(load)) else {}
     asked, own = settings.get("environment", {}), recorded.get("environment", {})
     if not (asked.get("environments") or own):

@@ -54,7 +54,7 @@ def check_hub_name(flag: str, name: str) -> None:
     fetched = Path("models", name)
     hint = f" (did you mean {fetched}?)" if fetched.is_dir() else beside(path)
     if is_fetched:
-        hint += "; ragen-mega fetch smollm2 writes models/smollm2"
+        hint += "; ragen-mega fetch smollm2 writes models/smollm2, in the working directory"
     raise ValueError(
         f"{flag} {name} {state}{hint}; give the directory of a model, a file that ends in .gguf, or"
         " a name on the hub as owner/model"

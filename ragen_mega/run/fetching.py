@@ -183,12 +183,18 @@ class Receiver:
     """Receives weights on every rank that samples. Methods are collective over them."""
 
     def __init__(
-        self, store: dist.Store, ask: Callable[[Fetch], None], header: Callable[[], Weights]
+        self,
+        store: dist.Store,
+        ask: Callable[[Fetch], None],
+        header: Callable[[], Weights],
+        has_hung_up: Callable[[], bool],
     ) -> None:
         """`ask` sends a message from the first rank; `header` receives the next description of a
-        part, on all ranks.
+        part, on all ranks, and raises what ends the job once nothing more can come. `has_hung_up`
+        returns, on all ranks, whether the trainers are gone.
         """
         self._store, self._ask, self._header = _patient(store), ask, header
+        self._has_hung_up = has_hung_up
         self._group: _Group | None = None
         self._number = 1
         self._why = ""  # the last failure
@@ -197,7 +203,7 @@ class Receiver:
         self, version: int, *, is_base: bool, rollbacks: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all weights of a version, on this rank's device. Raises
-        EngineError, on all ranks, where several groups in a row fail.
+        EngineError, on all ranks, where several groups in a row fail, and what `header` raises.
         """
         collectives.barrier()  # an engine may be started anew meanwhile
         first, failures, is_asked = 0, 0, False
@@ -213,6 +219,8 @@ class Receiver:
                 first, failures = first + 1, 0
                 continue
             self.leave()
+            while self._has_hung_up():  # nobody would come to another group
+                self._header()
             self._number, failures, is_asked = self._number + 1, failures + 1, False
             if failures == _MOST_FAILURES:
                 raise EngineError(

@@ -434,7 +434,9 @@ class Sampler:
         self._version = 0  # of the engine's weights
         self._receiver: Receiver | None = None
         if part.store is not None and config.fetches_weights:
-            self._receiver = Receiver(part.store, self._ask, self._next_part)
+            self._receiver = Receiver(
+                part.store, self._ask, self._next_part, lambda: on_main(self._has_hung_up)
+            )
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
         self._inbox: list[Begin | Order | Weights | End] = []  # first rank: messages that are read
@@ -531,6 +533,10 @@ class Sampler:
         """Ask the trainers for weights, from the first rank."""
         if self._link:
             self._link.send(encode(fetch))
+
+    def _has_hung_up(self) -> bool:
+        """Return whether the trainers have, as the first rank knows."""
+        return self._link is not None and self._link.is_closed
 
     def _take_weights(self, version: int) -> None:
         if self._config.rollout.carry_over_cache == "recompute":

@@ -167,7 +167,7 @@ TRAIN = {
 }
 OTHERS = {
     "trian --recipe bandit": "no command 'trian' (did you mean train?)",
-    "evaluate": "the following arguments are required: --load",
+    "evaluate": "--load is needed: the model or run to evaluate",
     "evaluate --load runs/none": "--load runs/none does not exist",
     "evaluate --load MODEL": "--environment is needed where --load is no run",
     "evaluate --load MODEL --environment sokobann": "(did you mean sokoban?)",

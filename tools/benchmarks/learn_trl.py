@@ -2,10 +2,10 @@
 
     .venv-trl/bin/python tools/benchmarks/learn_trl.py --curve curve.jsonl -- FLAGS
 
-It takes the flags of `ragen-mega train` with one turn, such as `--recipe smollm2_reverse --load
-models/smollm2`, and with them model, prompts, rewards, held-out states, objective, learning rate
-and limit of an answer. bench_peers.py makes the environment. A line of the curve is an evaluation:
-{"step", "seconds", "samples", "success"}, whose seconds leave evaluations and imports out.
+It takes the flags of `ragen-mega train` with one turn, such as `--recipe smollm2_reverse`, and with
+them model, prompts, rewards, held-out states, objective, learning rate and limit of an answer.
+bench_peers.py makes the environment. A line of the curve is an evaluation: {"step", "seconds",
+"samples", "success"}, whose seconds leave evaluations and imports out.
 """
 
 import argparse
