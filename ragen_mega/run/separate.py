@@ -107,6 +107,8 @@ WEIGHTS = "weights_{:08d}.safetensors"
 _POLL_SECONDS = 0.2
 _SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
+_SECONDS_TO_HANG_UP = 1.0
+"""Seconds within which the end of a part that has died closes the link."""
 
 
 class Part(NamedTuple):
@@ -535,7 +537,10 @@ class Sampler:
             self._link.send(encode(fetch))
 
     def _has_hung_up(self) -> bool:
-        """Return whether the trainers have, as the first rank knows."""
+        """Return whether the trainers have, as the first rank knows a second after a failure."""
+        end = time.monotonic() + _SECONDS_TO_HANG_UP
+        while self._link and not self._link.is_closed and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
         return self._link is not None and self._link.is_closed
 
     def _take_weights(self, version: int) -> None:

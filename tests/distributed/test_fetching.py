@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -211,8 +212,14 @@ def test_groups_that_always_fail_end_the_job_with_one_line(
 def test_a_rank_that_dies_in_a_part_ends_the_job(
     victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are told by the link, or by the collective that the dead rank leaves."""
-    broadcast = fetching._Group.broadcast
+    """The others are told by the link, or by the collective that the dead rank leaves. Nobody tries
+    to form a group with trainers that have hung up.
+    """
+    broadcast, formed, init = fetching._Group.broadcast, [], fetching._Group.__init__
+
+    def noting(self: fetching._Group, store: dist.Store, number: int, *about: int) -> None:
+        formed.append(number)
+        init(self, store, number, *about)
 
     def die(self: fetching._Group, memory: Tensor) -> None:
         if os.environ["RANK"] == str(victim):
@@ -220,12 +227,14 @@ def test_a_rank_that_dies_in_a_part_ends_the_job(
         broadcast(self, memory)
 
     monkeypatch.setattr(fetching._Group, "broadcast", die)
+    monkeypatch.setattr(fetching._Group, "__init__", noting)
     monkeypatch.setattr(fetching, "_PATIENCE", 10.0)
     work = job(tmp_path)
 
     def rank() -> None:
         with pytest.raises((LinkLost, RuntimeError, SystemExit)):
             work()
+        assert victim or formed == [1]
 
     processes = fork_ranks(rank, 3)
     for process in processes:
