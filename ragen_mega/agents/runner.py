@@ -21,6 +21,8 @@ from queue import LifoQueue
 from textwrap import shorten
 from typing import Any, NoReturn
 
+import httpx2
+
 from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
@@ -283,11 +285,15 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
 
 
 async def _ask(url: str, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-    """Have an agent behind a URL play, until it is cancelled. Raises RuntimeError if its answer is
-    no JSON, and what `ask` raises.
+    """Have an agent behind a URL play, until it is cancelled. Raises RuntimeError if nobody listens
+    there or the answer is no JSON, and what `ask` raises.
     """
     body = {"task": task, "base_url": base_url, "api_key": api_key}
-    answer = await ask("POST", url, _AUTHORIZATION, seconds=None, body=body)
+    try:
+        answer = await ask("POST", url, _AUTHORIZATION, seconds=None, body=body)
+    except httpx2.ConnectError:
+        said = f"nobody listens at {url}; start the agent, or correct --agent"
+        raise RuntimeError(said) from None
     text = answer.content.decode("utf-8", "replace")
     if answer.status_code != 200:
         raise RuntimeError(f"{url} answered {answer.status_code}: {text:.200}")

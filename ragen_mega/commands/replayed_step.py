@@ -186,9 +186,8 @@ def read_row(path: Path, step: int) -> dict[str, Any]:
     """Read the metrics that the run logged for the step."""
     rows = {row["step"]: row for row in read_metrics(path)} if path.exists() else {}
     if step not in rows:
-        raise ValueError(
-            f"step {step} is not in {path}, which has {span(sorted(rows))}; replay one of these"
-        )
+        remedy = "replay one of these" if rows else "train the run further"
+        raise ValueError(f"step {step} is not in {path}, which has {span(sorted(rows))}; {remedy}")
     return rows[step]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
+from ragen_mega.agents.call_tree import UNTRAINED
 from ragen_mega.agents.player import AgentPlayer
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
@@ -70,7 +71,13 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
     """
     if trajectories and not any(trajectory.num_sampled_tokens for trajectory in trajectories):
         first = trajectories[0]
+        info = first.turns[-1].info
         reason = first.turns[0].info.get(ERROR, "no token sampled")
+        if roles := sorted({call["role"] for call in info.get(UNTRAINED, ())}):
+            reason = (
+                f"it asked for the model {' and '.join(roles)} alone, which --train-roles does not"
+                " name"
+            )
         raise ValueError(
             f"none of {len(trajectories)} episodes of {first.environment} came to a first answer;"
             f" mend it. With seed {first.seed}: {reason}"

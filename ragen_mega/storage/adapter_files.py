@@ -70,10 +70,10 @@ class AdapterReader:
             differing = sorted(
                 name for name in found | expected if found.get(name) != expected.get(name)
             )
+            shapes = [table.get(differing[0], "is missing") for table in (found, expected)]
             raise ValueError(
-                f"{differing[0]} has shape {found.get(differing[0])} in {directory} and the model"
-                f" asks for {expected.get(differing[0])}: it is an adapter of another model, or"
-                " beside a part of the layers that --lora-targets name"
+                f"{differing[0]}: {shapes[0]} in {directory}, {shapes[1]} by the model; give --load"
+                " the model of this adapter, and --lora-targets the layers that it stands beside"
             )
 
     def check(self, lora: LoraConfig, base: str | None) -> None:

@@ -86,7 +86,7 @@ class Study:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is no TOML: {error}") from None
+            raise ValueError(f"{path} is no TOML: {error}; correct it there") from None
         _check_keys(path, "a study", data, ("title", "source", "arms"), _OTHERS)
         preset = preset or next((name for name in PRESETS if name in data), PRESETS[0])
         if preset not in data:

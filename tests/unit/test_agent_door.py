@@ -364,6 +364,8 @@ def test_only_the_roles_that_are_named_are_trained():
     (trajectory,) = play(run, train_roles="planner")
     assert len(trajectory.turns) == 2 and sum(trajectory.loss_mask) == 2 * len("yes ")
     assert len(trajectory.turns[-1].info["untrained_calls"]) == 2
+    with pytest.raises(ValueError, match="model planner and worker alone, .*--train-roles"):
+        play(run, train_roles="other")
 
 
 @pytest.mark.parametrize("side", ["trainer", "agent"])
@@ -479,6 +481,10 @@ def test_an_agent_may_live_behind_a_url(remote_agent):
     assert "remote 7" in RENDERER.tokenizer.decode(played[0].tokens)
     (broken,) = play(f"{remote_agent}/broken")
     assert "answered 500" in broken.turns[-1].info[ERROR]
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/agent"
+    with pytest.raises(ValueError, match=f"nobody listens at {url}; start the agent, or correct"):
+        play(url)
 
 
 def test_tasks_are_rows_of_a_file(tmp_path):

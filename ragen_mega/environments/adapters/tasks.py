@@ -13,6 +13,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
@@ -363,7 +364,7 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row, problem = json.loads(line), ""
+            row, problem = json.loads(line, object_pairs_hook=_distinct), ""
         except (ValueError, RecursionError) as error:
             row, problem = None, f" ({error})"
         if not isinstance(row, dict):
@@ -372,6 +373,15 @@ def _json_rows(path: str) -> Iterator[dict[str, Any]]:
                 f" {line[:40]!r}{problem}; write one object a line"
             )
         yield row
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, which Python would read without the first of two equal keys."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} is in it twice")
+    return found
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -530,7 +540,8 @@ def _judged(judge: Score, answer: str, task: _Task) -> float:
     number = as_number(score)
     if number is None or not 0 <= number <= 1:  # nan included
         raise ValueError(
-            f"a score of tasks must be a number from 0 to 1, not {score!r:.60}; change the function"
+            f"the score {getattr(judge, '__qualname__', judge)} must be a number from 0 to 1, not"
+            f" {score!r:.60}; change the function"
         )
     return number
 
