@@ -14,6 +14,7 @@ from ragen_mega.config import parse
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "examples/container/Dockerfile"
 JOB = ROOT / "examples/kubernetes/train.yaml"
+JOB_OF_NODES = ROOT / "examples/kubernetes/nodes.yaml"
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
 
 
@@ -53,6 +54,32 @@ def test_the_job_of_kubernetes_trains_resumes_and_mounts_what_it_names() -> None
     # ranks that compute have ten minutes after a signal
     assert pod["terminationGracePeriodSeconds"] >= 600
     assert container["resources"]["limits"]["nvidia.com/gpu"] >= 1
+
+
+def test_the_job_of_several_nodes_is_that_of_one_with_a_launcher_in_each_pod() -> None:
+    service, job = yaml.safe_load_all(JOB_OF_NODES.read_text())
+    name, spec = job["metadata"]["name"], job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] > 1
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    launcher, script = (" ".join(container["args"]) + " ").split(" --no-python ragen-mega ")
+    (node,) = container["env"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    # pods of an indexed job bear its name and their index, in the domain of the service
+    assert (
+        service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
+    )
+    assert launcher == (
+        f"launch --nnodes {spec['completions']} --node-rank $({node['name']}) --nproc-per-node"
+        f" {gpus} --master-addr {name}-0.{pod['subdomain']} --master-port 29500"
+    )
+    assert "--resume" in training(shlex.split(script))
+    one = yaml.safe_load(JOB.read_text())["spec"]["template"]["spec"]
+    alike = {key: value for key, value in pod.items() if key not in ("containers", "subdomain")}
+    assert alike == {key: value for key, value in one.items() if key != "containers"}
+    for key in ("image", "resources", "volumeMounts"):
+        assert container[key] == one["containers"][0][key]
 
 
 def test_the_workflow_builds_the_image_and_trains_in_it() -> None:

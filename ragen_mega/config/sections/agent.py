@@ -23,9 +23,9 @@ class AgentConfig(Section):
     episode and returns its reward, or a dict as an agent does (default: the agent returns it).
     """
     agent_timeout: NonNegative = 600.0
-    """Seconds that an agent may take for an episode, its completions included, before this is
-    closed as truncated (0: no limit). They count from the last answer to another episode of the
-    agent, for an episode may wait for others.
+    """Seconds that an agent may take for an episode, its completions included (0: no limit); one
+    that takes longer is closed and played once more. They count from the last answer to another
+    episode of the agent, for an episode may wait for others.
     """
     agent_listen: str = "127.0.0.1:0"
     """HOST:PORT at which agents ask; port 0 is any free one, and another port is raised by the

@@ -113,8 +113,8 @@ class EnvironmentConfig(Section):
     styles and before an environment's own messages).
     """
     environment_timeout: NonNegative = 60.0
-    """Seconds an environment may take for a turn before its trajectory is closed as truncated (0:
-    no limit).
+    """Seconds an environment may take for a turn (0: no limit). An episode that takes longer is
+    closed and played once more.
     """
 
     environment_processes: Natural = 0
