@@ -174,11 +174,7 @@ def best(
     GPU, else with Adam's state in host memory, else into all of a GPU, and are within `MARGIN` of
     the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
     """
-    own = config.parallel.optimizer_cpu_offload
-    placed = {own, own or "optimizer_cpu_offload" not in fixed}
-    for share, parks in itertools.product((FILL, 1.0), sorted(placed)):
-        parallel = replace(config.parallel, optimizer_cpu_offload=parks)
-        tried = replace(config, parallel=parallel)
+    for share, tried in itertools.product((FILL, 1.0), _placements(config, fixed)):
         tight = room._replace(gpu=share * room.gpu)
         fitting = ranked(shape, tried, num_ranks, tight, machine, play, fixed, where)
         near, limit = list[StarPOConfig](), math.inf
@@ -205,4 +201,14 @@ def smallest(
         trainers = num_ranks - config.parallel.rollout_ranks
         return peak_bytes(shape, Setting.from_config(candidate, trainers, sharing=sharing))
 
-    return min(layouts(shape, config, num_ranks, fixed), key=peak, default=None)
+    tried = (layouts(shape, each, num_ranks, fixed) for each in _placements(config, fixed))
+    return min(itertools.chain.from_iterable(tried), key=peak, default=None)
+
+
+def _placements(config: StarPOConfig, fixed: Collection[str]) -> list[StarPOConfig]:
+    """Return the run with Adam's state where a flag says, else on the device and in host memory."""
+    own = config.parallel.optimizer_cpu_offload
+    return [
+        replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=parks))
+        for parks in sorted({own, own or "optimizer_cpu_offload" not in fixed})
+    ]

@@ -222,6 +222,9 @@ def test_flags_come_over_the_recipe_of_the_model(
     code, alone, said = told(capsys, report, *model, "--gpu-memory-gb", "5")
     assert code == 1 and not alone["fits"] and "no layout fits 5 GiB" in said
     assert "does not fit: " in said
+    flags = ("--model", "Qwen2.5-3B", "--num-gpus", "1", "--gpu-memory-gb", "24")
+    code, large, _ = told(capsys, report, *flags, "--advantage-estimator", "grpo")
+    assert code == 1 and " --optimizer-cpu-offload " in large["flags"]  # which needs least
 
 
 def test_an_engine_of_its_own_takes_the_place_of_the_recipes_servers(
