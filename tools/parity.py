@@ -459,6 +459,7 @@ def run_layout(layout: Layout, directory: Path) -> None:
     train = TrainConfig(
         lr=1e-3,
         critic_lr=1e-3,
+        adam_eps=1e-4,  # near 0 the update would be the sign of a gradient, and rounding flips it
         max_tokens_per_microbatch=layout.max_tokens,
         clip_grad=CLIP_GRAD,
         shared_prefixes=layout.shared_prefixes,

@@ -62,9 +62,10 @@ def test_a_server_holds_what_its_own_loader_would_give_it(
 
 
 @pytest.mark.forks
-def test_the_server_follows_a_trainer_that_shares_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", ["", "--lora-rank 4"], ids=["all", "adapters"])
+def test_the_server_follows_a_trainer_that_shares_experts(trained: str, tmp_path: Path) -> None:
     """Each of two ranks has half of the trainer's experts, and half of every expert of the server,
-    which computes them by torch operations.
+    which computes them by torch operations. Adapters of experts reach it merged.
     """
     write_small_model(parse(FLAGS), tmp_path / "small")
     write_mixture(tmp_path / "mixture", load_tokenizer(str(tmp_path / "small")))
@@ -72,7 +73,7 @@ def test_the_server_follows_a_trainer_that_shares_experts(tmp_path: Path) -> Non
         --load {tmp_path / "mixture"} --sft-steps 10 --expert-model-parallel-size 2
         --rollout-tensor-parallel-size 2 --rollout-engine sglang --sglang-python {PYTHON}
         --sglang-start-timeout 1200 --num-steps 2 --num-groups 2 --eval-interval 0
-        --eval-prompts 2 --eval-samples 1
+        --eval-prompts 2 --eval-samples 1 {trained}
     """.split()
     rows = read_metrics(launch(tmp_path, 2, *flags))
     assert len(rows) == 2  # the second from weights that have changed
