@@ -71,13 +71,13 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
     """
     if trajectories and not any(trajectory.num_sampled_tokens for trajectory in trajectories):
         first = trajectories[0]
-        info = first.turns[-1].info
-        reason = first.turns[0].info.get(ERROR, "no token sampled")
-        if roles := sorted({call["role"] for call in info.get(UNTRAINED, ())}):
-            reason = (
+        nothing = "no token sampled"
+        if roles := sorted({call["role"] for call in first.turns[-1].info.get(UNTRAINED, ())}):
+            nothing = (
                 f"it asked for the model {' and '.join(roles)} alone, which --train-roles does not"
                 " name"
             )
+        reason = first.turns[0].info.get(ERROR, nothing)
         raise ValueError(
             f"none of {len(trajectories)} episodes of {first.environment} came to a first answer;"
             f" mend it. With seed {first.seed}: {reason}"

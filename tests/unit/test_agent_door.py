@@ -367,6 +367,12 @@ def test_only_the_roles_that_are_named_are_trained():
     with pytest.raises(ValueError, match="model planner and worker alone, .*--train-roles"):
         play(run, train_roles="other")
 
+    def fail(task: dict[str, Any], client: openai.OpenAI) -> float:
+        raise KeyError(run(task, client))  # an error of the agent is said before its roles
+
+    with pytest.raises(ValueError, match="With seed .*KeyError"):
+        play(fail, train_roles="other")
+
 
 @pytest.mark.parametrize("side", ["trainer", "agent"])
 def test_other_sampling_than_the_trainers_is_never_silent(side):

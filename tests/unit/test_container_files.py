@@ -67,9 +67,8 @@ def test_the_job_of_several_nodes_is_that_of_one_with_a_launcher_in_each_pod() -
     (node,) = container["env"]
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     # pods of an indexed job bear its name and their index, in the domain of the service
-    assert (
-        service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
-    )
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["clusterIP"] == "None"
     assert launcher == (
         f"launch --nnodes {spec['completions']} --node-rank $({node['name']}) --nproc-per-node"
         f" {gpus} --master-addr {name}-0.{pod['subdomain']} --master-port 29500"
