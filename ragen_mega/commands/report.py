@@ -25,7 +25,6 @@ from ragen_mega.report.markdown import table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.terminal import shown
-from ragen_mega.report.viewer.data import read_run
 
 SIGNALS = {
     "rollout/in_group_std": "in-group std of returns",
@@ -213,6 +212,8 @@ def main(arguments: argparse.Namespace) -> None:
             f"--title names files in --output, so it cannot be {title!r}; take a name without a"
             " slash"
         )
+    from ragen_mega.report.viewer.data import read_run  # with torch, which takes seconds
+
     # Patterns may overlap, and a copy has the seconds of every step too.
     same: dict[str, dict[str, Any]] = {}
     for run in map(read_run, arguments.runs):

@@ -13,14 +13,15 @@ import contextlib
 from pathlib import Path
 
 from ragen_mega.commands.command_line import command, flag
-from ragen_mega.report.viewer.data import read_run
-from ragen_mega.report.viewer.page import MOST_MEGABYTES, make_server, write_page
+from ragen_mega.report.viewer import MOST_MEGABYTES
 
 
 def trace_of(run: Path, step: int) -> str:
     """Return the name of the trace of a step. Raises ValueError if the run kept no trace of this
     step, since the page would open at another one.
     """
+    from ragen_mega.report.viewer.data import read_run
+
     kept = {
         trace["step"]: trace["id"] for trace in read_run(run)["traces"] if trace["kind"] == "step"
     }
@@ -40,11 +41,14 @@ def trace_of(run: Path, step: int) -> str:
     ("runs", {"nargs": "+", "type": Path, "help": "run directories"}),
     flag("--output", "the file (default: view.html in the first run)", type=Path),
     flag("--step", "open at the trajectories of this step", type=int),
-    flag("--max-megabytes", "leave trajectories out, evenly, above this", float(MOST_MEGABYTES)),
+    flag("--max-megabytes", "leave trajectories out, evenly, above this", MOST_MEGABYTES),
     flag("--serve", "serve the page on 127.0.0.1 instead, and follow the runs", False),
     flag("--port", "of --serve; 0 takes a free one", 0),
 )
 def main(arguments: argparse.Namespace) -> None:
+    # Only here, for it brings torch, which takes seconds.
+    from ragen_mega.report.viewer.page import make_server, write_page
+
     step = None if arguments.step is None else trace_of(arguments.runs[0], arguments.step)
     where = f"#view=trajectories&one=0,{step},0,0" if step else ""
     if arguments.serve:

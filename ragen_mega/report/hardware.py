@@ -1,13 +1,11 @@
 """Origin of measured numbers: the processor or GPU of this machine, and the versions of the
-libraries that compute.
+libraries that compute. torch is imported where it is asked, since that takes seconds.
 """
 
 import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 from ragen_mega.extensions.extras import installed
 
@@ -16,6 +14,8 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "sglang", 
 
 def device() -> str:
     """Return the GPUs that torch sees, else the processor with its usable cores."""
+    import torch
+
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     table = Path("/proc/cpuinfo")
@@ -28,6 +28,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return the versions of Python, CUDA and `packages`, `none` for an absent package. An SGLang
     server may run in another environment with other versions.
     """
+    import torch
+
     interpreter = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     return interpreter | {name: installed(name) or "none" for name in packages}
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import read_recorded
 from ragen_mega.report.hardware import device, versions
@@ -60,6 +58,8 @@ def describe_start(
     config: StarPOConfig, directory: str, *, first_step: int, world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
     """Return the record of a start of a run in a working directory, as JSON values."""
+    import torch  # takes seconds, which readers of runs need not wait
+
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),

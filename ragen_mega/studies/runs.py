@@ -22,7 +22,6 @@ from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.data.packing import count_minibatches
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
@@ -69,6 +68,8 @@ def optimizer_steps(config: StarPOConfig) -> float:
             f" {config.filter.filter_strategy} decides by what is played; use --match tokens or"
             " none"
         )
+    from ragen_mega.data.packing import count_minibatches  # with torch, which takes seconds
+
     minibatches = count_minibatches(
         int(kept) * config.rollout.group_size, config.train.minibatch_size
     )

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ragen_mega.commands import convert as convert_command
 from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.report.console import Console
 from ragen_mega.storage.checkpoints import CHECKPOINTS, FORMAT, STATE
@@ -373,7 +374,7 @@ def test_the_command(
 ) -> None:
     start = write_model(tmp_path / "start", "qwen2_tied")
     command = [
-        "convert_checkpoint.py",
+        "convert",
         "--from",
         str(start),
         "--to",
@@ -384,11 +385,11 @@ def test_the_command(
     monkeypatch.setattr(sys, "argv", [*command, "--max-shard-size", "20KB"])
     before = signal.getsignal(signal.SIGTERM)
     try:
-        tool.main()
+        convert_command.main()
         assert "from Hugging Face directory" in capsys.readouterr().out
         assert_equal(read(tmp_path / "a" / "b"), read(start))
         with pytest.raises(SystemExit) as left:
-            tool.main()
+            convert_command.main()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert left.value.code == 2

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from ragen_mega.commands import convert_checkpoint, plan
+from ragen_mega.commands import convert, plan
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.storage import gguf_files
 from ragen_mega.storage.gguf_files import read_config
@@ -230,9 +230,7 @@ def test_commands_take_the_file_or_its_folder(
     for name in (path, folder):
         assert check_model_directory("--load", str(name), needs_tokenizer=True) is None
     assert local_directory(str(folder)) == local_directory(str(path))
-    convert_checkpoint.main(
-        ["--from", str(path), "--to", str(tmp_path / "out"), "--format", "megatron"]
-    )
+    convert.main(["--from", str(path), "--to", str(tmp_path / "out"), "--format", "megatron"])
     open_model(tmp_path / "out")
     capsys.readouterr()
     plan.main(["--load", str(path), "--recipe", "none", "--num-gpus", "1"])

@@ -14,6 +14,7 @@ from ragen_mega.commands import report
 from ragen_mega.commands.command_line import report_folder
 from ragen_mega.config import parse
 from ragen_mega.report.markdown import table
+from ragen_mega.report.viewer.data import read_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,7 @@ def finished(
 
 
 def read(*runs: Path) -> list[dict[str, Any]]:
-    return [row for run in runs for row in report.rows_of(report.read_run(run))]
+    return [row for run in runs for row in report.rows_of(read_run(run))]
 
 
 def test_runs_that_differ_by_their_seed_are_averaged_each_set_by_itself(tmp_path: Path) -> None:

@@ -1,1 +1,4 @@
 """One page that shows what agents did and how they learned: its data, a file, a live server."""
+
+MOST_MEGABYTES = 15.0
+"""Size of the file above which trajectories are left out."""

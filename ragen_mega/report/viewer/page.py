@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit
 from plotly.offline import get_plotlyjs
 
 from ragen_mega.report.glossary import GLOSSARY
+from ragen_mega.report.viewer import MOST_MEGABYTES
 from ragen_mega.report.viewer.data import read_run, trace_bytes
 
-MOST_MEGABYTES = 15
 _HERE = files(__package__)
 _POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self';"
