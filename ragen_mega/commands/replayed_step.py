@@ -28,7 +28,7 @@ from ragen_mega.report.provenance import read_settings
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models, set_fields
-from ragen_mega.run.evaluation import References
+from ragen_mega.run.evaluation import KnownBaselines
 from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
@@ -225,7 +225,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
         renderer=renderer,
         tasks=TaskSampler(config),
         prompts={},
-        references=References(dict.fromkeys(config.environment.shares, unknown)),
+        references=KnownBaselines(dict.fromkeys(config.environment.shares, unknown)),
         logger=RunLogger(directory, is_writer=False),
         console=console,
         placement=placement,

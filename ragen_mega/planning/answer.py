@@ -31,7 +31,7 @@ from ragen_mega.planning.memory import (
     FILL,
     GIB,
     HOST_GIB,
-    Room,
+    Capacity,
     Setting,
     host_bytes,
     plan,
@@ -42,7 +42,7 @@ from ragen_mega.planning.time import Play, default_play, step_seconds, total, up
 from ragen_mega.run.check import check_environments
 
 
-def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
+def examine(shape: ModelShape, setting: Setting, capacity: Capacity) -> dict[str, Any]:
     """Examine whether every phase fits into the GPUs, and what ranks keep on the host into their
     node: GiB of both, and remedies where one does not fit. Raises ValueError if the model cannot be
     cut this way.
@@ -56,10 +56,10 @@ def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
         for phase, sizes in plan(shape, setting).items()
     }
     totals = {phase: sum(sizes.values()) for phase, sizes in terms.items()}
-    tight = [phase for phase, total in totals.items() if total > room.gpu / GIB]
-    host = host_bytes(shape, setting, room.node)
+    tight = [phase for phase, total in totals.items() if total > capacity.gpu / GIB]
+    host = host_bytes(shape, setting, capacity.node)
     advice = {phase: remedies(shape, setting, phase) for phase in tight}
-    if host > room.host:
+    if host > capacity.host:
         advice["host memory"] = ["set --offload none", "take nodes with more", "take more GPUs"]
     return {
         "status": "predicted",
@@ -75,13 +75,13 @@ def examine(shape: ModelShape, setting: Setting, room: Room) -> dict[str, Any]:
         "recompute": layout.recompute,
         "offload": layout.offload,
         "max_tokens": setting.max_tokens,
-        "gpu_memory_gib": room.gpu / GIB,
+        "gpu_memory_gib": capacity.gpu / GIB,
         "phases_gib": totals,
         "terms_gib": terms,
         "peak_gib": max(totals.values()),
         "host_gib_per_rank": host_bytes(shape, setting) / GIB,
         "host_gib_per_node": host / GIB,
-        "host_memory_gib": room.host / GIB,
+        "host_memory_gib": capacity.host / GIB,
         "fits": not advice,
         "remedies": advice,
     }
@@ -247,12 +247,12 @@ def read_run(
     return PlannedRun(recipe, words, config, frozenset(given), is_searched)
 
 
-def room_of(arguments: argparse.Namespace, machine: Machine) -> Room:
+def capacity_of(arguments: argparse.Namespace, machine: Machine) -> Capacity:
     """Read the memory of a GPU and of a node, by flags or of the hardware."""
     node = machine.hardware.node
     gpu = arguments.gpu_memory_gb or machine.hardware.gpu_gib
     host = arguments.host_memory_gb or HOST_GIB * node
-    return Room(gpu * GIB, node, host * GIB)
+    return Capacity(gpu * GIB, node, host * GIB)
 
 
 def timed(
@@ -260,13 +260,13 @@ def timed(
     layout: StarPOConfig,
     machine: Machine,
     num_gpus: int,
-    room: Room,
+    capacity: Capacity,
     play: Play,
 ) -> dict[str, Any]:
     """Examine a layout as `examine` does, with the predicted seconds of a step and their bound."""
     phases = step_seconds(machine, shape, layout, num_gpus, play)
     trainers = num_gpus - layout.parallel.rollout_ranks
-    report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), room)
+    report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), capacity)
     return report | {
         "bound_by": cost.bound(phases),
         "predicted_seconds": total(phases),
@@ -275,11 +275,16 @@ def timed(
 
 
 def searched(
-    shape: ModelShape, run: PlannedRun, machine: Machine, num_gpus: int, room: Room, play: Play
+    shape: ModelShape,
+    run: PlannedRun,
+    machine: Machine,
+    num_gpus: int,
+    capacity: Capacity,
+    play: Play,
 ) -> tuple[dict[str, Any], str]:
     """Search the layouts that fit: their seconds and bounds as values, and their list as text."""
-    layouts = ranked(shape, run.config, num_gpus, room, machine, play, run.given)
-    found = [timed(shape, layout, machine, num_gpus, room, play) for _, layout in layouts]
+    layouts = ranked(shape, run.config, num_gpus, capacity, machine, play, run.given)
+    found = [timed(shape, layout, machine, num_gpus, capacity, play) for _, layout in layouts]
     return {"layouts": found, "fits": bool(found)}, listed(found)
 
 
@@ -288,7 +293,7 @@ def context_ranks(
     run: PlannedRun,
     machine: Machine,
     num_gpus: int,
-    room: Room,
+    capacity: Capacity,
     play: Play,
     chosen: StarPOConfig,
 ) -> tuple[dict[str, Any], str]:
@@ -297,12 +302,12 @@ def context_ranks(
     """
     is_divided = divides_context(chosen)
     other = best(
-        shape, run.config, num_gpus, room, machine, play, run.given,
+        shape, run.config, num_gpus, capacity, machine, play, run.given,
         where=lambda layout: divides_context(layout) != is_divided,
     )  # fmt: skip
     reports, lines = {}, []
     for layout in filter(None, (chosen, other)):
-        report = timed(shape, layout, machine, num_gpus, room, play)
+        report = timed(shape, layout, machine, num_gpus, capacity, play)
         name = "with" if divides_context(layout) else "without"
         reports[name] = report | {"flags": run.flags(layout)}
         lines.append(
@@ -329,7 +334,7 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     hf = model_config(arguments.model) if arguments.model else None
     run = read_run(arguments, machine, ModelShape.of(hf) if hf else None)
     hf = hf or model_config(run.config.model.load or "")
-    shape, room = ModelShape.of(hf), room_of(arguments, machine)
+    shape, capacity = ModelShape.of(hf), capacity_of(arguments, machine)
     num_gpus = arguments.num_gpus or planned_gpus(run.recipe) or 8
     play = default_play(
         run.config,
@@ -345,19 +350,19 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     result: dict[str, Any] = {"fits": True}
     chosen: StarPOConfig | None = run.config
     if arguments.search:
-        result, text = searched(shape, run, machine, num_gpus, room, play)
+        result, text = searched(shape, run, machine, num_gpus, capacity, play)
         lines.append(text)
     if run.is_searched:
-        found = chosen = best(shape, run.config, num_gpus, room, machine, play, run.given)
+        found = chosen = best(shape, run.config, num_gpus, capacity, machine, play, run.given)
         title = "best with room to spare"
         if not chosen and not arguments.search:
             chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
             title = (
-                f"no layout fits {room.gpu / GIB:g} GiB a GPU and {room.host / GIB:g} GiB of host"
-                " memory a node; the one that needs least of the GPU"
+                f"no layout fits {capacity.gpu / GIB:g} GiB a GPU and {capacity.host / GIB:g} GiB of"
+                " host memory a node; the one that needs least of the GPU"
             )
         elif chosen and not fits(
-            shape, chosen, num_gpus, room._replace(gpu=FILL * room.gpu), play.sharing
+            shape, chosen, num_gpus, capacity._replace(gpu=FILL * capacity.gpu), play.sharing
         ):
             title = f"best that fits, with less than {1 - FILL:.0%} of a GPU to spare"
         if chosen:
@@ -365,20 +370,20 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
             lines.append(f"{title}: {result['flags']}")
         is_open = "context_parallel_size" not in run.given
         if found and is_open and run.config.rollout.max_context_length > max(TOKENS):
-            beside = context_ranks(shape, run, machine, num_gpus, room, play, found)
+            beside = context_ranks(shape, run, machine, num_gpus, capacity, play, found)
             result["context_ranks"], text = beside
             lines.append(text)
     if chosen and not arguments.search:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
-        result |= examine(shape, setting, room)
+        result |= examine(shape, setting, capacity)
         result["smallest_gpu"] = smallest_gpu(result["peak_gib"])
         lines += [described(result), f"smallest GPU for this layout: {result['smallest_gpu']}"]
     if chosen:
         price, default = arguments.dollars_per_gpu_hour, machine.hardware.dollars
         dollars, used = default if price is None else price, (num_gpus, play)
         result["cost"] = cost.cost(machine, shape, chosen, *used, dollars)
-        helps = cost.advice(machine, shape, chosen, *used, room)
+        helps = cost.advice(machine, shape, chosen, *used, capacity)
         result["cost"]["helps"] = helps
         lines += ["", cost.described(result["cost"], helps, is_searched=run.is_searched)]
         if chosen.rollout.rollout_engine == "embedded":

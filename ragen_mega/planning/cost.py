@@ -9,7 +9,7 @@ from ragen_mega.config import StarPOConfig
 from ragen_mega.models.shape import ModelShape, server_error
 from ragen_mega.planning.hardware import INTERVAL, Machine
 from ragen_mega.planning.layouts import fits
-from ragen_mega.planning.memory import Room
+from ragen_mega.planning.memory import Capacity
 from ragen_mega.planning.time import (
     Play,
     Sizes,
@@ -91,7 +91,7 @@ def advice(
     config: StarPOConfig,
     num_gpus: int,
     play: Play,
-    room: Room,
+    capacity: Capacity,
 ) -> list[tuple[str, float]]:
     """List (flags, seconds that they save) of changes that still fit, best
     first.
@@ -103,7 +103,7 @@ def advice(
         server = size, other.rollout.rollout_expert_parallel_size
         if num_gpus % size or trainers % size or server_error(shape, *server):
             continue
-        if fits(shape, other, num_gpus, room, play.sharing):
+        if fits(shape, other, num_gpus, capacity, play.sharing):
             seconds = total(step_seconds(machine, shape, other, num_gpus, play))
             saved.append((name, now - seconds))
     saved.sort(key=lambda item: -item[1])

@@ -11,7 +11,7 @@ from ragen_mega.models.shape import ModelShape, cut_error, server_error
 from ragen_mega.planning.hardware import HARDWARE, Machine
 from ragen_mega.planning.memory import (
     FILL,
-    Room,
+    Capacity,
     Setting,
     device_state,
     engine_bytes,
@@ -119,14 +119,18 @@ def divides_context(config: StarPOConfig) -> bool:
 
 
 def fits(
-    shape: ModelShape, config: StarPOConfig, num_ranks: int, room: Room, sharing: float = 1.0
+    shape: ModelShape,
+    config: StarPOConfig,
+    num_ranks: int,
+    capacity: Capacity,
+    sharing: float = 1.0,
 ) -> bool:
     """Return whether every phase fits into the GPUs, and the host's part into the nodes."""
     trainers = num_ranks - config.parallel.rollout_ranks
     setting = Setting.from_config(config, trainers, sharing=sharing)
     return (
-        peak_bytes(shape, setting) <= room.gpu
-        and host_bytes(shape, setting, room.node) <= room.host
+        peak_bytes(shape, setting) <= capacity.gpu
+        and host_bytes(shape, setting, capacity.node) <= capacity.host
     )
 
 
@@ -134,7 +138,7 @@ def ranked(
     shape: ModelShape,
     config: StarPOConfig,
     num_ranks: int,
-    room: Room,
+    capacity: Capacity,
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
@@ -151,12 +155,12 @@ def ranked(
             continue
         setting = Setting.from_config(candidate, num_ranks - config.parallel.rollout_ranks)
         state = sum(device_state(shape, setting, 0, is_critic=False))
-        if max(state, engine_bytes(shape, setting)[0]) > room.gpu:
+        if max(state, engine_bytes(shape, setting)[0]) > capacity.gpu:
             continue  # whatever else it needs
         phases = step_seconds(machine, shape, candidate, num_ranks, play)
         timed.append((total(phases), position, candidate))
     for seconds, _, candidate in sorted(timed, key=lambda item: item[:2]):
-        if fits(shape, candidate, num_ranks, room, play.sharing):
+        if fits(shape, candidate, num_ranks, capacity, play.sharing):
             yield seconds, candidate
 
 
@@ -164,7 +168,7 @@ def best(
     shape: ModelShape,
     config: StarPOConfig,
     num_ranks: int,
-    room: Room,
+    capacity: Capacity,
     machine: Machine = DEFAULT,
     play: Play | None = None,
     fixed: Collection[str] = (),
@@ -175,7 +179,7 @@ def best(
     the fastest the one with the fewest pipeline stages, then the fastest. None if none fits.
     """
     for share, tried in itertools.product((FILL, 1.0), _placements(config, fixed)):
-        tight = room._replace(gpu=share * room.gpu)
+        tight = capacity._replace(gpu=share * capacity.gpu)
         fitting = ranked(shape, tried, num_ranks, tight, machine, play, fixed, where)
         near, limit = list[StarPOConfig](), math.inf
         for seconds, candidate in fitting:

@@ -591,7 +591,7 @@ HOST_GIB = 200.0
 """Assumed: host memory of a node for each of its GPUs; nodes with eight have 2 TB."""
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """The memory of GPUs and of the nodes that hold them, in bytes."""
 
     gpu: float

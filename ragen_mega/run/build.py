@@ -67,7 +67,7 @@ from ragen_mega.run.check import (
     split_notes,
     warmup_note,
 )
-from ragen_mega.run.evaluation import References
+from ragen_mega.run.evaluation import KnownBaselines
 from ragen_mega.run.nodes import join_job
 from ragen_mega.run.placement import (
     ACTOR,
@@ -78,7 +78,7 @@ from ragen_mega.run.placement import (
     host_memory,
 )
 from ragen_mega.run.run import Run
-from ragen_mega.run.separate import Part, Sampler, divide
+from ragen_mega.run.separate import Role, Sampler, divide
 from ragen_mega.run.teacher import Model, Teacher, check_tokens
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.adapter_files import AdapterReader
@@ -118,9 +118,9 @@ def build(config: StarPOConfig) -> Run | Sampler:
     config = with_models(config)
     if config.rollout.fit_context:
         config = on_main(lambda: fit_context_once(config))
-    part = divide(config)
-    if part.samples:
-        return Sampler(config, part, partial(build_sampling, config))
+    role = divide(config)
+    if role.samples:
+        return Sampler(config, role, partial(build_sampling, config))
     groups = initialize(config.parallel, config.train.seed)
     names, trained = config.environment.evaluated, config.environment.shares
     prompts = {
@@ -136,12 +136,12 @@ def build(config: StarPOConfig) -> Run | Sampler:
         config = check_model_and_engine(config)
     config, lock, checkpoint = claim(config)
     with waiting(f"the random and the optimal player play {', '.join(names)}"):
-        references = known_references(config, checkpoint) or References(
+        references = known_references(config, checkpoint) or KnownBaselines(
             {name: find_references(config, name, prompts[name]) for name in names}
         )
     logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
     with logger.beginning():
-        return build_run(config, part, groups, prompts, references, logger, lock, checkpoint)
+        return build_run(config, role, groups, prompts, references, logger, lock, checkpoint)
 
 
 def fit_context_once(config: StarPOConfig) -> StarPOConfig:
@@ -154,10 +154,10 @@ def fit_context_once(config: StarPOConfig) -> StarPOConfig:
 
 def build_run(
     config: StarPOConfig,
-    part: Part,
+    role: Role,
     groups: ProcessGroupCollection,
     prompts: dict[str, list[Prompt]],
-    references: References,
+    references: KnownBaselines,
     logger: RunLogger,
     lock: TextIO | None,
     checkpoint: Checkpoint | None,
@@ -216,7 +216,7 @@ def build_run(
         console=console,
         placement=placement,
         timers=timers,
-        part=part,
+        role=role,
         lock=lock,
         models=model_digests(config) if collectives.is_main() else {},
     )
@@ -411,11 +411,11 @@ def base_directory(config: StarPOConfig) -> Path:
     return base
 
 
-def known_references(config: StarPOConfig, checkpoint: Checkpoint | None) -> References:
+def known_references(config: StarPOConfig, checkpoint: Checkpoint | None) -> KnownBaselines:
     """Return the reference players of a checkpoint that was made under the same rules of play; none
     of any other.
     """
-    references, values = References(), config.to_dict()
+    references, values = KnownBaselines(), config.to_dict()
     if checkpoint is not None and all(
         checkpoint.config[section] == values[section] for section in ("environment", "evaluation")
     ):

@@ -49,7 +49,7 @@ PLAYED = ("environment", "agent", "rollout", "parallel")
 _LIMITS = ("max_turns", "max_actions_per_turn", "max_actions", "max_response_length")
 
 
-class References(dict[str, Baselines]):
+class KnownBaselines(dict[str, Baselines]):
     """The reference players of a run by environment, an entry of its checkpoints."""
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ class RunEvaluation:
         engine: RolloutEngine,
         renderer: ChatRenderer,
         prompts: Mapping[str, Sequence[Prompt]],
-        references: References,
+        references: KnownBaselines,
         starts: HeldOutStarts,
         *,
         lend_device: Callable[[], AbstractContextManager[None]],

@@ -18,7 +18,7 @@ from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.idleness import Usage
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
-from ragen_mega.run.separate import Part, Samplers
+from ragen_mega.run.separate import Role, Samplers
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.rollouts import RolloutStore
 
@@ -33,7 +33,7 @@ class Rollouts:
         config: StarPOConfig,
         policy: MegatronPolicy,
         sampling: Sampling,
-        part: Part,
+        role: Role,
         files: RolloutStore,
         timers: Timers,
         *,
@@ -53,7 +53,7 @@ class Rollouts:
         if config.parallel.placement == "separate":
             self.samplers = Samplers(
                 config,
-                part,
+                role,
                 sampling.tasks,
                 recall=self._read,
                 keep=self._write,

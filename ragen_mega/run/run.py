@@ -43,7 +43,7 @@ from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.batches import Batches
 from ragen_mega.run.checkpoints import Attribute, RunCheckpoints
-from ragen_mega.run.evaluation import References, RunEvaluation
+from ragen_mega.run.evaluation import KnownBaselines, RunEvaluation
 from ragen_mega.run.guards import (
     FAULTS,
     CollapseGuard,
@@ -61,7 +61,7 @@ from ragen_mega.run.placement import Colocated
 from ragen_mega.run.rollouts import Rollouts, count_sampled
 from ragen_mega.run.sampling import Sampling
 from ragen_mega.run.selection import choose_groups, members_of, shape_on_main
-from ragen_mega.run.separate import Part
+from ragen_mega.run.separate import Role
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.teacher import Teacher
 from ragen_mega.run.timers import Timers
@@ -88,12 +88,12 @@ class Run:
     renderer: ChatRenderer
     tasks: TaskSampler
     prompts: InitVar[dict[str, list[Prompt]]]
-    references: InitVar[References]
+    references: InitVar[KnownBaselines]
     logger: RunLogger
     console: Console
     placement: Colocated
     timers: Timers
-    part: InitVar[Part] = Part(samples=False)
+    role: InitVar[Role] = Role(samples=False)
     lock: TextIO | None = None  # claims the run directory while it is open; rank 0
     models: InitVar[Mapping[str, str] | None] = None
     """Flag -> digest of the content of the model that it loads; on rank 0."""
@@ -117,8 +117,8 @@ class Run:
     def __post_init__(
         self,
         prompts: dict[str, list[Prompt]],
-        references: References,
-        part: Part,
+        references: KnownBaselines,
+        role: Role,
         models: Mapping[str, str] | None,
     ) -> None:
         config, directory, say = self.config, self.logger.directory, self.console.say
@@ -141,7 +141,7 @@ class Run:
             config,
             self.policy,
             sampling,
-            part,
+            role,
             RolloutStore(directory / ROLLOUTS),
             self.timers,
             oldest_needed=lambda: self.checkpoints.oldest_rollout(self.step),

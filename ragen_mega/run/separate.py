@@ -111,8 +111,8 @@ _SECONDS_TO_HANG_UP = 1.0
 """Seconds within which the end of a part that has died closes the link."""
 
 
-class Part(NamedTuple):
-    """Role of a rank in its part of the job, and its connection to the other part."""
+class Role(NamedTuple):
+    """What a rank does in a job that is divided, and its connection to the other part."""
 
     samples: bool
     """Whether it only samples."""
@@ -124,17 +124,17 @@ class Part(NamedTuple):
     """Store that both parts see."""
 
 
-def divide(config: StarPOConfig) -> Part:
+def divide(config: StarPOConfig) -> Role:
     """Divide the job as the placement says. Collective over the whole job."""
     num_samplers = config.parallel.rollout_ranks
     if not num_samplers:
-        return Part(samples=False)
+        return Role(samples=False)
     samples = collectives.rank() >= collectives.world_size() - num_samplers
     store, link = collectives.divide(num_samplers), None
     if is_main():
         shared = config.run_directory.parent.absolute()
         link = connect(store, shared) if samples else listen(store, shared, own_address())
-    return Part(samples, link, Alarm(store), store)
+    return Role(samples, link, Alarm(store), store)
 
 
 class Samplers:
@@ -145,7 +145,7 @@ class Samplers:
     def __init__(
         self,
         config: StarPOConfig,
-        part: Part,
+        role: Role,
         tasks: TaskSampler,
         *,
         recall: Callable[[int, Origin], list[TrajectoryGroup] | None],
@@ -159,13 +159,13 @@ class Samplers:
         adapters beside them.
         """
         self._config, self._tasks, self._base = config, tasks, base
-        self._link, self._alarm = part.link, part.alarm
-        self._by_group = part.store is not None and config.fetches_weights
+        self._link, self._alarm = role.link, role.alarm
+        self._by_group = role.store is not None and config.fetches_weights
         self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if a group carries it
         self._sender: Sender | None = None
-        if self._by_group and part.link and part.store is not None:
+        if self._by_group and role.link and role.store is not None:
             num_samplers = config.parallel.rollout_ranks
-            self._sender = Sender(part.link, part.store, num_samplers, self._asked_for)
+            self._sender = Sender(role.link, role.store, num_samplers, self._asked_for)
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
@@ -419,7 +419,7 @@ class Sampler:
     def __init__(
         self,
         config: StarPOConfig,
-        part: Part,
+        role: Role,
         prepare: Callable[[Path, str | None], tuple[RolloutEngine, ChatRenderer, PretrainedConfig]],
     ) -> None:
         """`prepare` builds what samples, from the directory of tokenizer and configuration and the
@@ -429,15 +429,15 @@ class Sampler:
         self.summary: dict[str, Any] = {}
         """Summary of the run; only trainers have one."""
         self._config, self._prepare = config, prepare
-        self._link, self._alarm = part.link, part.alarm
+        self._link, self._alarm = role.link, role.alarm
         self._notes: list[str] = []
         self._weights: dict[str, Tensor] = {}
         self._memory: Tensor | None = None  # first rank: bytes of the weights that came last
         self._version = 0  # of the engine's weights
         self._receiver: Receiver | None = None
-        if part.store is not None and config.fetches_weights:
+        if role.store is not None and config.fetches_weights:
             self._receiver = Receiver(
-                part.store, self._ask, self._next_part, lambda: on_main(self._has_hung_up)
+                role.store, self._ask, self._next_part, lambda: on_main(self._has_hung_up)
             )
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks

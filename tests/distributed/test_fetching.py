@@ -27,7 +27,7 @@ from ragen_mega.rollout.engine import EngineCounts, EngineError, RolloutEngine
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run import fetching
 from ragen_mega.run.link import LinkLost
-from ragen_mega.run.separate import Part, Sampler, Samplers, divide
+from ragen_mega.run.separate import Role, Sampler, Samplers, divide
 from tests.support.forked_ranks import fork_ranks, on_ranks
 from tests.support.sockets import all_listening, is_loopback
 
@@ -90,7 +90,7 @@ def assert_holds(engine: Recorder, version: int) -> None:
 
 
 @contextmanager
-def sampling(config: StarPOConfig, part: Part) -> Iterator[tuple[Sampler, Recorder]]:
+def sampling(config: StarPOConfig, part: Role) -> Iterator[tuple[Sampler, Recorder]]:
     """A rank that samples, and its engine."""
     engine = Recorder()
     run = Sampler(config, part, lambda *about: (engine, None, HF))

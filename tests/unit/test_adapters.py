@@ -49,7 +49,8 @@ def test_a_missing_package_names_its_extra() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("gymnasium:NoSuch-v0", "NoSuch"),
+        ("gymnasium:NoSuch-v0", "NoSuch.*correct the name"),
+        ("gymnasium:no_such_module:Such-v0", "no_such_module.*correct the name"),
         ("gymnasium:Pendulum-v1", "Discrete or Text actions"),
         ("openenv:ws://127.0.0.1:9", "not installed|does not answer as an OpenEnv server"),
     ],

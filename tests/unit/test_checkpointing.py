@@ -25,7 +25,7 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.build import known_references, with_models
-from ragen_mega.run.evaluation import References
+from ragen_mega.run.evaluation import KnownBaselines
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -419,8 +419,8 @@ def test_reference_players_are_known_as_long_as_the_rules_of_play_are_the_same()
 
 def test_references_found_under_other_rules_are_not_those_of_the_checkpoint() -> None:
     one, other = (Baselines("bandit", 9, rate, 0.4, 0.6, 1.0, 1.0, True) for rate in (0.5, 0.4))
-    state = json.loads(json.dumps(References({"bandit": one}).state_dict()))
-    for before, after in ((References(), one), (References({"bandit": other}), other)):
+    state = json.loads(json.dumps(KnownBaselines({"bandit": one}).state_dict()))
+    for before, after in ((KnownBaselines(), one), (KnownBaselines({"bandit": other}), other)):
         before.load_state_dict(state)
         assert before == {"bandit": after}
 

@@ -14,7 +14,7 @@ import pytest
 from ragen_mega.config import parse
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import make
-from ragen_mega.environments.worlds.lookup.world import PEOPLE, Link, Lookup
+from ragen_mega.environments.worlds.lookup.world import PEOPLE, Hint, Lookup
 from ragen_mega.rollout.tasks import prompt_examples
 
 CHAINS = [
@@ -80,7 +80,7 @@ def test_the_optimum_is_the_best_of_a_player_who_cannot_see_who_knows(
             names = iter(["Ann", "Tom", "Mia", "Ben", "Zoe", "Sam"])
             named = [tuple(next(names) for _ in range(size)) for size in sizes]
             played = copy.deepcopy(world)
-            played.chain = [Link(of, of[who]) for of, who in zip(named, known, strict=True)]
+            played.chain = [Hint(of, of[who]) for of, who in zip(named, known, strict=True)]
             results = []
             for _ in range(turns):
                 for said in played.solver.optimal_actions(played, 1):

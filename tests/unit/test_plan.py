@@ -25,7 +25,7 @@ from ragen_mega.planning.memory import (
     CACHE_BLOCK,
     FILL,
     GIB,
-    Room,
+    Capacity,
     Setting,
     check_fits,
     engine_bytes,
@@ -41,7 +41,7 @@ from ragen_mega.run import build
 from ragen_mega.run.placement import host_memory
 from tests.support.plan_command import run_plan
 
-H100S = Room(80 * GIB)
+H100S = Capacity(80 * GIB)
 RECIPES = sorted(path.stem for path in FOLDER.glob("qwen*.flags"))
 
 
@@ -94,7 +94,7 @@ def test_recipe(name: str) -> None:
 
 def test_the_best_layout_is_the_fastest_that_fits_with_fewest_stages() -> None:
     config, shape = parse(["--recipe", "qwen3_8b"]), shape_of("Qwen3-8B")
-    room = Room(FILL * 80 * GIB)
+    room = Capacity(FILL * 80 * GIB)
     fitting = {
         sum(
             sum(terms.values())
@@ -332,7 +332,7 @@ def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
     assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2}
     assert {one.parallel.pipeline_model_parallel_size for one in found} >= {1, 2, 3, 6}
     assert {one.rollout.rollout_tensor_parallel_size for one in found} == {1, 2}
-    room = Room(80 * GIB, 8, 2000 * GIB)
+    room = Capacity(80 * GIB, 8, 2000 * GIB)
     fastest = best(shape, config, 8, room)
     assert fastest is not None and fits(shape, fastest, 8, room)
 

@@ -37,7 +37,7 @@ from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.idleness import Usage
 from ragen_mega.run.link import SAMPLERS, TRAINERS, Alarm, Link, LinkLost, connect, listen
 from ragen_mega.run.messages import Begin, Delivery, End, Order, Weights, decode, encode
-from ragen_mega.run.separate import Part, Sampler, Samplers, parts_of
+from ragen_mega.run.separate import Role, Sampler, Samplers, parts_of
 
 NUM_STEPS = 6
 SEPARATE = "--environments bandit --placement separate --rollout-ranks 1"
@@ -75,7 +75,7 @@ class Job:
         self.is_stopped = self.is_full = False
         self.samplers = Samplers(
             config,
-            Part(False, self.link, self.alarm),
+            Role(False, self.link, self.alarm),
             TaskSampler(config),
             recall=self.recall,
             keep=self.keep,
@@ -341,7 +341,7 @@ def test_a_server_gets_its_part_of_the_weights_under_their_version(
         theirs.send(part)
     theirs.send(encode(Order(13, 7, False)))
     theirs.send(encode(End(0)))
-    sampler = Sampler(config(0, "--rollout-engine", "sglang"), Part(True, link), prepare)
+    sampler = Sampler(config(0, "--rollout-engine", "sglang"), Role(True, link), prepare)
     with sampler, sampler.awake():
         for order in sampler.orders():
             sampler.load_weights(order)
@@ -362,7 +362,7 @@ def test_void_orders_are_skipped_and_what_is_unfinished_is_dropped(tmp_path: Pat
     content = Qwen2ForCausalLM(hf).state_dict()
     engine, (link, theirs) = Recorder(), links()
     sampler = Sampler(
-        config(2, "--rollout-engine", "sglang"), Part(True, link), lambda *about: (engine, None, hf)
+        config(2, "--rollout-engine", "sglang"), Role(True, link), lambda *about: (engine, None, hf)
     )
     theirs.send(encode(Begin(str(tmp_path), "the-run")))
     theirs.send(encode(Order(0, 0, True)))

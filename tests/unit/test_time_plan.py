@@ -15,7 +15,7 @@ from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import cost
 from ragen_mega.planning.hardware import HARDWARE, INTERVAL, Constants, Machine
-from ragen_mega.planning.memory import GIB, Room, Setting, plan, state_of
+from ragen_mega.planning.memory import GIB, Capacity, Setting, plan, state_of
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     ADAM_BYTES,
@@ -570,7 +570,7 @@ def test_advice_fits_with_what_is_shared() -> None:
 
     def advised(capacity: float) -> list[str]:
         play = default_play(config, 32, sharing=4.0)  # updates take most of the step
-        room = Room(capacity * GIB)
+        room = Capacity(capacity * GIB)
         return [name for name, _ in cost.advice(H100, shape, config, 1, play, room)]
 
     assert "--recompute none" in advised(peak(4.0))

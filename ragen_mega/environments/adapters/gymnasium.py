@@ -99,10 +99,17 @@ class GymnasiumWorld:
     max_turns: int
 
     def __init__(self, environment_id: str, /, **options: Any) -> None:
-        """`options` go to `gymnasium.make`. Raises ValueError for actions of another kind,
-        and whatever `gymnasium.make` raises.
+        """`options` go to `gymnasium.make`. Raises ValueError for an unknown environment or actions
+        of another kind, and whatever else `gymnasium.make` raises.
         """
-        self._environment = gymnasium.make(environment_id, **options)
+        try:
+            self._environment = gymnasium.make(environment_id, **options)
+        except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
+            raise ValueError(
+                f"gymnasium:{environment_id} is unknown to Gymnasium: {str(error).rstrip('.')};"
+                " correct the name, or install the package that registers it and name its module"
+                " as in gymnasium:MODULE:NAME"
+            ) from None
         if "ansi" in self._environment.metadata.get("render_modes", ()):
             self._environment.close()
             self._environment = gymnasium.make(

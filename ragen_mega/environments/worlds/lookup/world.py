@@ -46,8 +46,8 @@ _CODES = (100, 999)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One step of the chain."""
+class Hint:
+    """Answer of one person of the chain."""
 
     named: tuple[str, ...]
     """People who are said to know more, in the order in which they are named."""
@@ -142,7 +142,7 @@ class Lookup:
             "Find out a secret code. People know who knows it. Answer with the name of a person to"
             " ask, or with the code once you have heard it."
         )
-        self.chain: list[Link] = []
+        self.chain: list[Hint] = []
         self.is_over = True
         """Whether no episode is running."""
         self._code = ""
@@ -161,7 +161,7 @@ class Lookup:
         self.chain = []
         for place in range(length):
             named = [names.pop() for _ in range(2 if place in forks else 1)]
-            self.chain.append(Link(tuple(draw.sample(named, len(named))), named[0]))
+            self.chain.append(Hint(tuple(draw.sample(named, len(named))), named[0]))
         self._code = str(draw.randint(*_CODES))
         self._asked, self.is_over = set(), False
         return f"What is the code? {self._hint(0, 'may know')}"
