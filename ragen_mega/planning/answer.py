@@ -358,8 +358,8 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if not chosen and not arguments.search:
             chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
             title = (
-                f"no layout fits {capacity.gpu / GIB:g} GiB a GPU and {capacity.host / GIB:g} GiB of"
-                " host memory a node; the one that needs least of the GPU"
+                f"no layout fits {capacity.gpu / GIB:g} GiB a GPU and {capacity.host / GIB:g} GiB"
+                " of host memory a node; the one that needs least of the GPU"
             )
         elif chosen and not fits(
             shape, chosen, num_gpus, capacity._replace(gpu=FILL * capacity.gpu), play.sharing
