@@ -78,7 +78,7 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
                 for minibatch in batches.minibatches(batch, step):
                     run.check_update(name, minibatch, learner.update(minibatch), log)
         run.log.trace(log, groups, kept, shown)
-    run.advance(log)
+    run.advance(groups, log)
 
 
 def sample(sampler: Sampler) -> None:

@@ -33,12 +33,12 @@ def lack(use: str) -> str | None:
     """
     try:
         pkgutil.resolve_name(use)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a broken package raises anything
         found = sys.modules.get(_top(use))
         if isinstance(error, ModuleNotFoundError) and error.name == _top(use):
             return "is not installed"
-        if found is None:
-            return f"cannot be imported ({error})"
+        if found is None or not isinstance(error, (ImportError, AttributeError)):
+            return f"cannot be imported ({type(error).__name__}: {error})"
         place = getattr(found, "__file__", None) or next(iter(found.__path__))
         return f"is {place} here, and not the package ({error}); rename that if it is yours"
     return None

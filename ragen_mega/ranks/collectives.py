@@ -243,18 +243,18 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
         return [memoryview(part) for part in parts]
     sizes = torch.tensor([len(part) for part in parts])
     arriving = torch.empty_like(sizes)
-    with here.waiting("ranks", "trajectories of every rank"):
-        dist.all_to_all_single(arriving, sizes, group=_control_group)
     joined = bytearray().join([*parts, b"."])  # no tensor is a view of nothing
     outgoing = torch.frombuffer(joined, dtype=torch.uint8)
-    incoming = torch.empty(int(arriving.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(
-        incoming,
-        outgoing[: int(sizes.sum())],
-        arriving.tolist(),
-        sizes.tolist(),
-        group=_control_group,
-    )
+    with here.waiting("ranks", "trajectories of every rank"):
+        dist.all_to_all_single(arriving, sizes, group=_control_group)
+        incoming = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(
+            incoming,
+            outgoing[: int(sizes.sum())],
+            arriving.tolist(),
+            sizes.tolist(),
+            group=_control_group,
+        )
     return [memoryview(part.numpy()) for part in incoming.split(arriving.tolist())]
 
 

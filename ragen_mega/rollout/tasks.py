@@ -3,6 +3,7 @@ in evaluation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +24,7 @@ from ragen_mega.environments.boards import (
 )
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
-from ragen_mega.environments.pool import EnvironmentFailed, briefly
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
 from ragen_mega.environments.processes import builder
 from ragen_mega.environments.protocol import Observation, text_seed
 from ragen_mega.environments.reference_players import Prompt
@@ -250,41 +251,57 @@ class TaskSampler:
         }
         held_out = self._held_out[max(stage for stage in self._held_out if stage <= step)]
         tasks = []
-        for group_id, name in enumerate(self._names, start=first):
-            seed, level = self._fresh_seed(name, makers[name], held_out[name], generator)
-            if level is not None:
-                self._drawn[group_id] = level
-            tasks.append(
-                tasks_for_group(
-                    group_id,
-                    name,
-                    seed,
-                    makers[name],
-                    group_size=group_size,
-                    outcome_seed=self.config.train.seed,
+        with ExitStack() as stack:
+            opened = {
+                name: stack.enter_context(
+                    briefly(name, makers[name], self.config.environment.environment_timeout)
                 )
-            )
+                for name in sorted(makers)
+                if held_out[name] or name in self.levels
+            }
+            for group_id, name in enumerate(self._names, start=first):
+                seed, level = self._fresh_seed(name, opened.get(name), held_out[name], generator)
+                if level is not None:
+                    self._drawn[group_id] = level
+                tasks.append(
+                    tasks_for_group(
+                        group_id,
+                        name,
+                        seed,
+                        makers[name],
+                        group_size=group_size,
+                        outcome_seed=self.config.train.seed,
+                    )
+                )
         return tasks
 
     def _fresh_seed(
         self,
         name: str,
-        make_episode: Callable[[], Episode],
+        opened: tuple[Worker, Episode] | None,
         held_out: frozenset[Observation],
         generator: np.random.Generator,
     ) -> tuple[int, int | None]:
         """Return a training seed whose initial state is not an evaluation board, and whose
-        difficulty, which is returned too, the curriculum by success admits. Raises ValueError if
-        environment `name` seems to draw none.
+        difficulty, which is returned too, the curriculum by success admits. `opened`: an episode to
+        look at states with, if any seed may be wrong. Raises ValueError if environment `name` seems
+        to draw none, or fails.
         """
         levels = self.levels.get(name)
         wanted = levels.wanted(generator.random()) if levels else frozenset()
-        episode = make_episode() if held_out or levels else None
         for _ in range(_MOST_DRAWS):
             seed = int(generator.integers(*TRAINING_SEEDS))
-            if episode is None:
+            if opened is None:
                 return seed, None
-            if calls.reset(episode.environment, seed) in held_out:
+            worker, episode = opened
+            try:
+                state = worker.wait(partial(calls.reset, episode.environment, seed))
+            except EnvironmentFailed as error:
+                raise ValueError(
+                    f"{name} cannot begin with training seed {seed}: {error}; mend its reset, and"
+                    " go on with --resume"
+                ) from error
+            if state in held_out:
                 continue
             if levels is None:
                 return seed, None

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,9 +62,9 @@ from ragen_mega.rollout.tasks import (
 from ragen_mega.run.check import (
     check,
     check_routing,
+    flags_without_effect,
     import_agents,
     recipe_note,
-    sizes_without_effect,
     split_notes,
     warmup_note,
 )
@@ -134,14 +135,17 @@ def build(config: StarPOConfig) -> Run | Sampler:
     }
     with waiting("checking the model, its files and its memory"):
         config = check_model_and_engine(config)
-    config, lock, checkpoint = claim(config)
-    with waiting(f"the random and the optimal player play {', '.join(names)}"):
-        references = known_references(config, checkpoint) or KnownBaselines(
-            {name: find_references(config, name, prompts[name]) for name in names}
-        )
-    logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
-    with logger.beginning():
-        return build_run(config, role, groups, prompts, references, logger, lock, checkpoint)
+    with ExitStack() as refused:  # a notebook would hold the lock as long as it shows the error
+        config, lock, checkpoint = claim(config, refused)
+        with waiting(f"the random and the optimal player play {', '.join(names)}"):
+            references = known_references(config, checkpoint) or KnownBaselines(
+                {name: find_references(config, name, prompts[name]) for name in names}
+            )
+        logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
+        with logger.beginning():
+            run = build_run(config, role, groups, prompts, references, logger, lock, checkpoint)
+        refused.pop_all()
+    return run
 
 
 def fit_context_once(config: StarPOConfig) -> StarPOConfig:
@@ -173,7 +177,7 @@ def build_run(
 
     splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
     fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
-    of_flags = recipe_note(config), sizes_without_effect(config), warmup_note(config.train)
+    of_flags = recipe_note(config), *flags_without_effect(config), warmup_note(config.train)
     for note in filter(None, (*of_flags, *splits, *fewer)):
         console.say(note)
     base = base_directory(config)
@@ -220,17 +224,20 @@ def build_run(
         lock=lock,
         models=model_digests(config) if collectives.is_main() else {},
     )
-    if samplers := run.rollouts.samplers:
-        samplers.begin(base)
-    if checkpoint:
-        run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-    run.log.repeat_from(run.step)
-    if checkpoint is None:
-        for note in notes:
-            logger.note(0, note)
-        found = run.evaluation.play(0)
-        run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
-        run.step_version = run.engine.weight_version
+    with ExitStack() as refused:
+        refused.callback(run.shutdown, 2)
+        if samplers := run.rollouts.samplers:
+            samplers.begin(base)
+        if checkpoint:
+            run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+        run.log.repeat_from(run.step)
+        if checkpoint is None:
+            for note in notes:
+                logger.note(0, note)
+            found = run.evaluation.play(0)
+            run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
+            run.step_version = run.engine.weight_version
+        refused.pop_all()
     return run
 
 
@@ -714,9 +721,11 @@ def schedule_jump(before: TrainConfig, config: StarPOConfig, checkpoint: Checkpo
     ]
 
 
-def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
-    """Name the run and lock its directory (the lock is rank 0's), and with --resume find the
-    checkpoint to continue from. Collective.
+def claim(
+    config: StarPOConfig, refused: ExitStack
+) -> tuple[StarPOConfig, TextIO | None, Checkpoint | None]:
+    """Name the run and lock its directory (the lock is rank 0's; `refused` opens it), and with
+    --resume find the checkpoint to continue from. Collective.
 
     Raises ValueError if another process uses it or if the checkpoint is of another model.
     """
@@ -727,7 +736,7 @@ def claim(config: StarPOConfig) -> tuple[StarPOConfig, TextIO | None, Checkpoint
 
     def lock() -> StarPOConfig:
         named, said, opened = lock_named(config)
-        locks.append(opened)
+        locks.append(refused.enter_context(opened))
         if recover(named.run_directory):
             say(f"run {named.run_directory} is as before: what was to overwrite it did not begin")
         if said:

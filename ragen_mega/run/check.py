@@ -181,18 +181,18 @@ def recipe_note(config: StarPOConfig) -> str | None:
     )
 
 
-def sizes_without_effect(config: StarPOConfig) -> str | None:
-    """Return a note on flags that give the small model's size beside the model of --load, or a
-    learning rate to what is frozen, if there are any.
+def flags_without_effect(config: StarPOConfig) -> list[str]:
+    """Return notes on flags that give the small model's size beside the model of --load, or a
+    learning rate to what is frozen.
     """
+    notes, small = [], ModelConfig()
     if config.lora.rank and config.train.decoupled_lr is not None:
-        return "note: --decoupled-lr does nothing: adapters leave embedding and LM head as they are"
-    small = ModelConfig()
+        notes += ["--decoupled-lr does nothing: adapters leave embedding and LM head as they are"]
     given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
-    if config.model.load is None or not given:
-        return None
-    flags = ", ".join(map(flag_of, given))
-    return f"note: {flags} do nothing: the size is that of --load {config.model.load}"
+    if config.model.load is not None and given:
+        flags = ", ".join(map(flag_of, given))
+        notes += [f"{flags} do nothing: the size is that of --load {config.model.load}"]
+    return [f"note: {note}" for note in notes]
 
 
 def warmup_note(config: TrainConfig) -> str | None:

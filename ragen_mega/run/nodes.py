@@ -132,11 +132,12 @@ def _connect() -> dist.Store:
 
 def _exchange(store: dist.Store, name: str, work: Callable[[], Any]) -> list[Any]:
     """Return the result of `work` on the first rank of every node, as JSON has it. Raises
-    ValueError, the same on all ranks, if it raised one on a node, or if a node does not come.
+    ValueError, the same on all ranks, if it raised one or an OSError on a node, or if a node does
+    not come.
     """
     try:
         said = [work(), None]
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         said = [None, f"node {node()} ({platform.node()}): {error}"]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         store.set(f"{name}_{node()}", json.dumps(said))
@@ -166,7 +167,7 @@ def choose_interface() -> None:
     reason = f"{GLOO_INTERFACE} names" if named else f"--master-addr {master} leads to"
     if not named:
         local = address_towards(master)
-        named = next(name for name, those in addresses.items() if local in those)
+        named = next((name for name, those in addresses.items() if local in those), local)
         os.environ[GLOO_INTERFACE] = named
     name = named.split(",")[0]
     if not addresses.get(name):

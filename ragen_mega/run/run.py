@@ -107,8 +107,8 @@ class Run:
     """The engine's weight version when the present step began; a step that is repeated starts from
     it.
     """
-    is_solved: bool = False
-    """Whether an evaluation of this process has reached `--stop-at-success`."""
+    reached: float | None = None
+    """Success of the evaluation that ended the run by `--stop-at-success`."""
     score_average: float | None = None
     """Moving average of the diagnoses so far (collapse/score_average)."""
     summary: dict[str, Any] = field(default_factory=dict)
@@ -183,6 +183,7 @@ class Run:
                 "weight_version": Attribute(self, "step_version"),
                 "empty_steps": Attribute(self.empty_steps, "count"),
                 "score_average": Attribute(self, "score_average"),
+                "reached": Attribute(self, "reached"),
                 "starts": self.rollout_guard.starts,
                 "curriculum": self.tasks,
                 "references": references,
@@ -197,8 +198,14 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, until an evaluation reaches `--stop-at-success`."""
-        while self.step < self.config.train.num_steps and not self.is_solved:
+        while not self.is_last:
             yield self.step
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step is left."""
+        is_reached = self.config.evaluation.is_reached(self.reached)  # it may have been raised
+        return is_reached or self.step >= self.config.train.num_steps
 
     def stop_if_asked(self) -> None:
         """Raise Interrupted, on all ranks, if any was asked to stop. Never called in the middle of
@@ -221,7 +228,6 @@ class Run:
         log.add("rollout", on_main(lambda: summarize(groups)))
         if config.rollout.max_sampling_rounds > 1:
             log.add("rollout", sampling_rounds=len(groups) / config.rollout.num_groups)
-        log.add("rollout", self.tasks.observe(groups))
         log.add("rollout", mean_references(self.evaluation.references, config.environment.shares))
         log.add("custom", on_main(lambda: custom_metrics(groups, config.logging.metric_names)))
 
@@ -308,10 +314,12 @@ class Run:
 
     # The end of a step
 
-    def advance(self, log: StepLog) -> None:
-        """End the updates of a step: advance the schedules and the average of diagnoses, and log
-        the number of bad updates.
+    def advance(self, groups: Sequence[TrajectoryGroup], log: StepLog) -> None:
+        """End the updates of a step: advance the schedules, the average of diagnoses and the
+        curriculum by the success of the `groups`, and log the number of bad updates. A step that
+        is interrupted before is repeated whole, so nothing of it may count earlier.
         """
+        log.add("rollout", self.tasks.observe(groups))
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
         average = log.result().get("collapse/score_average")
@@ -378,12 +386,12 @@ class Run:
         if (too_many := self.empty_steps.add(log.empty)) is not None:
             self.save()
             raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
-        goal, success = self.config.evaluation.stop_at_success, log.success
-        if goal is not None and success is not None and success >= goal:
-            self.is_solved = True
-            self.log.note(step, f"success {success:.1%} has reached --stop-at-success {goal:g}")
-        is_last = self.is_solved or self.step == self.config.train.num_steps
-        if not is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
+        evaluation = self.config.evaluation
+        if evaluation.is_reached(log.success):
+            self.reached = log.success
+            goal = f"--stop-at-success {evaluation.stop_at_success:g}"
+            self.log.note(step, f"success {log.success:.1%} has reached {goal}")
+        if not self.is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
             self.collapse_guard.checkpoint_at(self.step)
             self.save(log.success)
         self.log.write_timeline(step)
@@ -432,6 +440,7 @@ class Run:
             "run": str(self.logger.directory),
             "sets": results,
             "steps": self.step,
+            "reached": self.reached,
             "seconds": self.checkpoints.seconds,
             **self.timers.summary(),
             "idleness": sentence(self.spent, self.config),

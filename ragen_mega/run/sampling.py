@@ -40,7 +40,7 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         for group in tasks
         for t in group
     ]
-    return {
+    origin = {
         "weights": weights,
         "weight_version": version,
         "tasks": hashlib.sha256(repr(played).encode()).hexdigest(),
@@ -52,6 +52,9 @@ def origin_of(config: StarPOConfig, tasks: Tasks, weights: str, version: int) ->
         "judges": [name for name in config.advantage.reward_terms if is_judge(name)],
         "versions": _versions(),
     }
+    if config.rollout.max_sampling_rounds > 1:  # as many as it takes until enough groups differ
+        origin |= {"filter": values["filter"], "reward": config.advantage.reward}
+    return origin
 
 
 @cache

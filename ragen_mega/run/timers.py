@@ -24,6 +24,8 @@ class Timers:
         self.trained_tokens = 0
         """Positions that the updates of this step went through."""
         self._seconds: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        """Seconds of the checkpoint before this step began, which its row has."""
         self._nested = 0.0
         self._spans: list[Span] = []
         self._began = time.monotonic()
@@ -31,6 +33,7 @@ class Timers:
     def begin(self, step: int) -> None:
         """Begin to measure how this rank spends its time in a step."""
         here.step, self._began = step, time.monotonic()
+        self._before = dict(self._seconds)
         here.seconds.clear()
         here.spans.clear()
 
@@ -75,7 +78,8 @@ class Timers:
 
     def usage(self) -> Usage:
         """Return how this rank has spent its time since `begin`."""
-        return usage(self._seconds, here.seconds, time.monotonic() - self._began)
+        stages = {name: each - self._before.get(name, 0.0) for name, each in self._seconds.items()}
+        return usage(stages, here.seconds, time.monotonic() - self._began)
 
     def close_step(self, metrics: Metrics) -> None:
         """Add the step's seconds and rates to its metrics and begin the next step."""

@@ -123,13 +123,16 @@ def check_finished(config: StarPOConfig) -> None:
     summary = directory / SUMMARY_FILE
     if not (config.checkpoint.resume and summary.exists()):
         return
-    done = read_object(summary).get("steps", 0)
-    if done < config.train.num_steps:
+    found = read_object(summary)
+    done, steps = found.get("steps", 0), config.train.num_steps
+    if config.evaluation.is_reached(found.get("reached")):
+        goal = f"{config.evaluation.stop_at_success:g}"
+        state = f"reached --stop-at-success {goal} after {done} steps; raise it"
+    elif done >= steps:
+        state = f"done its {done} steps, and num_steps is {steps}; raise --num-steps"
+    else:
         return
-    text = (
-        f"run {directory} has done its {done} steps, and num_steps is {config.train.num_steps};"
-        " raise --num-steps to train on, or choose another --name"
-    )
+    text = f"run {directory} has {state} to train on, or choose another --name"
     before = read_recorded(directory)
     changed = [
         name

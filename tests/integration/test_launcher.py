@@ -22,7 +22,7 @@ import torch.distributed.run
 
 from ragen_mega.commands import launch, train
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
-from ragen_mega.run.check import check_flags, sizes_without_effect, warmup_note
+from ragen_mega.run.check import check_flags, flags_without_effect, warmup_note
 from tests.support.sockets import is_loopback, listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,10 +296,14 @@ class TestCheck:
 
     def test_sizes_that_load_overrules_are_named(self):
         sizes = ["--hidden-size", "64", "--num-layers", "3"]
-        assert sizes_without_effect(parse(sizes)) is None
-        note = sizes_without_effect(parse([*sizes, "--load", "Qwen/Qwen3-8B"]))
+        assert flags_without_effect(parse(sizes)) == []
+        load = ["--load", "Qwen/Qwen3-8B"]
+        (note,) = flags_without_effect(parse([*sizes, *load]))
         assert "--hidden-size, --num-layers do nothing" in note and "Qwen/Qwen3-8B" in note
-        assert sizes_without_effect(parse(["--load", "Qwen/Qwen3-8B"])) is None
+        assert flags_without_effect(parse(load)) == []
+        frozen = ["--lora-rank", "2", "--decoupled-lr", "1e-3"]
+        rate, sizes_too = flags_without_effect(parse([*sizes, *load, *frozen]))
+        assert "--decoupled-lr does nothing" in rate and sizes_too == note
 
     @pytest.mark.parametrize(
         ("flags", "said"),

@@ -14,10 +14,12 @@ import torch
 
 from ragen_mega.config import parse
 from ragen_mega.models.huggingface import load_tokenizer
+from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
+from ragen_mega.storage.run_directory import Finished
 from tests.support.runs import (
     finish,
     launch,
@@ -130,21 +132,26 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
 def test_sigterm_between_rollout_and_updates(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rollout on the disk is used, under the version that sampled it, and the diagnosis counts
-    once.
+    """The rollout on the disk is used, under the version that sampled it, and the diagnosis and
+    the curriculum count once.
     """
+    observed, observe = [], TaskSampler.observe
+    monkeypatch.setattr(
+        TaskSampler, "observe", lambda self, groups: observed.append(1) or observe(self, groups)
+    )
     diagnoses = ("--diagnose-interval", "1", "--keep-rollouts", "0", "--num-steps", "3")
     flags = ("--load", str(start), "--save-interval", "0", *diagnoses)
     straight = finish(open_run(tmp_path, "straight", *flags))
     run = open_run(tmp_path, "run", *flags)
     send_sigterm_after(run, "diagnose_if_due", lambda groups, log: log.step == 1)
     stop(run)
+    assert len(observed) == 3 + 1, "step 1 is repeated"
     sampled, sample = [], Rollouts.sample
     monkeypatch.setattr(
         Rollouts, "sample", lambda self, step, log: sampled.append(step) or sample(self, step, log)
     )
     resumed = finish(open_run(tmp_path, "run", *flags, "--resume"))
-    assert sampled == [2]
+    assert sampled == [2] and len(observed) == 3 + 3
     assert metrics(resumed) == metrics(straight)
     assert metrics(straight)[2]["collapse/score_average"] is not None
     one, other = (RolloutStore(path / "rollouts") for path in (resumed, straight))
@@ -232,6 +239,35 @@ def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(
     run = finish(open_run(tmp_path, "run", "--load", str(start), *ends))
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
     assert metrics(run) == metrics(straight)[:3]
+
+
+def test_a_goal_that_was_reached_stays_reached(start: Path, tmp_path: Path) -> None:
+    """Also where the process ended before the summary was written."""
+    goal = ("--load", str(start), "--eval-interval", "1", "--stop-at-success", "0")
+    run = finish(open_run(tmp_path, "run", *goal))
+    before = metrics(run)
+    assert [row["step"] for row in before] == [0]
+    with pytest.raises(Finished, match="reached --stop-at-success 0 after 1 steps"):
+        open_run(tmp_path, "run", *goal, "--resume")
+    (run / "summary.json").unlink()
+    finish(open_run(tmp_path, "run", *goal, "--resume"))
+    assert metrics(run) == before
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_refused_run_can_be_started_again(start: Path, straight: Path, tmp_path: Path) -> None:
+    """In the same process: a notebook keeps the error, and with it what the frames of it hold."""
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    flags = ("--load", str(start), "--resume")
+    for path in (tmp_path / "run" / "checkpoints").glob("*"):
+        (path / "common.pt").write_bytes(b"damaged")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="checkpoints") as refused:
+            open_run(tmp_path, "run", *flags)
+        errors.append(refused.value)
+    assert "another process" not in str(errors[1])
 
 
 def test_a_model_is_known_by_its_content_wherever_it_lies(

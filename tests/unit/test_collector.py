@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler, tasks_for_group
+from ragen_mega.run.sampling import origin_of
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
@@ -392,6 +394,20 @@ def test_every_step_and_round_has_tasks_of_its_own() -> None:
     assert min(seeds) >= TRAINING_SEEDS[0] > max(held_out_seeds("bandit", make("bandit"), 10_000))
     assert drawn(0) == drawn(0)
     assert not {seed for groups in drawn(1) for _, seed in groups} & set(seeds)
+
+
+@pytest.mark.parametrize(
+    "change", ["--filter-value 2", "--filter-strategy top_fraction", "--reward environment+format"]
+)
+def test_what_decides_the_number_of_rounds_is_an_origin_of_the_rollout(change: str) -> None:
+    once = "--environments bandit --filter-strategy top_k --filter-value 1".split()
+
+    def origin(*flags: str) -> dict[str, Any]:
+        return origin_of(parse([*once, *flags]), [], "weights", 1)
+
+    rounds = ("--max-sampling-rounds", "3")
+    assert origin(*rounds) == origin(*rounds) != origin(*rounds, *change.split())
+    assert origin() == origin(*change.split()), "one round is the same under another filter"
 
 
 def trajectory_of(

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.worlds.reverse.world import Reverse
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.tasks import TaskSampler
@@ -90,6 +93,36 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
     fresh = TaskSampler(parse(FLAGS))
     seeds = [[group[0].seed for group in each.sample(4)] for each in (whole, resumed, fresh)]
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_one_environment_looks_at_the_seeds_of_a_step_and_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler, construct = TaskSampler(parse(FLAGS)), Reverse.__init__
+    made: list[Reverse] = []
+    closed: SimpleQueue[Reverse] = SimpleQueue()
+
+    def count(self: Reverse, **options: Any) -> None:
+        construct(self, **options)
+        made.append(self)
+
+    monkeypatch.setattr(Reverse, "__init__", count)
+    monkeypatch.setattr(Reverse, "close", lambda self: closed.put(self), raising=False)
+    sampler.sample(0)
+    (world,) = made
+    while closed.get(timeout=60) is not world:
+        pass  # an environment of the constructor, whose thread closes it when it comes to it
+
+
+def test_an_environment_that_fails_to_begin_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = TaskSampler(parse(FLAGS))
+
+    def fail(self: Reverse, seed: int | None = None) -> str:
+        raise RuntimeError("the server is away")
+
+    monkeypatch.setattr(Reverse, "reset", fail)
+    with pytest.raises(ValueError, match="reverse cannot begin with training seed .*is away"):
+        sampler.sample(0)
 
 
 def test_without_difficulties_it_is_refused() -> None:

@@ -146,6 +146,16 @@ def test_a_finished_run_says_what_to_do(output: Path) -> None:
     assert (directory / "config.json").read_bytes() == before
 
 
+def test_a_run_that_has_reached_its_goal_has_finished(output: Path) -> None:
+    goal = ("--eval-interval", "5", "--stop-at-success")
+    directory = begin(settings(output, "--name", "a", *goal, "0.9"))
+    (directory / "summary.json").write_text('{"steps": 5, "reached": 0.95}')
+    with pytest.raises(Finished, match="reached --stop-at-success 0.9 after 5 steps; raise it"):
+        check_finished(settings(output, "--name", "a", "--resume", *goal, "0.9"))
+    for further in ((*goal, "0.96"), ()):
+        check_finished(settings(output, "--name", "a", "--resume", *further))
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
 def test_a_damaged_config_is_named(output: Path, content: str) -> None:
     directory = begin(settings(output, "--name", "a"), "summary.json")

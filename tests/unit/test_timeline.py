@@ -3,6 +3,7 @@ resumptions.
 """
 
 import json
+import time
 from pathlib import Path
 
 from ragen_mega.report.metrics import Metrics
@@ -56,3 +57,15 @@ def test_what_is_timed_is_on_the_timeline_and_what_is_not_counted_costs_no_metri
     assert timers.take_spans() == []
     timers.close_step(later)
     assert "time/rollout" in metrics.result() and later.result() == {"time/step": 0.0}
+
+
+def test_the_checkpoint_between_two_steps_is_no_part_of_the_second_ones_usage() -> None:
+    timers, metrics = Timers(), Metrics()
+    timers.begin(0)
+    timers.close_step(Metrics())
+    with timers.timed("checkpoint"):
+        time.sleep(0.2)
+    timers.begin(1)
+    assert sum(timers.usage().seconds.values()) < 0.1
+    timers.close_step(metrics)
+    assert metrics.result()["time/checkpoint"] >= 0.2

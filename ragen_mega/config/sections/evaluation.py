@@ -31,3 +31,8 @@ class EvaluationConfig(Section):
     """
     boards: PathName | None = None
     """Boards file to evaluate on instead of the packaged one."""
+
+    def is_reached(self, success: float | None) -> bool:
+        """Return whether this success, if there is one, is enough for `stop_at_success`."""
+        goal = self.stop_at_success
+        return goal is not None and success is not None and success >= goal
