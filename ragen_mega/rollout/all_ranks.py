@@ -184,19 +184,14 @@ def _on_all_ranks() -> Iterator[list[Any]]:
     failure.
     """
     said: list[Any] = []
-    failure = None
+    failure: Exception | None = None
     try:
         yield said
-    except (Interrupted, EngineError, FloatingPointError, ValueError) as error:
-        failure = _portable(error)
+    except (Interrupted, FloatingPointError) as error:
+        failure = error
+    except (EngineError, ValueError) as error:
+        failure = EngineError(str(error))
     results, failures = zip(*collectives.gather_objects((said, failure)), strict=True)
     for worst in sorted(filter(None, failures), key=lambda e: not isinstance(e, Interrupted)):
         raise worst from None
     said[:] = [answer for result in results for answer in result]
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error in a form that another process can unpickle."""
-    if isinstance(error, (Interrupted, FloatingPointError)):
-        return type(error)(*error.args)
-    return EngineError(str(error))

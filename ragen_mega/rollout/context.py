@@ -22,7 +22,6 @@ class Context:
         # Messages that began a turn, and the tokens that answered them.
         self._turns: deque[tuple[Sequence[Message], list[int]]] = deque(maxlen=window or 1)
         self._window = window
-        self._num_turns = 0
         self.tokens: list[int] = []
         self.num_recorded = 0
         """Number of first tokens for which an engine has given the recorded fields: with the last
@@ -32,7 +31,6 @@ class Context:
     def begin(self, messages: Sequence[Message]) -> list[int]:
         """Return the first prompt."""
         self.tokens = self._renderer.start(messages, self._episode.tools)
-        self._num_turns = 1
         self._present = messages
         return self.tokens[:]
 
@@ -47,8 +45,7 @@ class Context:
         whole new prompt, because a turn has left the window.
         """
         self._present = messages
-        self._num_turns += 1
-        if not self._window or self._num_turns <= self._window:
+        if not self._window or len(self._turns) < self._window:
             added = self._observe(self._turns[-1][1], messages)
             self.tokens += added
             return added, False

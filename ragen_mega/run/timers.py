@@ -1,10 +1,8 @@
 """Timers of the phases of a step, and its throughput in tokens."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-import torch
 
 from ragen_mega.ranks.waits import here
 from ragen_mega.report.metrics import Metrics, Sum
@@ -122,15 +120,6 @@ class Timers:
             ),
             "train_tokens_per_second": _rate(totals, "total/trained_tokens", "total/train_seconds"),
         }
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return the wall-clock seconds of `work`, until the device has finished."""
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _rate(totals: Mapping[str, float], amount: str, seconds: str) -> float:

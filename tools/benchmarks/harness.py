@@ -17,7 +17,6 @@ from ragen_mega.commands.command_line import Flag, flag
 from ragen_mega.report.markdown import table as table
 from ragen_mega.report.metrics import write_json
 from ragen_mega.report.provenance import provenance as provenance
-from ragen_mega.run.timers import seconds_of
 
 sys.path.append(
     str(Path(__file__).parents[2] / "kernels")
@@ -60,6 +59,15 @@ def long_copy_bytes() -> int:
 @functools.cache
 def _larger_than_caches() -> torch.Tensor:
     return torch.empty(long_copy_bytes(), dtype=torch.int8, device="cuda")
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the wall-clock seconds of `work`, until the device has finished."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def milliseconds_of(work: Callable[[], object], device: str) -> float:
