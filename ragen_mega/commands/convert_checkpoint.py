@@ -1,4 +1,4 @@
-"""What `ragen-mega convert` does: find out what its source is, and write it in another format."""
+"""Work of `ragen-mega convert`: find out what its source is, and write it in another format."""
 
 import argparse
 import json

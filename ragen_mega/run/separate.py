@@ -112,7 +112,7 @@ _SECONDS_TO_HANG_UP = 1.0
 
 
 class Role(NamedTuple):
-    """What a rank does in a job that is divided, and its connection to the other part."""
+    """Task of a rank in a divided job, and its connection to the other part."""
 
     samples: bool
     """Whether it only samples."""
