@@ -120,6 +120,12 @@ def lock_run(directory: Path) -> TextIO:
             f"another process works in run directory {directory}; wait for it, stop it, or choose"
             " another --name"
         ) from None
+    except OSError as error:  # ENOLCK of NFS, ENOSYS of Lustre
+        file.close()
+        raise ValueError(
+            f"run directory {directory} must be on storage that can lock files ({error.strerror});"
+            " choose another --output, or mount Lustre with -o flock"
+        ) from None
     return file
 
 

@@ -459,6 +459,18 @@ def test_errors_of_rank_0_reach_the_caller() -> None:
         on_main(lambda: (_ for _ in ()).throw(OSError("disk")))
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_storage_without_locks_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ValueError, match=f"{tmp_path}/run must .* can lock files .*--output"):
+        lock_run(tmp_path / "run")
+
+
 HOLDER = """
 import sys
 from pathlib import Path
