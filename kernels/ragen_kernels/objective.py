@@ -247,17 +247,7 @@ class TokenTerms(NamedTuple):
 
     def each(self, function: Callable[[Tensor], Tensor]) -> TokenTerms:
         """Return `function` of every term that is there."""
-
-        def optional(term: Tensor | None) -> Tensor | None:
-            return None if term is None else function(term)
-
-        return TokenTerms(
-            optional(self.old_logprobs),
-            function(self.advantages),
-            function(self.weights),
-            optional(self.ref_logprobs),
-            optional(self.rollout_logprobs),
-        )
+        return TokenTerms._make(None if term is None else function(term) for term in self)
 
     def at(self, index: Tensor | slice) -> TokenTerms:
         """Return the terms of some tokens."""

@@ -154,7 +154,7 @@ def _active_rows(
     shard = vocab_shard(len(weight), *vocabulary)
     if ids is not None:
         hidden, labels = hidden.index_select(0, ids), labels[ids]
-    row_bytes = shard.num_entries * hidden.itemsize
+    row_bytes = shard.num_entries * logits_dtype(hidden).itemsize
     chunks = chunk_rows(len(labels), row_bytes, CHUNK_BYTES[hidden.device.type], chunk_tokens)
     return hidden, labels, shard, chunks
 

@@ -35,7 +35,20 @@ def over_sequences(
         cu_seqlens: [S + 1] offsets of the sequences among the positions.
         group: ranks that have other tokens of the same S sequences, for an all-reduce of [S] a sum.
     """
-    sums = _SequenceSums(rows, cu_seqlens, group)
+    ends = cu_seqlens.to(rows.dtype)
+    order = rows.argsort()
+    offsets = torch.searchsorted(rows[order], ends)  # [S + 1] among the sorted rows
+    owners = torch.searchsorted(ends[1:], rows, right=True)  # [M]
+
+    def sums(values: Tensor) -> Tensor:
+        """[M] -> [M], for each token the sum over its sequence; without atomics, so that it is the
+        same in every run.
+        """
+        found = torch.segment_reduce(values[order], "sum", offsets=offsets, unsafe=True)
+        if group is not None:
+            dist.all_reduce(found, group=group)
+        return found[owners]
+
     old, rollout = terms.old_logprobs, terms.rollout_logprobs
     if objective.surrogate == "gspo" and old is not None:  # without them every ratio is 1
         now = current().double()
@@ -52,21 +65,3 @@ def over_sequences(
         base = base if terms.old_logprobs is None else terms.old_logprobs
         terms = terms._replace(rollout_logprobs=(base - drift).to(rollout.dtype))
     return terms
-
-
-class _SequenceSums:
-    """Sums over the tokens of each sequence, without atomics: the same in every run."""
-
-    def __init__(self, rows: Tensor, cu_seqlens: Tensor, group: ProcessGroup | None) -> None:
-        self.group = group
-        ends = cu_seqlens.to(rows.dtype)
-        self.order = rows.argsort()
-        self.offsets = torch.searchsorted(rows[self.order], ends)  # [S + 1] among the sorted rows
-        self.owners = torch.searchsorted(ends[1:], rows, right=True)  # [M]
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """[M] -> [M], for each token the sum over its sequence."""
-        sums = torch.segment_reduce(values[self.order], "sum", offsets=self.offsets, unsafe=True)
-        if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
-        return sums[self.owners]

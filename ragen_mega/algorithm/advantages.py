@@ -37,6 +37,11 @@ def group_relative(
         [S] float32; float64 for float64 scores.
     """
     members, sizes = _members(group_ids)
+    if (sizes < 2).any():
+        raise ValueError(
+            f"relative scores need at least 2 trajectories per group, got {int((sizes < 2).sum())}"
+            " groups with one; raise --group-size"
+        )
     relative = _centred(scores, members, sizes, scale_by_std=normalize_std)
     sizes = sizes[members].double()
     return relative * (sizes / (sizes - 1)).to(relative.dtype) if leave_one_out else relative
@@ -47,10 +52,11 @@ def normalize_rewards(scores: Tensor, keys: Tensor, *, method: NormalizationMeth
     one batch).
 
     mean: R - mean. mean_std: (R - mean) / std, unbiased std, 0 where all are equal. asym_clip:
-    mean_std clamped to [-1, 3]. Never feed the result to the filter, which ranks raw returns.
+    mean_std clamped to [-1, 3]. All but `identity` give 0 to a trajectory without others, as where
+    episodes failed. Never feed the result to the filter, which ranks raw returns.
 
     Args:
-        scores, keys: [S]; except for `identity` every key needs at least 2 trajectories.
+        scores, keys: [S].
 
     Returns:
         [S], dtype of `scores`.
@@ -102,25 +108,20 @@ def place_at_end(scores: Tensor, loss_mask: Tensor, cu_seqlens: Tensor) -> Tenso
 def _members(keys: Tensor) -> tuple[Tensor, Tensor]:
     """[S] the segment of each trajectory, one segment a key, and [G] the trajectories of each."""
     _, segments, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
-    if (sizes < 2).any():
-        raise ValueError(
-            f"relative scores need at least 2 trajectories per key, got {int((sizes < 2).sum())}"
-            " keys with one; raise group_size or normalise over a wider scope"
-        )
     return segments, sizes
 
 
 def _centred(scores: Tensor, members: Tensor, sizes: Tensor, *, scale_by_std: bool) -> Tensor:
     """[S] score - mean of the segment, divided by its unbiased standard deviation with
-    `scale_by_std`; float64 inside. A segment whose standard deviation is at most CONSTANT_STD is
-    constant and gets 0: the threshold takes the place of an epsilon in the divisor, which would
-    scale every other segment.
+    `scale_by_std`; float64 inside. A segment of one trajectory, or whose standard deviation is at
+    most CONSTANT_STD, is constant and gets 0: the threshold takes the place of an epsilon in the
+    divisor, which would scale every other segment.
     """
     zeros = torch.zeros(len(sizes), dtype=torch.float64, device=scores.device)
     mean = zeros.index_add(0, members, scores.double()) / sizes
     centred = scores.double() - mean[members]
     if scale_by_std:
-        variance = zeros.index_add(0, members, centred.square()) / (sizes - 1)
+        variance = zeros.index_add(0, members, centred.square()) / (sizes - 1).clamp(min=1)
         std = variance.sqrt()[members]
         centred = torch.where(std > CONSTANT_STD, centred / std.clamp(min=CONSTANT_STD), 0.0)
     return centred.to(compute_dtype(scores))

@@ -232,7 +232,8 @@ def _checked(
     to 0 where nothing was sampled.
     """
     mask = batch.loss_mask
-    pair = answer if isinstance(answer, tuple) else (answer,)
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    pair = [part.to(mask.device) if isinstance(part, Tensor) else part for part in parts]
     is_right = [
         isinstance(part, Tensor)
         and part.shape == mask.shape

@@ -400,15 +400,11 @@ def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     chosen = []
     for group in groups[::step]:
         if members := _answered(group):
-            prompt = _first_prompt(members[0])
-            alike = [m for m in members if _first_prompt(m) == prompt]
+            prompt = members[0].first_prompt
+            alike = [m for m in members if m.first_prompt == prompt]
             firsts = list(map(_first_turn, alike[:_MOST_MEMBERS]))
             chosen.append(TrajectoryGroup(group.group_id, firsts))
     return chosen
-
-
-def _first_prompt(trajectory: Trajectory) -> list[int]:
-    return list(trajectory.tokens[: trajectory.turns[0].start])
 
 
 def _first_turn(trajectory: Trajectory) -> Trajectory:
@@ -442,7 +438,7 @@ def diagnose(
     if not chosen:
         return {}
     members = [group.trajectories for group in chosen]
-    inputs = [_first_prompt(group[0]) for group in members]
+    inputs = [group[0].first_prompt for group in members]
     reasonings = list(map(_first_response, sum(members, [])))
     reasonings = [tokens[: max(1, reasoning_length(tokens))] for tokens in reasonings]
     batch = pack([_continue(tokens, by) for by in reasonings for tokens in inputs])
@@ -451,9 +447,7 @@ def diagnose(
         0, owners, (logprobs(batch) * batch.loss_mask).double().cpu()
     )
     own = torch.arange(len(inputs)).repeat_interleave(torch.tensor(list(map(len, members))))
-    return mutual_information(
-        scores.view(len(reasonings), len(inputs)), own, input_keys=list(map(tuple, inputs))
-    )
+    return mutual_information(scores.view(len(reasonings), len(inputs)), own, input_keys=inputs)
 
 
 def mutual_information(

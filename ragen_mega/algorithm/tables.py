@@ -30,17 +30,6 @@ _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\*\s*)?"
     r"(?P<name>https?://[^\s+*]+|[A-Za-z_]\w*(?:\.\w+)*(?::\w+(?:\.\w+)*)?)\s*"
 )
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class PlugInError(ValueError):
@@ -279,7 +268,7 @@ def call(
     called = table.get(function) if isinstance(function, str) else function
     try:
         return called(*(args if table.is_packaged(name) else copy.deepcopy(args)), **options)
-    except _FAILURES as error:
+    except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(str(error).split())
         raise PlugInError(

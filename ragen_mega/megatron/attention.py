@@ -129,7 +129,7 @@ def schedule_of(forest: Forest, device: torch.device) -> Schedule:
             mask = torch.zeros(sees.shape, device=device).masked_fill_(~sees, -torch.inf)
             mask = mask.unsqueeze(1)
         calls.append(AttentionCall(len(group), num_queries, num_keys, mask))
-    if not runs or not any(run.size for run in runs):
+    if not any(run.size for run in runs):
         return Schedule(calls, None, None, None)
     queries, keys = (np.concatenate([x.ravel() for x in xs]) for xs in (all_queries, all_keys))
     outputs = np.empty(forest.num_nodes, np.int64)

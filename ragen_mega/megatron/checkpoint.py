@@ -23,7 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -32,14 +36,9 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-)
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonLoadStrategy,
-)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.utils import (
     add_prefix_for_sharding,
     extract_sharded_tensors_and_factories,
@@ -62,11 +61,11 @@ STEPS = "steps.json"
 
 
 def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path]:
-    """Copy the trainers' state to host memory. The returned function writes this rank's file, from
-    any thread.
+    """Copy the trainers' state to host memory. The returned function writes it to `directory`, from
+    any thread, and returns the path of this rank's file.
 
-    `directory` exists on all ranks and is empty. Collective; the returned function is not. The
-    trainers may go on afterwards: what is written is their state at this call.
+    Collective; the returned function is not. The trainers may go on afterwards: what is written is
+    their state at this call.
     """
     state = {
         role: _sharded_state(role, trainer, placeholders=False)
@@ -77,15 +76,24 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
         role: {"optimizer": _count_steps(trainer), "schedule": trainer.schedule.num_steps}
         for role, trainer in trainers.items()
     }
-    staged = _Collector()
-    dist_checkpointing.save(state, str(directory), sharded_strategy=staged)
-    if collectives.is_main():
-        (directory / STEPS).write_text(json.dumps(steps))
-        (directory / COMMON_STATE_FNAME).unlink()  # a pickle of nothing
-    path = directory / file_name(collectives.rank())
+    held, _ = save_preprocess(state)  # megatron-core checks that all pieces together are the whole
+    pieces = [
+        Piece(
+            part.key,
+            tuple(part.global_offset),
+            tuple(part.global_shape),
+            part.data.contiguous().reshape(_box(part)),
+        )
+        for part in nested_values(held)
+        if is_main_replica(part.replica_id)
+    ]
 
     def write() -> Path:
-        write_pieces(path, staged.pieces)
+        if collectives.is_main():
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
+            (directory / STEPS).write_text(json.dumps(steps))
+        path = directory / file_name(collectives.rank())
+        write_pieces(path, pieces)
         return path
 
     return write
@@ -271,26 +279,6 @@ def _kinds(parameter: nn.Parameter) -> tuple[str, ...]:
     return _MOMENTS if parameter.dtype == torch.float32 else (*_MOMENTS, MAIN)
 
 
-class _Collector(SaveShardedStrategy):
-    """Collects the pieces that megatron-core has this rank save, already in host memory."""
-
-    def __init__(self) -> None:
-        super().__init__(BACKEND, VERSION)
-        self.pieces: list[Piece] = []
-
-    def save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> None:
-        self.pieces = [
-            Piece(
-                part.key,
-                tuple(part.global_offset),
-                tuple(part.global_shape),
-                part.data.contiguous().reshape(_box(part)),
-            )
-            for part in nested_values(sharded_state_dict)
-            if is_main_replica(part.replica_id)
-        ]
-
-
 def _box(part: ShardedTensor) -> tuple[int, ...]:
     """Return the shape of a part among all dimensions of its global tensor."""
     return (1,) * part.prepend_axis_num + tuple(part.local_shape)
@@ -304,7 +292,7 @@ class _NothingInCommon(TorchCommonLoadStrategy):
 
 
 class _Read(LoadShardedStrategy):
-    """Reads what `_Collector` collected, cut as the present sharded state dict asks."""
+    """Reads the pieces of `stage`, cut as the present sharded state dict asks."""
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:

@@ -60,11 +60,10 @@ class MegatronCritic:
         """[T] value of the state in which each label is chosen, 0 where the label was not
         sampled.
         """
-
-        def compute(micro: Microbatch, output: Tensor) -> Tensor:
-            return micro.per_position(output) * micro.loss_mask
-
-        return self.trainer.per_token(batch.without(ROUTES), compute)
+        return self.trainer.per_token(
+            batch.without(ROUTES),
+            lambda micro, output: micro.per_position(output) * micro.loss_mask,
+        )
 
     def update(self, minibatch: TokenBatch) -> dict[str, float]:
         """Take one step of clipped value regression towards `returns`. Returns its metrics."""

@@ -146,9 +146,8 @@ class MegatronPolicy(Scorer):
         """
         self.trainer.memory.require("parameters")
         self._traffic = Traffic()
-        traffic = self._traffic
         yield from export_weights(
-            self.chunks, self.groups, part, traffic=traffic, is_merged=is_merged
+            self.chunks, self.groups, part, traffic=self._traffic, is_merged=is_merged
         )
 
     def sync_metrics(self) -> dict[str, float]:

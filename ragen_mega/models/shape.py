@@ -169,22 +169,15 @@ class ModelShape(HeadSizes):
         """
         return math.prod(weight.cut.padded(self.whole(weight), tp)) // weight.cut.num_parts(tp)
 
-    def layer_sizes(self, tp: int = 1, ep: int = 1) -> list[int]:
+    def layer_sizes(self, tp: int = 1, ep: int = 1, *, matrices: bool = False) -> list[int]:
         """Return the elements of the parameters of a layer on a rank that tensor and expert
-        parallelism leave it, in the order of megatron-core's local layer.
+        parallelism leave it, in the order of megatron-core's local layer. With `matrices` only
+        those of its linear layers count.
         """
         return [
             self.num_elements(weight, tp)
             for weight in self.family.layer
-            for _ in range(self.num_local(weight, ep))
-        ]
-
-    def linear_sizes(self, tp: int = 1, ep: int = 1) -> list[int]:
-        """Return the elements of those parameters that are matrices of linear layers."""
-        return [
-            self.num_elements(weight, tp)
-            for weight in self.family.layer
-            if weight.is_matrix
+            if weight.is_matrix or not matrices
             for _ in range(self.num_local(weight, ep))
         ]
 
@@ -206,7 +199,7 @@ class ModelShape(HeadSizes):
         """
         total = self.num_parameters * itemsize
         if fp8:  # the scales, one for 128 x 128 weights, are negligible
-            total -= self.num_layers * sum(self.linear_sizes()) * (itemsize - 1)
+            total -= self.num_layers * sum(self.layer_sizes(matrices=True)) * (itemsize - 1)
         return total // tp
 
     def kv_cache_bytes(self, itemsize: int, tp: int) -> int:

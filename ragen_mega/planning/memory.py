@@ -499,7 +499,7 @@ def stage_phases(
         setting.parallel.fp8 != "none"
     ):  # Transformer Engine keeps each linear weight as it is and transposed
         layers = sum(map(len, stage_layers(shape.num_layers, cut.pp, cut.vp)[stage]))
-        in_fp8["FP8 weights"] = 2 * layers * sum(shape.linear_sizes(cut.tp, cut.ep))
+        in_fp8["FP8 weights"] = 2 * layers * sum(shape.layer_sizes(cut.tp, cut.ep, matrices=True))
     if setting.on_host:
         base = {"program": PROGRAM * (2 if setting.engine == "sglang" else 1)}
         # each rank has an equal part of the checkpoint

@@ -57,7 +57,9 @@ class AdapterReader:
         self._tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         for name, tensor in self._tensors.items():
             check_finite(name, tensor)
-        kinds = {kind_of(w) for w in shape.family.layer if self._tensors.keys() & _names(w, shape)}
+        layer = shape.family.layer
+        kinds = {kind_of(w) for w in layer if self._tensors.keys() & _names(w, shape)}
+        self._there = {kind_of(weight) for weight in layer}
         targets = [name for name in TARGETS if name in kinds]
         self.lora = LoraConfig(
             lora_rank=self.config.get("r"),
@@ -82,8 +84,9 @@ class AdapterReader:
         """
         for name in ("lora_rank", "lora_alpha", "targets"):
             own, given = getattr(self.lora, name), getattr(lora, name)
-            if own != given and not (name == "targets" and lora.lora_targets == "all"):
-                own = ",".join(sorted(own)) if name == "targets" else own
+            if name == "targets":  # of the kinds that the model has
+                own, given = (",".join(sorted(kinds & self._there)) for kinds in (own, given))
+            if own != given:
                 flag = "--lora-targets" if name == "targets" else f"--{name.replace('_', '-')}"
                 raise ValueError(f"adapter {self._directory} has {name} {own}; set {flag} {own}")
         if None not in (base, self._base) and base != self._base:

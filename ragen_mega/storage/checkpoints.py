@@ -51,8 +51,8 @@ _SECONDS_TO_GATHER = 600.0
 _NOTHING_OF = "no file of rank"
 
 Stage = Callable[[Path], Callable[[], Path]]
-"""Copies the state of this rank, collectively; the function that it returns writes it as one file
-of the directory, from any thread.
+"""Copies the state of this rank, collectively; the function that it returns writes it to the
+directory, from any thread, and returns the path of the file that holds this rank's part.
 """
 
 
@@ -119,6 +119,12 @@ def lock_run(directory: Path) -> TextIO:
         raise DirectoryInUse(
             f"another process works in run directory {directory}; wait for it, stop it, or choose"
             " another --name"
+        ) from None
+    except OSError as error:  # ENOLCK of NFS, ENOSYS of Lustre
+        file.close()
+        raise ValueError(
+            f"run directory {directory} must be on storage that can lock files ({error.strerror});"
+            " choose another --output, or mount Lustre with -o flock"
         ) from None
     return file
 
@@ -234,10 +240,14 @@ class CheckpointWriter:
         as long as this one. Waits for the previous one. Collective.
         """
         self.wait()
-        temporary = collectives.on_main(lambda: self._prepare(step))
+        self._saving = step
+        try:
+            temporary = collectives.on_main(lambda: self._prepare(step))
+        except OSError as error:
+            self._failure = f"{self._cannot_write()}: {self._tell(error)}"
+            return
         write = stage(temporary)
         text = json.dumps(state, indent=2) + "\n"  # now: the caller may change it afterwards
-        self._saving = step
         self._thread = threading.Thread(
             target=self._write,
             args=(write, temporary, {"step": step, "score": score, "pinned": [*pinned]}, text),
@@ -327,15 +337,20 @@ class CheckpointWriter:
                 write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, facts)
         except Exception as error:  # whatever it is, there is no checkpoint
-            self._error = str(error) if isinstance(error, OSError) else repr(error)
-            if isinstance(error, OSError) and error.errno is not None:
-                self._error += f"; {write_remedy(error)}"
-            if collectives.is_main():  # it waits for the files of all, and knows of every failure
-                print(
-                    f"{self._cannot_write()}: {self._error}; the next one tries again", flush=True
-                )
+            self._error = self._tell(error)
             with contextlib.suppress(OSError):  # rank 0 need not wait
                 write_whole(marker, json.dumps(self._error).encode())
+
+    def _tell(self, error: Exception) -> str:
+        """Return why there is no checkpoint, and print it on rank 0, which waits for the files of
+        all and knows of every failure.
+        """
+        why = str(error) if isinstance(error, OSError) else repr(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            why += f"; {write_remedy(error)}"
+        if collectives.is_main():
+            print(f"{self._cannot_write()}: {why}; the next one tries again", flush=True)
+        return why
 
     def _cannot_write(self) -> str:
         return f"cannot write a checkpoint of step {self._saving} to {self.directory}"

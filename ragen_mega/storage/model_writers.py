@@ -6,6 +6,7 @@ be built in memory. Source of the file format:
 https://github.com/huggingface/safetensors#format
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -98,6 +99,12 @@ class TensorFile:
         sync(self._unfinished)
         self._unfinished.replace(self._path)
 
+    def discard(self) -> None:
+        """Delete the file if it has not got its name."""
+        with contextlib.suppress(OSError):  # of what is still to be written
+            self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
 
 class HuggingFaceWriter:
     """`model.safetensors`, or shards of at most `max_shard_size` bytes (but at least one tensor)
@@ -137,6 +144,11 @@ class HuggingFaceWriter:
                 "weight_map": dict(sorted(self._weight_map.items())),
             }
             write_whole(self._index, (json.dumps(index, indent=2) + "\n").encode())
+
+    def discard(self) -> None:
+        """Delete the shards that are not finished."""
+        for file in self._files.values():
+            file.discard()
 
 
 def of_type(values: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -240,11 +252,17 @@ def _write(
     if hf.name_or_path and generation.is_file():
         shutil.copyfile(generation, directory / generation.name)
     writer = HuggingFaceWriter(directory, kinds, max_shard_size)
-    for name, tensor in complete(chain([first], stream), expected):
-        if name != VALUE_HEAD and tensor.dtype != dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, and others are {dtype}; export one type")
-        writer.write(name, tensor)
-    writer.close()
+    try:
+        for name, tensor in complete(chain([first], stream), expected):
+            if name != VALUE_HEAD and tensor.dtype != dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype}, and others are {dtype}; export one type"
+                )
+            writer.write(name, tensor)
+        writer.close()
+    except (OSError, ValueError):
+        writer.discard()  # it would hold the disk that may lack room
+        raise
 
 
 def _add_older_spellings(directory: Path) -> None:

@@ -35,13 +35,8 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Write what `seal` returns to `path`; on return it is on disk. Raises OSError, and then leaves
     no new file.
     """
-    try:
-        write_whole(path, seal(tensors, facts))
-        sync(path.parent)
-    except OSError as error:
-        raise OSError(
-            f"cannot write {path}: {error.strerror}; free space or choose another --output"
-        ) from None
+    write_whole(path, seal(tensors, facts))
+    sync(path.parent)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -83,7 +83,11 @@ def test_a_checkpoint_moves_between_stages_and_chunks(tmp_path: Path) -> None:
                 model.update(parity.make_batch(MODEL))
         else:
             checkpoint.load(source, trainers)
-        checkpoint.stage(target, trainers)()
+        write = checkpoint.stage(target, trainers)
+        if collectives.is_main():
+            assert not [*target.iterdir()]  # or a full disk would end the run here
+        collectives.barrier()
+        write()
         found = step(models)
         if collectives.is_main():
             torch.save(found, target / "found")

@@ -15,7 +15,7 @@ from ragen_kernels import (
     logprob_entropy,
 )
 from ragen_kernels.launch import CHUNK_BYTES
-from ragen_kernels.policy import chunk_rows, empty_rows
+from ragen_kernels.policy import _active_rows, chunk_rows, empty_rows
 
 from tests.kernels.kernel_cases import (
     OBJECTIVES,
@@ -313,6 +313,14 @@ def test_default_chunks_are_whole_tiles_of_equal_size():
     assert sizes(2457) == [1280, 1177]
     assert sizes(0) == [0]
     assert 2048 * 151936 * 2 < 0.7 * 2**30
+
+
+def test_chunks_count_the_logits_as_they_are():
+    """They are float32 on a CPU, whatever the hidden states are."""
+    hidden, weight = (torch.empty(size, 8, dtype=torch.bfloat16) for size in (1024, 4096))
+    labels = torch.zeros(1024, dtype=torch.int64)
+    _, _, _, chunks = _active_rows(hidden, weight, labels, None, 1.0, (0, None, None), None)
+    assert chunks[0].stop * len(weight) * 4 <= CHUNK_BYTES["cpu"]
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,34 @@ def test_a_failed_write_is_told_at_once_and_costs_one_checkpoint(
     assert find_latest(tmp_path, pytest.fail).step == writer.saved_step == 3
 
 
+@pytest.mark.forks
+def test_a_folder_that_cannot_be_made_costs_one_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """As on a disk without room for another name; no rank stays behind."""
+    (tmp_path / "c").touch()
+
+    def work() -> None:
+        collectives.start()
+        writer = make_writer(tmp_path / "c")
+        path = Path(file_name(collectives.rank()))
+
+        def stage(directory: Path):
+            return lambda: ((directory / path).write_bytes(b"x"), directory / path)[1]
+
+        writer.save(1, stage, {}, None)
+        assert not writer.has(1)
+        with pytest.raises(OSError, match=f"checkpoint of step 1 to {tmp_path}/c: .*File exists"):
+            writer.require()
+        collectives.on_main((tmp_path / "c").unlink)
+        writer.save(2, stage, {}, None)
+        writer.require()
+
+    on_ranks(work, 2)
+    assert capfd.readouterr().out.count("of step 1 to") == 1
+    assert find_latest(tmp_path / "c", pytest.fail).step == 2
+
+
 def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> None:
     def work() -> None:
         def stage(directory: Path):
@@ -429,6 +457,18 @@ def test_errors_of_rank_0_reach_the_caller() -> None:
     assert on_main(lambda: 3) == 3
     with pytest.raises(OSError, match="disk"):
         on_main(lambda: (_ for _ in ()).throw(OSError("disk")))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_storage_without_locks_is_named(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ValueError, match=f"{tmp_path}/run must .* can lock files .*--output"):
+        lock_run(tmp_path / "run")
 
 
 HOLDER = """

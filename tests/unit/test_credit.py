@@ -336,6 +336,29 @@ def test_bad_estimators_are_one_line(played, function, message):
     assert isinstance(caught.value, PlugInError) or function == "no function"
 
 
+class OnAnotherDevice(torch.Tensor):
+    """Takes part in no operation but the move to the device of the others."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        assert function is torch.Tensor.to, "tensors on two devices"
+        with torch._C.DisableTorchFunctionSubclass():
+            return arguments[0].as_subclass(torch.Tensor)
+
+
+def test_an_estimator_may_answer_on_another_device(played):
+    trajectories, batch = played
+    found = []
+    for kind in (torch.Tensor, OnAnotherDevice):
+        name = f"on_{kind.__name__}"
+        ESTIMATORS.register(
+            name, lambda inputs, kind=kind: (inputs.rewards.as_subclass(kind), None)
+        )
+        settings = AdvantageConfig(advantage_estimator=name)
+        found.append(estimate_advantages(batch, trajectories, settings).advantages)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 def test_large_returns_keep_the_differences_that_the_filter_sees(estimator):
     """1e8 + {0..7} is 1e8 + 8 {0, 1} in float32."""

@@ -331,6 +331,11 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
         adapter.check(settings(targets="mlp"), None)
     with pytest.raises(ValueError, match="beside another model, with the digest d1"):
         adapter.check(lora, "d2")
+    adapter.check(settings(targets="all"), None)  # of a model without experts
+    part = settings(targets="attention")
+    save_adapter(tmp_path / "b", random_adapter(shape, part).items(), part, model="m", base="d1")
+    with pytest.raises(ValueError, match="has targets attention; set --lora-targets attention$"):
+        AdapterReader(tmp_path / "b", shape).check(settings(targets="all"), None)
     with pytest.raises(ValueError, match="the model of this adapter"):
         AdapterReader(tmp_path, ModelShape.of(random_model("qwen3").config))
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"use_dora": True}

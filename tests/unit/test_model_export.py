@@ -107,7 +107,7 @@ def test_a_second_export_that_fails_among_its_shards_leaves_no_mixture(
         patched.setattr(model_writers, "sync", disk)
         with pytest.raises(OSError, match="Input/output error"):
             export(new)
-    assert not HuggingFaceReader.is_for(tmp_path)
+    assert not HuggingFaceReader.is_for(tmp_path) and not list(tmp_path.glob(".*"))
     export(new)
     read = open_model(tmp_path)
     assert all(torch.equal(read(name), weight) for name, weight in new.items())
@@ -133,7 +133,7 @@ def test_wrong_streams_leave_no_model(harm, message: str, tmp_path: Path) -> Non
     harm(weights)
     with pytest.raises(ValueError, match=message):
         save_huggingface(tmp_path, CONFIGS["untied"], TOKENIZER, weights.items(), is_writer=True)
-    assert not HuggingFaceReader.is_for(tmp_path)
+    assert not HuggingFaceReader.is_for(tmp_path) and not list(tmp_path.glob(".*"))
 
 
 def test_critic_and_generation_config(tmp_path: Path) -> None:

@@ -527,7 +527,7 @@ def test_copies_in_fp8_are_where_their_model_is(offload: str, training: int, res
         for fp8 in ("hybrid", "none")
     ]
     totals = [{phase: sum(terms.values()) for phase, terms in phases.items()} for phases in plans]
-    copies = 2 * shape.num_layers * sum(shape.linear_sizes(1))
+    copies = 2 * shape.num_layers * sum(shape.layer_sizes(matrices=True))
     for phase, count in (
         ("train actor", training),
         ("train critic", training),

@@ -102,6 +102,20 @@ def test_asymmetric_clip_bounds():
     )
 
 
+@pytest.mark.parametrize("method", ["mean", "mean_std", "asym_clip"])
+def test_a_trajectory_without_others_gets_nothing(method):
+    """As where episodes failed; the others are compared as ever."""
+    scores = torch.tensor([5.0, 0.1, 0.7, 1e9, 0.4], dtype=torch.float64)
+    found = starpo.normalize_rewards(scores, torch.tensor([2, 0, 0, 1, 0]), method=method)
+    among = scores[[1, 2, 4]].tolist()
+    divisor = 1.0 if method == "mean" else statistics.stdev(among)
+    expected = [(score - statistics.mean(among)) / divisor for score in among]
+    assert found[[1, 2, 4]].tolist() == pytest.approx(expected, abs=1e-12)
+    assert found[[0, 3]].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="2 groups with one; raise --group-size"):
+        starpo.group_relative(scores, torch.tensor([2, 0, 0, 1, 0]), normalize_std=True)
+
+
 def test_whitening():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, generator=generator) * 3 + 100

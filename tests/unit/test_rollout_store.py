@@ -19,6 +19,7 @@ from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.run.checkpoints import RunCheckpoints
 from ragen_mega.run.rollouts import fingerprint
 from ragen_mega.storage.checkpoints import CheckpointWriter
+from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.rollouts import RolloutStore, oldest_kept
 from ragen_mega.storage.sealed_files import read_sealed, write_sealed
 
@@ -240,10 +241,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, before[1]))
     try:
-        with pytest.raises(OSError, match="cannot write .*File too large; free space"):
+        with pytest.raises(OSError, match="File too large") as failed:
             store.write(3, small(), ORIGIN)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = describe_error(failed.value)
+    assert said.startswith(f"cannot write {tmp_path}/step_00000003") and "(ulimit -f" in said
     assert store.recall(3, ORIGIN, pytest.fail) == small() and len(list(tmp_path.iterdir())) == 1
 
 

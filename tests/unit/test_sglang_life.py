@@ -23,6 +23,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import server, supervisor
@@ -124,6 +125,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     def start(
         device: Literal["cpu", "cuda"] = "cpu",
         returns_routes: bool = False,
+        lora: LoraConfig | None = None,
         **options: Any,
     ) -> SGLangEngine:
         program = tmp_path / "python"
@@ -138,6 +140,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             hang_timeout=60.0,
             device=device,
             returns_routes=returns_routes,
+            lora=lora,
         )
         engines.append(SGLangEngine(CONFIG, settings, **options))
         return engines[-1]
@@ -470,6 +473,25 @@ def test_a_server_that_is_lost_between_the_statements(
         engine.start()
         assert generate(engine).tokens == [5]
     assert engine.counts.restarts == 3
+
+
+def test_a_base_that_died_with_its_server_is_sent_again(
+    build: Callable[..., SGLangEngine],
+) -> None:
+    """The server that takes its place starts with weights of nobody."""
+    engine, lora = build(lora=LoraConfig(lora_rank=2)), [("w.lora_A.weight", torch.zeros(2, 32))]
+    for _ in range(2):
+        with engine.awake():
+            assert not engine.has_base
+            engine.load_weights(shards())
+            engine.load_adapter(lora, again=True)
+            kill(engine)
+            engine.start()
+            assert generate(engine).tokens == [5]
+            assert engine.has_base  # of the copy
+        with engine.awake():
+            assert engine.has_base
+        engine.server.stop()  # as if it had died
 
 
 def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLangEngine]) -> None:

@@ -378,6 +378,18 @@ def test_numbers_that_are_none_are_refused_when_they_are_read(value: float, tmp_
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_an_infinite_number_of_a_bfloat16_checkpoint_is_refused(place: int, tmp_path: Path) -> None:
+    """Wherever it is: the numbers below infinity that stand for it are finite in float32."""
+    start = write_model(tmp_path / "start")
+    edit_tensors(lambda tensors: tensors[K_PROJ].view(-1)[place].fill_(float("inf")))(start)
+    hf, parallel = load_config(str(start)), ParallelConfig(bf16=True)
+    model = build_model(hf, transformer_config(hf, parallel), initialize(parallel))
+    read = open_model(start)
+    with pytest.raises(ValueError, match=f"{K_PROJ}.* NaN or infinite"):
+        load_weights(model, lambda name: read.read(name).bfloat16(), lambda *_: None)
+
+
 # Entries of config.json that are said to be neutral, with another value; transformers itself fails
 # where return_dict is false.
 OTHER_VALUES = {

@@ -297,6 +297,31 @@ def test_bad_rewards_are_one_line(answer):
     assert "\n" not in str(caught.value)
 
 
+class OfAUser(Exception):
+    """An error of a kind that nobody else knows."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StopIteration(3),
+        ImportError("x"),
+        EOFError(),
+        subprocess.TimeoutExpired("x", 1),
+        OfAUser("no"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_any_kind_is_one_line(error: Exception) -> None:
+    def raises(_: object) -> float:
+        raise error
+
+    name = f"raises_{type(error).__name__}"
+    REWARDS.register(name, raises)
+    with pytest.raises(PlugInError, match=f"{name} failed: {type(error).__name__}"):
+        shape_rewards(groups(), {name: 1.0})
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

@@ -65,7 +65,7 @@ def test_sizes_count_what_the_shape_counts() -> None:
     for name in ("Qwen2.5-0.5B", "Qwen3-8B", "Qwen2.5-72B"):
         shape = shape_of(name)
         assert Sizes.of(shape).total == pytest.approx(shape.num_parameters, rel=1e-3)
-        assert Sizes.of(shape).active == shape.num_layers * sum(shape.linear_sizes())
+        assert Sizes.of(shape).active == shape.num_layers * sum(shape.layer_sizes(matrices=True))
 
 
 def test_the_terms_of_a_layer_by_hand() -> None:
@@ -75,7 +75,9 @@ def test_the_terms_of_a_layer_by_hand() -> None:
     terms = layer(machine, Sizes.of(shape), TrainingLayout(tp=2), 4096, 2048)
     # queries with keys and values, their projection, gate with up, down: each reads its input once
     products = ((3584, 1792 + 2 * 256), (1792, 3584), (3584, 2 * 9472), (9472, 3584))
-    assert sum(inner * columns for inner, columns in products) == sum(shape.linear_sizes(2))
+    assert sum(inner * columns for inner, columns in products) == sum(
+        shape.layer_sizes(2, matrices=True)
+    )
     seconds = sum(
         2 * 4096 * (inner + TILE) * columns / 494.7e12
         + 2 * (4096 * (inner + columns) + inner * columns) / (0.5 * 3.35e12)

@@ -166,7 +166,7 @@ class SGLangEngine(RolloutEngine):
             # Without a copy of the weights the next caller of `generate` finds none.
             self._replace(str(error))
         self._stage = _Stage.LOADED
-        self._base_of = self.server.num_starts if self._settings.lora else None
+        self._base_of = self.server.num_starts
 
     @property
     def has_base(self) -> bool:
@@ -313,7 +313,9 @@ class SGLangEngine(RolloutEngine):
         return True
 
     def _restart(self, why: str, weights: list[Any]) -> None:
-        """Start a new server with these weights. Blocks, since nobody can go on without it."""
+        """Start a new server with these weights, or with none where `load_weights` comes next.
+        Blocks, since nobody can go on without it.
+        """
         while True:
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
@@ -325,7 +327,7 @@ class SGLangEngine(RolloutEngine):
                 self._start()
                 self._transfer.deliver(self.server.client, weights, self.weight_version)
                 self._send_adapter()
-                if self._settings.lora:
+                if weights:
                     self._base_of = self.server.num_starts
                 return
             except (ConnectionLost, ServerFailed) as error:
