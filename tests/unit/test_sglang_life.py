@@ -23,6 +23,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ragen_mega.config import LoraConfig
 from ragen_mega.data.fields import ROUTES, TOKEN_FIELDS, add_routes
 from ragen_mega.data.types import Completion, SamplingParams
 from ragen_mega.engines.sglang import server, supervisor
@@ -124,6 +125,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     def start(
         device: Literal["cpu", "cuda"] = "cpu",
         returns_routes: bool = False,
+        lora: LoraConfig | None = None,
         **options: Any,
     ) -> SGLangEngine:
         program = tmp_path / "python"
@@ -138,6 +140,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
             hang_timeout=60.0,
             device=device,
             returns_routes=returns_routes,
+            lora=lora,
         )
         engines.append(SGLangEngine(CONFIG, settings, **options))
         return engines[-1]
@@ -470,6 +473,30 @@ def test_a_server_that_is_lost_between_the_statements(
         engine.start()
         assert generate(engine).tokens == [5]
     assert engine.counts.restarts == 3
+
+
+def test_a_server_that_died_asleep_is_sent_the_base_of_adapters_again(
+    build: Callable[..., SGLangEngine],
+) -> None:
+    """Its successor has random weights, beside which an adapter alone would sample."""
+    engine = build(lora=LoraConfig(lora_rank=2))
+    adapter = {
+        f"model.layers.0.self_attn.q_proj.lora_{kind}.weight": torch.ones(size)
+        for kind, size in (("A", (2, 32)), ("B", (32, 2)))
+    }
+    for has_base in (False, True, False):
+        with engine.awake():
+            assert engine.has_base == has_base
+            if not has_base:
+                engine.load_weights(shards())
+            engine.load_adapter(adapter.items(), again=not has_base)
+            engine.start()
+            assert engine.has_base and generate(engine).tokens == [5]
+        if has_base:
+            kill(engine)
+            while engine.server.is_running:  # until its supervisor has noticed
+                time.sleep(0.01)
+    assert engine.counts.restarts == 1
 
 
 def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLangEngine]) -> None:

@@ -107,7 +107,7 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
-        self._base_of: int | None = None  # the start of the server that holds a base
+        self._base_of: int | None = None  # the start of the server that was sent weights
         self._adapter: ServedAdapter | None = None
         self._served: str | None = None  # the name of the adapter that the server has
         self._why_lost: str | None = None  # the reason since which the server has no weights
@@ -166,7 +166,7 @@ class SGLangEngine(RolloutEngine):
             # Without a copy of the weights the next caller of `generate` finds none.
             self._replace(str(error))
         self._stage = _Stage.LOADED
-        self._base_of = self.server.num_starts if self._settings.lora else None
+        self._base_of = self.server.num_starts
 
     @property
     def has_base(self) -> bool:
@@ -313,7 +313,9 @@ class SGLangEngine(RolloutEngine):
         return True
 
     def _restart(self, why: str, weights: list[Any]) -> None:
-        """Start a new server with these weights. Blocks, since nobody can go on without it."""
+        """Start a new server with these weights, random ones if there are none. Blocks, since
+        nobody can go on without it.
+        """
         while True:
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
@@ -325,7 +327,7 @@ class SGLangEngine(RolloutEngine):
                 self._start()
                 self._transfer.deliver(self.server.client, weights, self.weight_version)
                 self._send_adapter()
-                if self._settings.lora:
+                if weights:
                     self._base_of = self.server.num_starts
                 return
             except (ConnectionLost, ServerFailed) as error:
