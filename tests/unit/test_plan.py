@@ -227,6 +227,17 @@ def test_flags_come_over_the_recipe_of_the_model(
     assert code == 1 and " --optimizer-cpu-offload " in large["flags"]  # which needs least
 
 
+def test_tasks_stand_for_an_environment_as_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 2?", "answer": "4"}\n' * 2)
+    model = ("--model", "Qwen2.5-0.5B", "--num-gpus", "1")
+    code, result, _ = told(capsys, tmp_path / "plan.json", *model, "--tasks", str(rows))
+    assert code == 0 and f"--tasks {rows}" in result["flags"]
+    assert parse(result["flags"].split()).environment.environments == f"tasks:{rows}"
+
+
 def test_an_engine_of_its_own_takes_the_place_of_the_recipes_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
