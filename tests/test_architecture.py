@@ -312,7 +312,7 @@ WITH_MORE = {
     "ragen_mega.commands.convert_checkpoint",
     "ragen_mega.commands.replayed_step",
 }
-"""What needs an extra, and the work of commands whose flags are in a module of their own."""
+"""Modules that need an extra, and the work of commands whose flags another module reads."""
 
 
 @pytest.mark.parametrize("room", ["ragen_mega.environments", "ragen_mega.commands"])

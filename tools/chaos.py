@@ -363,10 +363,14 @@ def kill(process: psutil.Process) -> bool:
     return True
 
 
-def wait_for_processes(run: Victim, launcher: subprocess.Popen[bytes]) -> tuple[float, list[str]]:
-    """Wait until no process of the run is left. Returns the seconds, and a problem for those that
-    had to be killed.
+def wait_for_processes(
+    run: Victim, launcher: subprocess.Popen[bytes], seconds_to_end: float = 0.0
+) -> tuple[float, list[str]]:
+    """Wait until the launcher ends by itself, for so many seconds, and then until no process of the
+    run is left. Returns the seconds of the latter, and a problem for those that had to be killed.
     """
+    with suppress(subprocess.TimeoutExpired):
+        launcher.wait(seconds_to_end)
     start = time.monotonic()
     while (left := run.processes()) and time.monotonic() - start < SECONDS_TO_VANISH:
         launcher.poll()
@@ -452,9 +456,7 @@ def play_round(
     elif target:
         num_logged = 0 if target == "setup" else min(expected + generator.randrange(5), NUM_STEPS)
         hit = kill_rank(run, launcher, target, num_logged, generator)
-    if hit == "end":
-        launcher.wait(SECONDS_TO_END)
-    seconds, problems = wait_for_processes(run, launcher)
+    seconds, problems = wait_for_processes(run, launcher, SECONDS_TO_END * (hit == "end"))
     if hit == "end" and launcher.returncode:
         problems.append(f"the run ended with exit code {launcher.returncode}: {run.said()[-500:]}")
     resumed = RESUMED.search(run.said())
@@ -526,7 +528,9 @@ def run_rounds(
         layout.name: Victim(output, f"undisturbed_{layout.name}", layout) for layout in layouts
     }
     for run in undisturbed.values():
-        if run.start().wait(SECONDS_TO_END):
+        launcher = run.start()
+        wait_for_processes(run, launcher, SECONDS_TO_END)
+        if launcher.returncode:
             raise SystemExit(f"error: the undisturbed run failed: {run.said()[-1000:]}")
     print(f"undisturbed runs: {', '.join(undisturbed)}", flush=True)
     turns, targets = itertools.cycle(layouts), itertools.cycle(DELAYS)

@@ -4,13 +4,15 @@
     python tools/learned.py --repeats --goal 0 runs/plain runs/once runs/twice
 
 Each run is a directory with metrics.jsonl. Success is the share of a step's sampled trajectories
-that were solved; the minutes to the goal count all steps up to the first that reaches it. With
---repeats the last two runs are one run twice: the first step whose row differs is named, clocks and
-memory left out, and the rollouts of the last run are timed against the first run's. Exit code 1
-for a run whose last step is below --goal or whose mean mismatch is above --mismatch.
+that were solved, null where none was played to its end; the minutes to the goal count all steps up
+to the first that reaches it. With --repeats the last two runs are one run twice: the first step
+whose row differs is named, clocks and memory left out, and the rollouts of the last run are timed
+against the first run's. Exit code 1 for a run whose last step is below --goal or whose mean
+mismatch is above --mismatch.
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +35,9 @@ FLAGS = (
 
 def learned(rows: Sequence[dict[str, Any]], goal: float) -> dict[str, Any]:
     """Summarize a run."""
-    seconds, success = ([row[key] for row in rows] for key in ("time/step", "rollout/success"))
-    reached = [step for step, rate in enumerate(success) if rate >= goal]
+    seconds = [row["time/step"] for row in rows]
+    success = [row.get("rollout/success") for row in rows]
+    reached = [step for step, rate in enumerate(success) if rate is not None and rate >= goal]
     return {
         "last_success": success[-1],
         "held_out": rows[-1].get("eval/success"),
@@ -52,7 +55,8 @@ def repetition(*runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         [{key: row[key] for key in row if not CLOCKED.match(key)} for row in rows]
         for rows in runs[1:]
     )
-    differing = [step for step, rows in enumerate(zip(*of_runs, strict=True)) if rows[0] != rows[1]]
+    pairs = itertools.zip_longest(*of_runs)  # one may have stopped early
+    differing = [step for step, (once, twice) in enumerate(pairs) if once != twice]
     seconds = [statistics.median(row["time/rollout"] for row in rows) for rows in runs]
     return {
         "first_differing_step": differing[0] if differing else None,
@@ -76,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     cells = [(name, *(str(facts[key]) for key in shown)) for name, facts in report["runs"].items()]
     print(table(("run", *shown), cells), report.get("repetition", ""))
     return int(
-        any(facts["last_success"] < arguments.goal for facts in found)
+        any((last := facts["last_success"]) is None or last < arguments.goal for facts in found)
         or any(facts["largest_mismatch"] > arguments.mismatch for facts in found)
     )
 

@@ -206,18 +206,23 @@ def copy_other_files(source: Path, directory: Path, dtypes: set[torch.dtype]) ->
 
 def convert(arguments: argparse.Namespace, console: Console) -> None:
     """Convert as the flags say. Raises ValueError or OSError, and then leaves no target."""
-    if arguments.format == "peft":
-        extract(arguments.source, arguments.target, console.say)
-        return
     is_megatron = arguments.format == "megatron"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    for name in ("max_shard_size",) if is_megatron else sizes:
+    without_effect = {
+        "megatron": ("max_shard_size",),
+        "huggingface": sizes,
+        "peft": ("base", "dtype", "max_shard_size", *sizes),
+    }
+    for name in without_effect[arguments.format]:
         if name in given:
             raise ValueError(
                 f"--{name.replace('_', '-')} means nothing with --format {arguments.format}; drop"
                 " it"
             )
+    if arguments.format == "peft":
+        extract(arguments.source, arguments.target, console.say)
+        return
     parallel = ParallelConfig(**{name: given[name] for name in sizes if name in given})
     with atomic_directory(arguments.target) as directory:
         description, reader, files = open_source(arguments.source, console.say, arguments.base)

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.version import Version
-
 from ragen_mega.commands.command_line import command, flag, name_or_path
 from ragen_mega.extensions.extras import installed, lack
 from ragen_mega.system.paths import expanded
@@ -39,6 +37,7 @@ REQUIRED = (
 ON_H100 = ("triton", "transformer-engine")
 """Packages that training on an H100 needs in addition."""
 SGLANG = "0.5.17"
+SECONDS_TO_ANSWER = 600.0
 ASK_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"
 ASK_SGLANG = (
     "import importlib.metadata as m, sglang.srt.server_args; print(m.version('sglang'),"
@@ -89,12 +88,14 @@ def ask(python: str, statement: str, **environment: str) -> tuple[str, str]:
             [python, "-c", statement],
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=SECONDS_TO_ANSWER,
             env=os.environ | environment,
             check=False,
         )
     except OSError as error:
         return "", f"{python} cannot run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return "", f"{python} gives no answer within {SECONDS_TO_ANSWER:g} s"
     if answer.returncode == 0:
         return answer.stdout, ""
     return "", (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
@@ -111,7 +112,7 @@ def check_packages(target: str) -> list[Finding]:
     """Return every package that the target needs, against its tested version."""
 
     def judge(name: str, tested: str, found: str | None) -> Finding:
-        if found is not None and Version(found).public == tested:
+        if found is not None and found.partition("+")[0] == tested:
             return Finding(name, "ok", found)
         state, detail = ("differs", f"{found}, ") if found else ("missing", "")
         return Finding(name, state, f"{detail}tested: {tested}", f"pip install '{name}=={tested}'")

@@ -73,7 +73,8 @@ def main(arguments: argparse.Namespace) -> None:
             **recorded.get("evaluation", {}) | {"boards": None} | settings.get("evaluation", {})
         )
     else:  # under the rules of training
-        plan = StarPOConfig.from_dict({**settings, "model": {"load": load}}).evaluation
+        model = settings.get("model", {}) | {"load": load}
+        plan = StarPOConfig.from_dict(settings | {"model": model}).evaluation
     if "environments" in asked:
         names = EnvironmentConfig(**asked).evaluated
     else:

@@ -52,7 +52,8 @@ def guarded(folder: str, signals: tuple[int, ...]) -> Iterator[None]:
             yield
         finally:
             signal.set_wakeup_fd(-1)
-            os.write(writer, _DONE)
+            with suppress(BrokenPipeError):  # the guardian may have been killed
+                os.write(writer, _DONE)
             os.close(writer)
         return
     try:

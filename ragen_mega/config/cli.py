@@ -2,9 +2,7 @@
 and wins.
 """
 
-import argparse
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -16,6 +14,7 @@ from ragen_mega.config.flags import (
     STANDING_FOR_ENVIRONMENTS,
     all_flags,
     help_text,
+    in_one_form,
     read_settings,
 )
 from ragen_mega.config.recorded import read_recorded
@@ -33,10 +32,15 @@ DEFAULT_RECIPE = "frozen_lake"
 OWN_RECIPE = "own"
 """Recipe where nobody names one and the default recipe is about other environments."""
 _BELONGS_TO = {
-    "--advantage-estimator": (("--turn-gamma", "--turn-lam", "--reward-placement"), ()),
-    "--filter-strategy": (("--filter-value", "--filter-start"), ("--filter-keep-zero",)),
+    "--advantage-estimator": ("--turn-gamma", "--turn-lam", "--reward-placement"),
+    "--filter-strategy": (
+        "--filter-value",
+        "--filter-start",
+        "--filter-keep-zero",
+        "--no-filter-keep-zero",
+    ),
 }
-"""Flags with a value, and switches, that mean nothing, or something else, under another choice."""
+"""Flags that mean nothing, or something else, under another choice."""
 _LIMITS = (
     ("max_turns", "max_actions_per_turn", "max_actions"),
     ("format_penalty",),
@@ -51,23 +55,24 @@ _OF_A_START = ("recipe", "name", "output", "resume", "overwrite")
 
 def _as_environment(argv: Sequence[str]) -> list[str]:
     """Replace `--tasks FILE [--score my_module:score] [--mcp SERVER]`, or `--agent my_module:run
-    [--tasks FILE]`, in `argv` by the environment that it stands for. Raises ValueError for another
-    environment beside it, and for a flag that would do nothing.
+    [--tasks FILE]`, in `argv` by the environment that it stands for. The words come out in the one
+    form that the functions below read. Raises ValueError for another environment beside it, and for
+    a flag that would do nothing.
     """
-    options, rest = _take(argv, *STANDING_FOR_ENVIRONMENTS)
+    options, rest = _take(in_one_form(argv), *STANDING_FOR_ENVIRONMENTS)
     kind, what = ("agent", "my_module:run") if "agent" in options else ("tasks", "FILE")
     if kind not in options:
         for name in options:
             raise ValueError(
                 f"--{name} does nothing without --tasks FILE; add it, or drop --{name}"
             )
-        return [*argv]
+        return rest
     text = options.pop(kind)
-    others = [flag for flag in ("--environments", "--environment-options") if flag in rest]
+    others = _take(rest, "--environments", "--environment-options")[0]
     if others or "" in (text, options.get("tasks")):
         raise ValueError(
             f"--{kind} takes a name and stands for --environments {kind}:{text or what}, not"
-            f" {text!r}{''.join(f' beside {other}' for other in others)}; drop one of them"
+            f" {text!r}{''.join(f' beside --{other}' for other in others)}; drop one of them"
         )
     for name, own in (("score", "returns its reward"), ("mcp", "brings its tools")):
         if kind == "agent" and name in options:
@@ -75,20 +80,22 @@ def _as_environment(argv: Sequence[str]) -> list[str]:
                 f"--{name} is for answers to --tasks, and an agent {own}; drop --{name}"
                 f"{', or give --agent-reward' if name == 'score' else ''}"
             )
-    words = [*rest, "--environments", f"{kind}:{text}"]
+    words = [*rest, f"--environments={kind}:{text}"]
     if not options:
         return words
-    return [*words, "--environment-options", json.dumps({f"{kind}:{text}": options})]
+    return [*words, f"--environment-options={json.dumps({f'{kind}:{text}': options})}"]
 
 
-def with_recipe(argv: Sequence[str], *, default: str, directory: Path = RECIPES) -> list[str]:
+def with_recipe(
+    argv: Sequence[str], *, default: str = "none", directory: Path = RECIPES
+) -> list[str]:
     """Put the flags of the recipe that `--recipe NAME` names (else of `default`) before the other
     words of `argv`.
 
     NAME is a file `NAME.flags` of `directory`, `none`, or the path of another file. Raises
     ValueError if there is no such recipe.
     """
-    name, rest = choose_recipe(argv, default)
+    name, rest = choose_recipe(_as_environment(argv), default)
     if "/" in name or name.endswith(".flags"):
         return _under(_own_recipe(name, directory), rest)
     known = recipe_names(directory)
@@ -146,7 +153,7 @@ def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
         if setting.is_switch:
             flags.append(flag if value else f"--no-{flag[2:]}")
         else:
-            flags += [f"{flag}={text}"] if text.startswith("--") else [flag, text]
+            flags.append(f"{flag}={text}")
     run = run if run.name else run.resolve()
     return [*_under(flags, argv), "--resume", "--output", str(run.parent), "--name", run.name]
 
@@ -159,27 +166,23 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
     return [*flags, *rest]
 
 
-def _take(
-    words: Sequence[str], *flags: str, switches: Sequence[str] = ()
-) -> tuple[dict[str, str], list[str]]:
-    """Take flags with a value, and switches, out of `words`. Returns a map, name -> last value of
-    each flag that was there (the empty text if it had none), and the other words.
+def _take(words: Sequence[str], *flags: str) -> tuple[dict[str, str], list[str]]:
+    """Take flags out of `words`. Returns a map, name -> last value of each flag that was there (the
+    empty text if it had none), and the other words.
     """
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
-    for flag in flags:
-        parser.add_argument(flag, nargs="?", const="")
-    for switch in switches:
-        parser.add_argument(switch, action=argparse.BooleanOptionalAction)
-    found, rest = parser.parse_known_args(words)
-    return vars(found), rest
+    found, rest = dict[str, str](), []
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag in flags:
+            found[flag.removeprefix("--")] = value
+        else:
+            rest.append(word)
+    return found, rest
 
 
 def _value(flag: str, words: Sequence[str]) -> str | None:
     """Return the last value that a flag has among `words`; None if the flag is not there."""
-    found, _ = _take(words, flag)
-    return next(iter(found.values()), None)
+    return _take(words, flag)[0].get(flag.removeprefix("--"))
 
 
 def choose_recipe(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
@@ -225,13 +228,15 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
     def keep(options: dict[str, object]) -> dict[str, object]:
         return {name: value for name, value in options.items() if name in names}
 
-    kept = list(flags)
-    for index, (flag, value) in enumerate(itertools.pairwise(flags), start=1):
+    kept = []
+    for word in flags:
+        flag, _, value = word.partition("=")
         if flag == "--environment-options":
-            kept[index] = json.dumps(keep(json.loads(value)))
+            word = f"{flag}={json.dumps(keep(json.loads(value)))}"
         elif flag == "--curriculum":
-            steps = json.loads(value)
-            kept[index] = json.dumps({step: keep(options) for step, options in steps.items()})
+            steps = {step: keep(options) for step, options in json.loads(value).items()}
+            word = f"{flag}={json.dumps(steps)}"
+        kept.append(word)
     return kept
 
 
@@ -245,7 +250,7 @@ def _less_declared(flags: list[str], played: str) -> list[str]:
     with contextlib.suppress(ValueError):  # an unknown name is refused where environments are built
         for group in _LIMITS:
             given = list(map(flag_of, group))
-            is_given = not set(given).isdisjoint(flags)
+            is_given = _take(flags, *given)[0]
             if is_given and any(declares(name, limit) for name in others for limit in group):
                 dropped += given
     return _take(flags, *dropped)[1]
@@ -256,26 +261,26 @@ def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
     another estimator or filter.
     """
     defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
-    for choice, (values, switches) in _BELONGS_TO.items():
+    for choice, belonging in _BELONGS_TO.items():
         of_recipe = _value(choice, flags) or defaults[choice]
         if (_value(choice, others) or of_recipe) != of_recipe:
-            _, flags = _take(flags, choice, *values, switches=switches)
+            _, flags = _take(flags, choice, *belonging)
     return flags
 
 
-def read_words(argv: Sequence[str], *, recipe: str = "none") -> dict[str, dict[str, Any]]:
+def read_words(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read the settings that flags and their recipe give, section -> name -> value. Raises
     ValueError as `read_settings` and `with_recipe` do.
     """
-    return read_settings(with_recipe(_as_environment(argv), default=recipe))
+    return read_settings(with_recipe(argv))
 
 
 def read_flags(path: Path) -> list[str]:
-    """Read the flags in a recipe, in order, quotes as in a shell. Raises ValueError, in one line,
-    for a file that is no text or has a quote that does not end.
+    """Read the flags in a recipe, in order and in one form, quotes as in a shell. Raises
+    ValueError, in one line, for a file that is no text or has a quote that does not end.
     """
     try:
-        return shlex.split(path.read_text(encoding="utf-8"), comments=True)
+        return in_one_form(shlex.split(path.read_text(encoding="utf-8"), comments=True))
     except ValueError as error:
         raise ValueError(f"{path} must hold flags as UTF-8 text ({error}); mend the file") from None
 
@@ -315,6 +320,6 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
         settings = read_settings(with_recorded(resumed, argv))
         name = read_recorded(resumed).get("logging", {}).get("recipe", "none")
     else:
-        settings = read_words(rest, recipe=name)
+        settings = read_words([f"--recipe={name}", *rest])
     settings.setdefault("logging", {})["recipe"] = name
     return StarPOConfig.from_dict(settings)

@@ -175,7 +175,7 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
             parser.add_argument(flag_of(setting.name), action=argparse.BooleanOptionalAction)
         else:
             parser.add_argument(flag_of(setting.name), type=setting.read)
-    given, others = parser.parse_known_args(_joined(argv))
+    given, others = parser.parse_known_args(in_one_form(argv))
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
@@ -205,11 +205,12 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
+def in_one_form(argv: Sequence[str]) -> list[str]:
     """Turn `--flag value` into `--flag=value`, since a value may begin with a dash, and underscores
     in names into dashes.
     """
     valued = {flag_of(setting.name) for setting in all_flags() if not setting.is_switch}
+    valued |= {*STANDING_FOR_ENVIRONMENTS, "--resume"}  # the switch, which may name a run
     words, joined = list(argv), []
     while words:
         name, equals, value = words.pop(0).partition("=")

@@ -172,7 +172,7 @@ class ModelShape(HeadSizes):
     def layer_sizes(self, tp: int = 1, ep: int = 1, *, matrices: bool = False) -> list[int]:
         """Return the elements of the parameters of a layer on a rank that tensor and expert
         parallelism leave it, in the order of megatron-core's local layer. With `matrices` only
-        those of its linear layers count.
+        its linear layers count.
         """
         return [
             self.num_elements(weight, tp)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import RolloutConfig, StarPOConfig
-from ragen_mega.config.cli import RECIPES, with_recipe
-from ragen_mega.config.flags import read_settings
+from ragen_mega.config.cli import RECIPES, read_words
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.models.shape import ModelShape, check_config, cut_error, server_error
 from ragen_mega.planning import cost
@@ -226,12 +225,12 @@ def read_run(
     """
     words, own = list(arguments.others), arguments.recipe is None and shape
     recipe = recipe_for(arguments.model, own) if own else arguments.recipe or "none"
-    given = {name for section in read_settings(words).values() for name in section}
+    given = {name for section in read_words(words).values() for name in section}
     if Path(arguments.model or "", "config.json").is_file() and "load" not in given:
         words = ["--load", arguments.model, *words]
     if own and not machine.hardware.fp8:
         words = ["--fp8", "none", *words]
-    settings = read_settings(with_recipe(words, default=recipe))
+    settings = read_words([f"--recipe={recipe}", *words])
     sampled = settings.get("rollout", {})
     if given & {"rollout_engine"} and sampled["rollout_engine"] == "embedded":
         for name in set(LAYOUT["rollout"]) & sampled.keys() - given:  # of the recipe's server

@@ -82,6 +82,7 @@ def layouts(
         if (
             num_ranks % engine_tp
             or samplers % engine_tp
+            or engine_ep not in (1, engine_tp)
             or server_error(shape, engine_tp, engine_ep)
         ):
             continue

@@ -355,6 +355,6 @@ def _is_first_to_say(message: str) -> bool:
     marker = Path(error_file).parents[1] / f"said-{hashlib.sha256(alike.encode()).hexdigest()[:16]}"
     try:
         marker.touch(exist_ok=False)
-    except FileExistsError:
-        return False
+    except OSError as error:  # others than another rank's marker: torchrun's directory may be gone
+        return not isinstance(error, FileExistsError)
     return True

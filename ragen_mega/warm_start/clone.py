@@ -10,7 +10,6 @@ import json
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -143,21 +142,23 @@ def scripted_episodes(
                 player.close()
         return played
 
+    threads = None if first.is_instant else ThreadPoolExecutor(NUM_PLAYERS)
     try:
-        with nullcontext() if first.is_instant else ThreadPoolExecutor(NUM_PLAYERS) as threads:
-            answered = 0
-            episodes = threads.map(play, seeds) if threads else map(play, seeds)
-            for index, played in enumerate(episodes, start=1):
-                answered += len(played.turns) > (played.error is not None)
-                if not answered and index in (NUM_PLAYERS, len(seeds)):
-                    raise ValueError(
-                        f"environment {name} fails whatever is done, e.g. from seed {played.seed}:"
-                        f" {played.error}{late_advice(name, played.error or '') or '; mend it'}"
-                        + ", or let random_answer(draw) return what its parse reads"
-                        * (played.is_of_answer and hasattr(first.episode.environment, "parse"))
-                    )
-                yield played
+        answered = 0
+        episodes = threads.map(play, seeds) if threads else map(play, seeds)
+        for index, played in enumerate(episodes, start=1):
+            answered += len(played.turns) > (played.error is not None)
+            if not answered and index in (NUM_PLAYERS, len(seeds)):
+                raise ValueError(
+                    f"environment {name} fails whatever is done, e.g. from seed {played.seed}:"
+                    f" {played.error}{late_advice(name, played.error or '') or '; mend it'}"
+                    + ", or let random_answer(draw) return what its parse reads"
+                    * (played.is_of_answer and hasattr(first.episode.environment, "parse"))
+                )
+            yield played
     finally:
+        if threads:  # episodes that nobody will take are not begun
+            threads.shutdown(cancel_futures=True)
         while not free.empty():
             free.get().close()
 

@@ -49,6 +49,26 @@ def finished(
     return run
 
 
+def test_a_run_that_does_not_end_is_killed_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(Victim):
+        def start(self) -> subprocess.Popen[bytes]:
+            self.log.touch()
+            self._log_start = 0
+            return subprocess.Popen(["sleep", "60"], env={chaos.MARKER: self.mark})
+
+    monkeypatch.setattr(chaos, "SECONDS_TO_END", 0.1)
+    monkeypatch.setattr(chaos, "SECONDS_TO_VANISH", 0.1)
+    run = Hanging(tmp_path, "hangs", LAYOUTS[0])
+    played = chaos.play_round(run, None, random.Random(0), tainted=set(), damages=False)
+    assert not run.processes() and played.hit == "end"
+    assert [problem.partition(" after")[0] for problem in played.problems] == [
+        "1 processes were left",
+        "the run ended with exit code -9: ",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -359,7 +359,7 @@ class TestRecipes:
     def test_command_line_comes_last(self, tmp_path):
         flags = "# why\n--lr 1e-3  # because\n--environment-options '{\"a\": 1}'\n\n--bf16\n"
         (tmp_path / "lake.flags").write_text(flags)
-        expected = ["--lr", "1e-3", "--environment-options", '{"a": 1}', "--bf16", "--lr", "2"]
+        expected = ["--lr=1e-3", '--environment-options={"a": 1}', "--bf16", "--lr=2"]
         for argv in (
             ["--lr", "2"],
             ["--lr", "2", "--recipe", "lake"],
@@ -368,7 +368,7 @@ class TestRecipes:
             assert with_recipe(argv, directory=tmp_path, default="lake") == expected
         assert with_recipe(
             ["--recipe", "none", "--lr", "2"], directory=tmp_path, default="lake"
-        ) == ["--lr", "2"]
+        ) == ["--lr=2"]
 
     def test_a_file_of_ones_own_stands_alone_or_changes_a_recipe(self, tmp_path, monkeypatch):
         recipes, own = tmp_path / "recipes", tmp_path / "my.flags"
@@ -379,11 +379,11 @@ class TestRecipes:
         for name in ("my.flags", "./my.flags", str(own)):
             words = ["--recipe", name, "--seed", "7"]
             flags = with_recipe(words, directory=recipes, default="lake")
-            assert flags == ["--lr", "5e-4", "--seed", "7"]
+            assert flags == ["--lr=5e-4", "--seed=7"]
             assert parse(words, recipe="sokoban").logging.recipe == name
         own.write_text("--recipe lake --lr 5e-4")
         flags = with_recipe(["--recipe", "my.flags"], directory=recipes, default="none")
-        assert flags == ["--lr", "1e-3", "--bf16", "--lr", "5e-4"]
+        assert flags == ["--lr=1e-3", "--bf16", "--lr=5e-4"]
 
     def test_a_file_about_an_own_world_changes_the_recipe_own(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -231,6 +231,30 @@ def test_ranks_that_compute_do_not_outlive_a_killed_launcher(tmp_path, monkeypat
         assert ended(family)
 
 
+def test_a_job_ends_well_without_its_guardian(tmp_path):
+    program = f"""
+        import os, psutil, signal
+        from ragen_mega.commands.guardian import guarded
+
+        with guarded({str(tmp_path / "folder")!r}, (signal.SIGTERM,)):
+            own = psutil.Process()
+            (guardian,) = (
+                each for each in psutil.process_iter(["cmdline"])
+                if each.info["cmdline"] == own.cmdline() and each != own
+            )
+            guardian.kill()
+            while guardian.is_running() and guardian.status() != psutil.STATUS_ZOMBIE:
+                pass
+        """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_limit_that_is_none_is_one_line(tmp_path):
     with job(tmp_path, "", RAGEN_SECONDS_TO_STOP="soon") as process:
         said = process.communicate()[1]

@@ -367,8 +367,9 @@ def test_another_estimator_takes_the_recipes_one_away_with_its_options() -> None
 def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
     own = parse([], recipe="frozen_lake").filter
     assert own.filter_value == 1.0 and own.filter_keep_zero
-    off = parse(["--filter-strategy", "none"], recipe="frozen_lake").filter
-    assert off == FilterConfig(filter_strategy="none")
+    for flags in (["--filter-strategy", "none"], ["--filter_strategy", "none"]):
+        off = parse(flags, recipe="frozen_lake").filter
+        assert off == FilterConfig(filter_strategy="none")
     most = parse(["--filter-strategy=top_k", "--filter-value", "4"], recipe="frozen_lake").filter
     assert most == FilterConfig(filter_strategy="top_k", filter_value=4)
     assert parse(["--filter-strategy", own.filter_strategy], recipe="frozen_lake").filter == own
@@ -376,7 +377,31 @@ def test_another_filter_takes_the_recipes_one_away_with_its_value() -> None:
         parse(["--filter-strategy", "none", "--filter-value", "0.5"], recipe="frozen_lake")
 
 
-def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() -> None:
+@pytest.mark.parametrize("others", ["--load models/mine", "--environments sokoban"])
+def test_a_recipe_that_is_named_holds_beside_what_the_default_gives_way_to(others: str) -> None:
+    config = parse(["--recipe", "frozen_lake", *others.split()], recipe="frozen_lake")
+    named = parse(["--recipe", "frozen_lake"])
+    assert config.logging.recipe == "frozen_lake" and config.filter == named.filter
+    assert config.train == named.train != parse(others.split(), recipe="frozen_lake").train
+
+
+@pytest.mark.parametrize("form", ["--environment-options '{}'", "--environment_options='{}'"])
+def test_options_of_a_file_are_those_of_the_environments_that_are_played(
+    tmp_path: Path, form: str
+) -> None:
+    options = {"sokoban": {"num_boxes": 1}, "bandit": {}}
+    file = tmp_path / "my.flags"
+    file.write_text(
+        f"--environments sokoban:1,bandit:1 {form.replace('{}', json.dumps(options))}"
+        f""" --curriculum='{{"2": {{"sokoban": {{"num_boxes": 2}}}}}}'"""
+    )
+    config = parse(["--recipe", str(file), "--environments=bandit"])
+    assert config.environment.environments == "bandit"
+    assert config.environment.environment_options == '{"bandit": {}}'
+    assert config.environment.curriculum == '{"2": {}}'
+
+
+def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another(tmp_path: Path) -> None:
     name = f"{__name__}:Patient"
     config = parse(["--environments", f"{name}:2"], recipe="bandit")
     assert config.environment.max_turns is None and config.environment.max_response_length is None
@@ -389,6 +414,10 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another() ->
     other = parse(["--environments", "bandit_test"], recipe="bandit")
     for one in (own, same, other):
         assert (one.environment.max_turns, one.environment.max_response_length) == (1, 32)
+    for limit in ("--max-turns=3", "--max_turns 3"):  # of a file of one's own
+        (tmp_path / "my.flags").write_text(f"--environments bandit {limit}")
+        config = parse(["--recipe", str(tmp_path / "my.flags"), "--environments", name])
+        assert config.environment.max_turns is None
     with pytest.raises(ValueError, match="no option size"):
         options = json.dumps({name: {"size": 3}})
         config = parse(["--environments", name, "--environment-options", options], recipe="bandit")

@@ -248,6 +248,14 @@ def test_ranks_of_one_torchrun_say_each_error_once(tmp_path):
     assert [rank.returncode for rank in ranks] == [2, 2, 2, 2]
 
 
+def test_an_error_is_said_without_the_folder_of_torchrun(tmp_path, monkeypatch, capsys) -> None:
+    """It is in /tmp, and may have been removed in a long run."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
+    with pytest.raises(SystemExit):
+        fail("the rule")
+    assert capsys.readouterr().err == "error: the rule\n"
+
+
 def test_control_characters_are_shown_as_text_on_a_terminal(capsys) -> None:
     """A world, a model or a judge may send them: a title, a clipboard, a line that is lost."""
     hostile = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"

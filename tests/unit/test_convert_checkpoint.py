@@ -43,11 +43,15 @@ CARRIED = (
 
 def convert(source: Path, target: Path, format: str, **flags) -> Path:
     given = dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "dtype", "max_shard_size")
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "base",
+            "dtype",
+            "max_shard_size",
+        )
     )
-    arguments = argparse.Namespace(
-        source=source, target=target, base=None, format=format, **(given | flags)
-    )
+    arguments = argparse.Namespace(source=source, target=target, format=format, **(given | flags))
     tool.convert(arguments, Console(is_writer=True, num_steps=0))
     return target
 
@@ -314,6 +318,9 @@ def test_every_damaged_byte_of_the_megatron_format_is_seen(tmp_path: Path) -> No
         ("megatron", {"tensor_model_parallel_size": 0}, "must be at least 1"),
         ("megatron", {"max_shard_size": 5}, "--max-shard-size .* megatron"),
         ("huggingface", {"tensor_model_parallel_size": 2}, "--tensor-.* huggingface"),
+        ("peft", {"dtype": "float32"}, "--dtype means nothing with --format peft"),
+        ("peft", {"base": Path("base")}, "--base means nothing with --format peft"),
+        ("peft", {"pipeline_model_parallel_size": 2}, "--pipeline-.* peft"),
     ],
 )
 def test_impossible_flags_are_refused(

@@ -64,6 +64,29 @@ def test_sglang_is_asked_in_its_own_interpreter(tmp_path: Path) -> None:
     assert doctor.check_sglang("cpu", str(python))[0].state == "ok"
 
 
+def test_an_interpreter_that_hangs_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(doctor, "SECONDS_TO_ANSWER", 0.1)
+    (finding,) = doctor.check_sglang("cpu", str(python))
+    assert finding.state == "missing" and "no answer within 0.1 s" in finding.detail
+
+
+def test_it_works_where_nothing_else_is_installed() -> None:
+    program = f"from {doctor.__name__} import check_packages; print(*check_packages('cpu'))"
+    answer = subprocess.run(
+        [sys.executable, "-S", "-c", program],  # without the folder of installed packages
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert answer.stdout.count("missing") == len(doctor.REQUIRED), answer.stderr
+
+
 def test_a_library_that_does_not_load_is_told() -> None:
     fine = doctor.Finding("Transformer Engine layers", "ok", "transformer-engine 2.11.0")
     assert doctor.loaded(fine, "import json") is fine

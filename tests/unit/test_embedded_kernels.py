@@ -37,12 +37,12 @@ def test_norm_and_gate(real: type) -> None:
     generator = np.random.default_rng(0)
     x, weight = generator.normal(size=(5, 37)).astype(real), generator.normal(size=37).astype(real)
     out = np.empty_like(x)
-    kernels.normalize(0, len(x), x, weight, real(EPSILON), out)
+    kernels.normalize(x, weight, real(EPSILON), out)
     exact = x.astype(np.float64)
     assert close(out, exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * weight)
     gate_up, out = (30 * generator.normal(size=(5, 2, 37))).astype(real), np.empty((5, 37), real)
     gate_up[0, 0, :4] = -1000.0, 1000.0, 0.0, -88.0
-    kernels.gate(0, len(out), gate_up, out)
+    kernels.gate(gate_up, out)
     gate, up = gate_up.astype(np.float64).swapaxes(0, 1)
     assert close(out, gate * np.exp(-np.logaddexp(0.0, -gate)) * up)
 
@@ -213,7 +213,7 @@ def test_a_number_that_is_none_stays_one(real: type) -> None:
     assert np.isnan(out[3, 0]).all() and np.isfinite(out[3, 1:]).all()
     gate_up, out = np.zeros((1, 2, 20), real), np.empty((1, 20), real)
     gate_up[0, 0, 5] = np.nan
-    kernels.gate(0, len(out), gate_up, out)
+    kernels.gate(gate_up, out)
     assert np.isnan(out[0, 5]) and np.isfinite(np.delete(out[0], 5)).all()
 
 

@@ -260,10 +260,12 @@ def test_flags_of_training_set_what_an_evaluation_plays(
     played = _settings({}, given["names"][0], given["rules"])
     assert played.environment == trained.environment.located()
     assert (played.rollout, played.parallel) == (trained.rollout, trained.parallel)
+    distilled = "--reward teacher --advantage-estimator none --filter-strategy none"
+    model = ["--load", "own/my-model", "--environment", "bandit"]
+    evaluate.main([*model, *distilled.split(), "--teacher-load", "own/teacher"])
+    assert given["names"] == ["bandit"]
     with pytest.raises(SystemExit):
-        evaluate.main(
-            ["--load", "own/my-model", "--environment", "bandit", "--agent-reward", "a:b"]
-        )
+        evaluate.main([*model, "--agent-reward", "a:b"])
 
 
 def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from tools import learned
 from tools.benchmarks import bench_update
 
 
-def write(directory: Path, success: list[float], **columns: list[float]) -> Path:
-    """A run whose steps take 30 s, 6 of them its rollout."""
+def write(directory: Path, success: list[float | None], **columns: list[float]) -> Path:
+    """A run whose steps take 30 s, 6 of them its rollout; without success every episode failed."""
     directory.mkdir()
     rows = [
-        {"step": step, "rollout/success": rate, "time/step": 30.0, "time/rollout": 6.0}
+        {"step": step, "time/step": 30.0, "time/rollout": 6.0}
+        | ({} if rate is None else {"rollout/success": rate})
         | {name.replace("__", "/"): values[step] for name, values in columns.items()}
         for step, rate in enumerate(success)
     ]
@@ -50,6 +51,10 @@ def test_the_goal_is_reached_in_so_many_minutes(tmp_path: Path) -> None:
     code, said = say(tmp_path, good, bad)
     assert code == 1 and said["runs"]["bad"]["minutes_to_goal"] is None
     assert say(tmp_path, "--goal", 0.5, bad)[0] == 0
+    lost = write(tmp_path / "lost", [None, 0.5, None])
+    code, said = say(tmp_path, "--goal", 0.5, lost)
+    assert code == 1 and said["runs"]["lost"]["success"] == [None, 0.5, None]
+    assert said["runs"]["lost"]["minutes_to_goal"] == 1.0
 
 
 def test_engine_and_trainer_may_not_be_far_apart(tmp_path: Path) -> None:
@@ -70,6 +75,9 @@ def test_a_repetition_is_compared_without_its_clocks(tmp_path: Path) -> None:
     other = write(tmp_path / "other", [0, 0, 0], actor__loss=[1, 2.0000001, 3])
     _, said = say(tmp_path, "--repeats", plain, once, other)
     assert said["repetition"]["first_differing_step"] == 1 and not said["repetition"]["repeats"]
+    short = write(tmp_path / "short", [0, 0], actor__loss=[1, 2])
+    _, said = say(tmp_path, "--repeats", plain, once, short)
+    assert said["repetition"]["first_differing_step"] == 2 and not said["repetition"]["repeats"]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])

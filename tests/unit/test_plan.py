@@ -227,6 +227,17 @@ def test_flags_come_over_the_recipe_of_the_model(
     assert code == 1 and " --optimizer-cpu-offload " in large["flags"]  # which needs least
 
 
+def test_tasks_stand_for_an_environment_as_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(10)))
+    model = ("--model", "Qwen2.5-0.5B", "--num-gpus", "1")
+    code, result, _ = told(capsys, tmp_path / "plan.json", *model, "--tasks", str(rows))
+    assert code == 0 and f"--tasks {rows}" in result["flags"]
+    assert parse(result["flags"].split()).environment.environments == f"tasks:{rows}"
+
+
 def test_an_engine_of_its_own_takes_the_place_of_the_recipes_servers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,6 +343,18 @@ def test_a_search_divides_the_ranks_that_train_and_those_that_sample() -> None:
     assert {one.parallel.tensor_model_parallel_size for one in found} == {1, 2}
     assert {one.parallel.pipeline_model_parallel_size for one in found} >= {1, 2, 3, 6}
     assert {one.rollout.rollout_tensor_parallel_size for one in found} == {1, 2}
+
+
+def test_a_search_leaves_engines_out_that_a_given_size_does_not_go_with() -> None:
+    flags = "--bf16 --rollout-engine sglang --rollout-expert-parallel-size 8"
+    shape = shape_of("Qwen3-30B-A3B")
+    config = parse([*flags.split(), "--rollout-tensor-parallel-size", "8"])
+    fixed = {"rollout_expert_parallel_size", "recompute", "offload"}
+    sizes = {
+        (one.rollout.rollout_tensor_parallel_size, one.rollout.rollout_expert_parallel_size)
+        for one in layouts(shape, config, 8, fixed)
+    }
+    assert sizes == {(8, 8)}
     room = Capacity(80 * GIB, 8, 2000 * GIB)
     fastest = best(shape, config, 8, room)
     assert fastest is not None and fits(shape, fastest, 8, room)

@@ -4,6 +4,7 @@ it reads the answers.
 
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,26 @@ def test_worlds_of_the_documentation_can_be_played(
     results = [result for episode in played for _, result in episode.turns]
     assert all("error" not in result.info for result in results)
     assert any(result.info["success"] for result in results)
+
+
+def test_episodes_that_nobody_takes_are_not_played() -> None:
+    begun = list[int]()
+
+    class Slow:
+        actions = ("left", "right")
+        instruction = "Walk to the well."
+        max_turns = max_actions_per_turn = 1
+
+        def reset(self, seed: int) -> str:
+            begun.append(seed)
+            time.sleep(0.05)
+            return "a crossing"
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+            return "a well", 0.0, True, False, {}
+
+    seeds = range(10_000)
+    episodes = scripted_episodes(lambda: Episode(Slow(), EpisodeConfig()), seeds, skill=0.0)
+    assert next(episodes).seed == 0
+    episodes.close()  # as where its consumer fails
+    assert len(begun) < len(seeds)

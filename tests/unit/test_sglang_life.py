@@ -475,23 +475,28 @@ def test_a_server_that_is_lost_between_the_statements(
     assert engine.counts.restarts == 3
 
 
-def test_a_base_that_died_with_its_server_is_sent_again(
+def test_a_server_that_died_asleep_is_sent_the_base_of_adapters_again(
     build: Callable[..., SGLangEngine],
 ) -> None:
-    """The server that takes its place starts with weights of nobody."""
-    engine, lora = build(lora=LoraConfig(lora_rank=2)), [("w.lora_A.weight", torch.zeros(2, 32))]
-    for _ in range(2):
+    """Its successor has random weights, beside which an adapter alone would sample."""
+    engine = build(lora=LoraConfig(lora_rank=2))
+    adapter = {
+        f"model.layers.0.self_attn.q_proj.lora_{kind}.weight": torch.ones(size)
+        for kind, size in (("A", (2, 32)), ("B", (32, 2)))
+    }
+    for has_base in (False, True, False):
         with engine.awake():
-            assert not engine.has_base
-            engine.load_weights(shards())
-            engine.load_adapter(lora, again=True)
-            kill(engine)
+            assert engine.has_base == has_base
+            if not has_base:
+                engine.load_weights(shards())
+            engine.load_adapter(adapter.items(), again=not has_base)
             engine.start()
-            assert generate(engine).tokens == [5]
-            assert engine.has_base  # of the copy
-        with engine.awake():
-            assert engine.has_base
-        engine.server.stop()  # as if it had died
+            assert engine.has_base and generate(engine).tokens == [5]
+        if has_base:
+            kill(engine)
+            while engine.server.is_running:  # until its supervisor has noticed
+                time.sleep(0.01)
+    assert engine.counts.restarts == 1
 
 
 def test_the_stream_ends_also_where_the_server_fails(build: Callable[..., SGLangEngine]) -> None:

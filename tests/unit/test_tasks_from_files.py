@@ -455,7 +455,8 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
     config = parse(["--tasks", "my_data.jsonl", "--score", "scored_by:score", "--seed", "3"])
     assert config.environment.environments == name and config.train.seed == 3
     assert config.environment.options(name) == {"score": "scored_by:score"}
-    with pytest.raises(ValueError, match="--environments"):
-        parse(["--tasks", "my_data.jsonl", "--environments", "bandit"])
+    for beside in ("--environments bandit", "--environments=bandit", "--environment_options={}"):
+        with pytest.raises(ValueError, match="beside --environment.*; drop one"):
+            parse(["--tasks", "my_data.jsonl", *beside.split()])
     with pytest.raises(ValueError, match="--score does nothing without --tasks"):
         parse(["--score", "scored_by:score"])

@@ -293,7 +293,7 @@ class Decoder:
                     cache.put_routes(number, rows, positions, chosen.numpy())
                 continue
             layer.gate_up[0].put(work.normalized, work.gate_up)
-            kernels.gate(0, len(work.gated_array), work.gate_up_array, work.gated_array)
+            kernels.gate(work.gate_up_array, work.gated_array)
             layer.down[0].add(work.gated, work.hidden)
         self._normalize(work, self._norm)
         if wanted is not None and records:
@@ -323,15 +323,14 @@ class Decoder:
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
             gate_up, gated = work.gate_up[: len(tokens)], work.gated[: len(tokens)]
             layer.gate_up[expert].put(work.normalized[tokens], gate_up)
-            kernels.gate(0, len(tokens), work.gate_up_array, work.gated_array)
+            kernels.gate(work.gate_up_array[: len(tokens)], work.gated_array[: len(tokens)])
             made = torch.empty(len(tokens), self.shape.hidden_size, dtype=gated.dtype)
             layer.down[expert].put(gated, made)
             work.hidden.index_add_(0, tokens, made.mul_(weights[tokens, places, None]))
         return chosen
 
     def _normalize(self, work: Workspace, weight: Reals) -> None:
-        hidden, out = work.hidden_array, work.normalized_array
-        kernels.normalize(0, len(hidden), hidden, weight, self._epsilon, out)
+        kernels.normalize(work.hidden_array, weight, self._epsilon, work.normalized_array)
 
 
 def _receive(

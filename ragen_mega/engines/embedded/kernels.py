@@ -123,10 +123,10 @@ def _fetch(numbers, start, size):
 
 
 @jit(fastmath=ANY_ORDER)
-def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
+def normalize(x: Reals, weight: Reals, epsilon: float, out: Reals) -> None:
     """out [T, hidden] <- the RMS norm of x [T, hidden] with weight [hidden]."""
     width = x.shape[1]
-    for t in range(first, last):
+    for t in range(len(x)):
         squares = x.dtype.type(0)
         for i in range(width):
             squares += x[t, i] * x[t, i]
@@ -136,10 +136,10 @@ def normalize(first: int, last: int, x: Reals, weight: Reals, epsilon: float, ou
 
 
 @jit(fastmath=EXACT)
-def gate(first: int, last: int, gate_up: Reals, out: Reals) -> None:
+def gate(gate_up: Reals, out: Reals) -> None:
     """out [T, ffn] <- silu(gate) * up, of gate_up [T, 2, ffn]."""
     unit = out.dtype.type(1)
-    for t in range(first, last):
+    for t in range(len(out)):
         x, up, y = gate_up[t, 0], gate_up[t, 1], out[t]
         for i in range(len(y)):
             y[i] = -abs(x[i])

@@ -107,7 +107,7 @@ class SGLangEngine(RolloutEngine):
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
         self._must_free = settings.has_memory_saver
-        self._base_of: int | None = None  # the start of the server that holds a base
+        self._base_of: int | None = None  # the start of the server that was sent weights
         self._adapter: ServedAdapter | None = None
         self._served: str | None = None  # the name of the adapter that the server has
         self._why_lost: str | None = None  # the reason since which the server has no weights

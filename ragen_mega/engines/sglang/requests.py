@@ -98,19 +98,14 @@ class Requests:
         request = asyncio.ensure_future(client.post("/generate", body))
         self._last_answer = time.monotonic()
         with here.requesting(f"/generate to {client.address}"):
-            return await self._answer(client, request)
-
-    async def _answer(
-        self, client: JSONClient, request: asyncio.Future[dict[str, Any]]
-    ) -> dict[str, Any]:
-        try:
-            while not (await asyncio.wait({request}, timeout=self._hang_timeout))[0]:
-                silent = time.monotonic() - self._last_answer
-                if silent >= self._hang_timeout and not await self._is_alive(client):
-                    raise ConnectionLost(f"the server has not answered for {silent:.0f} s")
-            answer: dict[str, Any] = request.result()
-        finally:
-            request.cancel()
+            try:
+                while not (await asyncio.wait({request}, timeout=self._hang_timeout))[0]:
+                    silent = time.monotonic() - self._last_answer
+                    if silent >= self._hang_timeout and not await self._is_alive(client):
+                        raise ConnectionLost(f"the server has not answered for {silent:.0f} s")
+                answer: dict[str, Any] = request.result()
+            finally:
+                request.cancel()
         self._last_answer = time.monotonic()
         return answer
 

@@ -143,9 +143,15 @@ class WeightTransfer(ABC):
         self._sent, sent = [], list[list[BucketMessage]]()
         weights = iter(weights)
         try:
-            for messages in self._describe(weights):
-                sent.append(messages)
-                yield messages
+            for own_message in self._messages(weights):
+                gathered = [own_message] * self._shard.size
+                if self._group is not None:
+                    dist.all_gather_object(gathered, own_message, group=self._group)
+                for message in gathered:
+                    if isinstance(message, EngineError):
+                        raise message
+                sent.append([each for each in gathered if isinstance(each, BucketMessage)])
+                yield sent[-1]
                 self.wait_for_all_ranks()
         except (EngineError, ValueError):
             for _ in weights:
@@ -176,17 +182,6 @@ class WeightTransfer(ABC):
     def close(self) -> None:
         """Give the memory of all ranks back, for good. Safe to call again."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _describe(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[BucketMessage]]:
-        """Fill buckets; yields for each the messages of all ranks."""
-        for own_message in self._messages(weights):
-            gathered = [own_message] * self._shard.size
-            if self._group is not None:
-                dist.all_gather_object(gathered, own_message, group=self._group)
-            for message in gathered:
-                if isinstance(message, EngineError):
-                    raise message
-            yield [message for message in gathered if isinstance(message, BucketMessage)]
 
     def _messages(
         self, weights: Iterable[tuple[str, Tensor]]
