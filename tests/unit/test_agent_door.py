@@ -52,7 +52,7 @@ def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
     assert trajectory.tokens[: len(longer)] == longer and trajectory.breaks == []
     assert [turn.reward for turn in trajectory.turns] == [0.0, 2.5]
     assert trajectory.terminated and not trajectory.truncated and not trajectory.success
-    assert trajectory.turns[-1].info["note"] == 7
+    assert trajectory.turns[-1].info["outcome"] == {"note": 7}
     logprobs = [row.logprob for row in first.choices[0].logprobs.content]
     assert logprobs == [x for x, m in zip(trajectory.rollout_logprobs, mask) if m][: len(logprobs)]
     assert first.choices[0].finish_reason == "stop" and first.model == "policy"
@@ -313,6 +313,26 @@ def test_a_failed_episode_is_played_again():
     assert any(FAILED_ATTEMPTS in trajectory.turns[-1].info for trajectory in played)
     for trajectory in played:
         assert (ERROR in trajectory.turns[-1].info) == bool(trajectory.outcome_seed % 2)
+
+
+def test_keys_of_an_agent_are_kept_and_never_read_as_the_trainers():
+    others = {
+        **{"error": "tool failed", "claims": 3, "thought": None, "actions": 5, "verdicts": 1},
+        **{"is_format_valid": False, "finish_reason": "length", "truncated_by": "gnomes"},
+        **{"call": 1, "failed_attempts": [2], "untrained_calls": 3, "outcome": 4},
+    }
+    infos = []
+    for own in ({}, others):
+
+        def run(task: dict[str, Any], client: openai.OpenAI) -> dict[str, Any]:
+            ask(client, "hello")
+            return {"reward": 1, **own}
+
+        (trajectory,) = play(run, attempts=2)
+        assert trajectory.terminated and trajectory.total_reward == 1.0
+        infos.append(trajectory.turns[-1].info)
+    plain, kept = infos
+    assert kept == plain | {"outcome": others}
 
 
 def test_running_into_a_limit_is_the_policys_own_end():

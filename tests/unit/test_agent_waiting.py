@@ -304,7 +304,7 @@ def test_agents_in_processes_may_share_a_client_and_cost_their_own_episode(tmp_p
     assert [member.total_reward for member in others] == [1.0] * 5, infos
     assert [len(member.turns) for member in others] == [1] * 5
     # Two at a time, and one in place of the one that ended; which takes an episode is up to speed.
-    assert len({member.turns[-1].info["process"] for member in others}) <= 3
+    assert len({member.turns[-1].info["outcome"]["process"] for member in others}) <= 3
     for place in iter(runner._processes("process_agent:run", 2).get_nowait, None):
         if place._host is not None:
             place._host.end_host()
