@@ -27,7 +27,7 @@ from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
-from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.processes import Host, HostedEnvironment
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
@@ -125,7 +125,7 @@ class AgentProgram:
             self.num_tasks = len(self._rows)
         self.task: dict[str, Any] = {}
         self._awaited: Future[Any] | None = None
-        self._host: HostedEnvironment | None = None
+        self._host: Host | None = None
         self._is_stopped = False
 
     @property
@@ -154,11 +154,11 @@ class AgentProgram:
                 return self.play(task, base_url, api_key)
         place = self._processes.get()  # once another episode has ended
         try:
-            if self._is_stopped:
-                raise RuntimeError("the episode was ended before the agent had a process")
             with door(place.key) as api_key:
                 self._host = place.host(base_url)
-                return self._host.play(task, base_url, api_key)
+                if self._is_stopped:  # before it could be killed
+                    raise RuntimeError("the episode was ended before the agent had a process")
+                return place.program().play(task, base_url, api_key)
         finally:
             self._host = None
             self._processes.put(place)
@@ -182,8 +182,8 @@ class AgentProgram:
         self._is_stopped = True
         if self._awaited is not None:
             self._awaited.cancel()
-        if self._host is not None:
-            self._host.end_host()
+        if (host := self._host) is not None:
+            host.end()
 
     @property
     def why_late(self) -> str:
@@ -214,17 +214,24 @@ class _AgentProcess:
     def __init__(self, agent: str) -> None:
         self.key = f"process-{secrets.token_urlsafe(18)}"
         self._agent = agent
-        self._host: HostedEnvironment | None = None
+        self._host: Host | None = None
+        self._program: HostedEnvironment | None = None
 
-    def host(self, base_url: str) -> HostedEnvironment:
-        """Return the proxy of the agent in its process, which is started if it is not there."""
+    def host(self, base_url: str) -> Host:
+        """Return the process, which is started if it is not there."""
         if self._host is None or not self._host.is_alive:
             variables = dict(
                 zip(_VARIABLES, (base_url, base_url.removesuffix("/v1"), self.key, self.key))
             )
-            self._host = HostedEnvironment(f"{PREFIX}{self._agent}", {}, variables=variables)
+            self._host, self._program = Host(variables), None
         return self._host
 
+
+    def program(self) -> HostedEnvironment:
+        """Return the proxy of the agent in the process."""
+        if self._program is None:
+            self._program = HostedEnvironment(f"{PREFIX}{self._agent}", {}, host=self._host)
+        return self._program
 
 @cache
 def _processes(agent: str, count: int) -> LifoQueue[_AgentProcess]:
