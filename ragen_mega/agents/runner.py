@@ -31,6 +31,7 @@ from ragen_mega.environments.processes import Host, HostedEnvironment
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
+from ragen_mega.system.paths import path_in
 from ragen_mega.system.web_client import ask
 
 AGENTS = Registry("agent", "--agent", {})
@@ -119,8 +120,8 @@ class AgentProgram:
         self._rows: Sequence[Mapping[str, Any]] = ()
         self._parts: Sequence[Sequence[Mapping[str, Any]]] = ()
         if tasks is not None:
-            other = validation and os.path.join(directory, validation)
-            self._parts = read_parts(os.path.join(directory, tasks), other, validation_share)
+            other = validation and path_in(directory, validation)
+            self._parts = read_parts(path_in(directory, tasks), other, validation_share)
             self._rows = self._parts[self.splits.index(split)]
             self.num_tasks = len(self._rows)
         self.task: dict[str, Any] = {}
@@ -226,12 +227,12 @@ class _AgentProcess:
             self._host, self._program = Host(variables), None
         return self._host
 
-
     def program(self) -> HostedEnvironment:
         """Return the proxy of the agent in the process."""
         if self._program is None:
             self._program = HostedEnvironment(f"{PREFIX}{self._agent}", {}, host=self._host)
         return self._program
+
 
 @cache
 def _processes(agent: str, count: int) -> LifoQueue[_AgentProcess]:

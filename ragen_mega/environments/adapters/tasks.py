@@ -9,7 +9,6 @@ import copy
 import datetime
 import json
 import math
-import os
 import random
 import re
 import time
@@ -41,7 +40,7 @@ from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
-from ragen_mega.system.paths import expanded
+from ragen_mega.system.paths import expanded, path_in
 
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
@@ -129,11 +128,11 @@ class FileTasks:
         reference that is no number from 0 to 1.
         """
         columns = _Columns(prompt_column, answer_column, answer_after)
-        file = _file(os.path.join(directory, path))
+        file = _file(path_in(directory, path))
         if validation is None:
             parts = _parts(file, columns, validation_share)
         else:
-            other = _file(os.path.join(directory, validation))
+            other = _file(path_in(directory, validation))
             parts = [_tasks(file, columns), _tasks(other, columns)]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
         self._parts = parts
