@@ -12,7 +12,6 @@ import math
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
@@ -40,6 +39,7 @@ from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
+from ragen_mega.system.json_lines import json_lines
 from ragen_mega.system.paths import expanded, path_in
 
 PROMPTS = ("prompt", "question")
@@ -340,7 +340,8 @@ def _unreadable(path: str, error: OSError) -> str:
 def _rows(file: _File) -> tuple[dict[str, Any], ...]:
     path = file[0]
     try:
-        found = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
+        is_table = path.endswith(".parquet")
+        found = _parquet_rows(path) if is_table else (row for _, row in json_lines(path))
         rows = tuple(
             {name: _value(number, path, name, value) for name, value in row.items()}
             for number, row in enumerate(found, start=1)
@@ -350,37 +351,6 @@ def _rows(file: _File) -> tuple[dict[str, Any], ...]:
     if not rows:
         raise ValueError(f"{path} must hold rows and has none; write one JSON object a line")
     return rows
-
-
-def _json_rows(path: str) -> Iterator[dict[str, Any]]:
-    content = Path(path).read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {number} must be UTF-8 ({error}); save it so") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row, problem = json.loads(line, object_pairs_hook=_distinct), ""
-        except (ValueError, RecursionError) as error:
-            row, problem = None, f" ({error})"
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path}, line {number} must be a JSON object, not"
-                f" {line[:40]!r}{problem}; write one object a line"
-            )
-        yield row
-
-
-def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, which Python would read without the first of two equal keys."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} is in it twice")
-    return found
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
