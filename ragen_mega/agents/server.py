@@ -131,8 +131,8 @@ class Door:
     def _find(self, request: Request) -> ServedEpisode:
         """Return the episode whose key a request has. Raises Refused if there is none."""
         key = _key(request.headers)
-        if key in self._served:
-            return self._served[key]
+        if served := self._served.get(key):
+            return served
         if key in self._closed:
             raise episode_over()
         raise Refused(
@@ -211,24 +211,23 @@ def _answered(
             return await endpoint(request)
         except RequestError as error:
             refused = Refused(str(error), status=400, code=error.code, param=error.param)
-            return JSONResponse(interface.error(refused), refused.status)
         except Refused as error:
             if error.code == "episode_over":
                 await asyncio.sleep(_PAUSE)
-            return JSONResponse(interface.error(error), error.status)
+            refused = error
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             # The default filter of warnings shows each text once.
             why = f"{type(error).__name__}: {error!s:.200}".encode("utf-8", "replace").decode()
             warnings.warn(f"a request of an agent could not be answered: {why}", stacklevel=1)
-            failed = Refused(
+            refused = Refused(
                 f"the trainer could not answer this request ({why}); its log has the same line",
                 status=500,
                 code="internal_error",
                 kind="server_error",
             )
-            return JSONResponse(interface.error(failed), failed.status)
+        return JSONResponse(interface.error(refused), refused.status)
 
     return answer
 
