@@ -90,23 +90,6 @@ class Arrival(NamedTuple):
     reply: Future[Reply]
 
 
-class Refused(Exception):
-    """A request that is answered by an error; the text is one sentence for the agent."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int,
-        code: str,
-        param: str = "",
-        kind: str = "invalid_request_error",
-    ) -> None:
-        """`status`: HTTP's status; `code`, `param` and `kind`: fields of an error of OpenAI's."""
-        super().__init__(message)
-        self.status, self.code, self.param, self.kind = status, code, param, kind
-
-
 class Interface(NamedTuple):
     """The translation of one interface from JSON and to JSON."""
 
@@ -120,7 +103,7 @@ class Interface(NamedTuple):
     """Writer of a reply as server-sent events. An engine answers as a whole, so that each text
     comes in one piece.
     """
-    error: Callable[[Refused], dict[str, Any]]
+    error: Callable[[RequestError], dict[str, Any]]
     """Writer of an error."""
 
 

@@ -351,9 +351,11 @@ def test_a_process_that_is_starting_ends_with_its_episode(moment, tmp_path, monk
             while program._host is None:
                 time.sleep(0.01)
             program.stop()
-        with pytest.raises(RuntimeError, match="was ended before|is gone"):
-            ending.result(timeout=60)
-    hosts[0].end()
+        try:
+            with pytest.raises(RuntimeError, match="was ended before|is gone"):
+                ending.result(timeout=60)
+        finally:
+            hosts[0].end()
 
 
 def rows_of(world: AgentProgram | FileTasks) -> list[set[str]]:

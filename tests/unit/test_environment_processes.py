@@ -203,7 +203,7 @@ def test_what_an_answer_is_told_does_not_depend_on_the_process() -> None:
     assert read[0] == read[1]
     assert [turn.info["is_format_valid"] for turn in read[0]] == [True, False, False]
     with pytest.raises(
-        ValueError, match=r"ValueError: no shop there \(in __init__, .*odd_world.py:\d+\)"
+        ValueError, match=r"ValueError: no shop\sthere \(in __init__, .*odd_world.py:\d+\)"
     ):
         HostedEnvironment("odd_world:Calling", {"fails": True}, 1)
     with pytest.raises(ValueError, match="^min_words and max_words must be in order"):

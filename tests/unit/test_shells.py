@@ -71,12 +71,16 @@ def test_homes_in_studies_in_commands_and_from_python(home: Path) -> None:
     assert target("~/out.json") == home / "out.json"
 
 
+def agent(task, client) -> float:
+    return 1.0
+
+
 def test_homes_in_options_of_worlds_and_agents(home: Path) -> None:
     rows = [{"question": f"{n}?", "answer": n} for n in range(20)]
     for name, some in (("a", rows), ("b", rows[:3])):
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
     options = {"tasks:~/a.jsonl": {"validation": "~/b.jsonl", "directory": "~/a folder"}}
-    options["agent:builtins:pow"] = {"tasks": "~/a.jsonl", "validation": "~/b.jsonl"}
+    options[f"agent:{__name__}:agent"] = {"tasks": "~/a.jsonl", "validation": "~/b.jsonl"}
     options["webshop"] = {"data": "~/shop"}
     given = ["--environments", ",".join(options), "--environment-options", json.dumps(options)]
     config = parse([*given, "--num-groups", "6"]).environment.located()

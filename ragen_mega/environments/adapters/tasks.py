@@ -135,6 +135,7 @@ class FileTasks:
             other = _file(path_in(directory, validation))
             parts = [_tasks(file, columns), _tasks(other, columns)]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
+        self.num_tasks = len(self._tasks)
         self._parts = parts
         self._score = _checked_score(score, file, columns)
         self.instruction = instruction
@@ -160,10 +161,6 @@ class FileTasks:
             self.answer_format = f"{CALL_FORMAT} or {answer}"
         if _is_short(file, columns):
             self.random_answer = self._random_answer
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self._tasks)
 
     @property
     def split_note(self) -> str | None:
@@ -272,12 +269,7 @@ def read_rows(path: str) -> Sequence[dict[str, Any]]:
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
-    return _Copies(shared_rows(path))
-
-
-def shared_rows(path: str) -> tuple[dict[str, Any], ...]:
-    """Return the rows of `read_rows` themselves, for callers that do not write into them."""
-    return _rows(_file(path))
+    return _Copies(_rows(_file(path)))
 
 
 def read_parts(
@@ -287,7 +279,7 @@ def read_parts(
     this share of the different rows of `path`. Raises ValueError as `read_rows` and `held_out` do.
     """
     if validation is not None:
-        return [shared_rows(path), shared_rows(validation)]
+        return [_rows(_file(path)), _rows(_file(validation))]
     return _row_parts(_file(path), share)
 
 
