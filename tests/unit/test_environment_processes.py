@@ -175,7 +175,7 @@ def test_episodes_are_those_of_this_process() -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS.names())
 def test_reference_players_are_those_of_this_process(name: str) -> None:
-    """Those of WebShop play in copies of the world."""
+    """Players of WebShop play in copies of the world."""
     found = [
         baselines(name, [(3, None), (4, None)], EpisodeConfig(), build=build)
         for build in (partial(make, name), partial(HostedEnvironment, name, {}, 1))

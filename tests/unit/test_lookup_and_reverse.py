@@ -108,7 +108,7 @@ def test_a_rate_that_rounding_lifts_above_one_is_one() -> None:
     protocol = EpisodeConfig(max_turns=132, max_actions=132)
     assert world.solver.references(world, protocol.budget(world)).random > 1.0
     options = {"min_people": 2, "max_people": 2, "dead_ends": 1}
-    assert baselines("lookup", [(0, None), (1, None)], protocol, options).random == 1.0
+    assert baselines("lookup", [(0, None), (2, None)], protocol, options).random == 1.0
 
 
 def test_nothing_pays_before_it_was_heard() -> None:
