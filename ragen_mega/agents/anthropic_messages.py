@@ -15,7 +15,6 @@ from ragen_mega.agents.protocol import (
     SAMPLING,
     ChatRequest,
     Interface,
-    Refused,
     Reply,
     call_id,
     read_stops,
@@ -27,6 +26,7 @@ from ragen_mega.environments.messages import (
     ChatMessage,
     Given,
     Reader,
+    RequestError,
     Table,
     ToolCall,
     assistant_message,
@@ -186,7 +186,7 @@ _READERS: Mapping[str, Reader] = {
 PARAMETERS = Table(_READERS, (), _NEUTRAL, _HARMLESS)
 
 
-def _error(refused: Refused) -> dict[str, Any]:
+def _error(refused: RequestError) -> dict[str, Any]:
     kind = _ERRORS.get(refused.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 

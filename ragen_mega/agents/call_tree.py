@@ -318,7 +318,10 @@ def _parts(
     return (
         thought,
         content,
-        tuple(ToolCall(each["name"], _json(each["arguments"])) for each in found),
+        tuple(
+            ToolCall(each["name"], json.dumps(each["arguments"], ensure_ascii=False))
+            for each in found
+        ),
     )
 
 
@@ -358,7 +361,3 @@ def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
             arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
         found.append((call.name, arguments))
     return found
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

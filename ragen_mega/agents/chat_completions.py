@@ -15,7 +15,6 @@ from ragen_mega.agents.protocol import (
     SAMPLING,
     ChatRequest,
     Interface,
-    Refused,
     Reply,
     call_id,
     number,
@@ -24,6 +23,7 @@ from ragen_mega.agents.protocol import (
 )
 from ragen_mega.environments.messages import (
     Reader,
+    RequestError,
     Table,
     read_messages,
     read_object,
@@ -108,7 +108,7 @@ _READERS: Mapping[str, Reader] = {
 PARAMETERS = Table(_READERS, ("model", "messages"), _NEUTRAL, HARMLESS)
 
 
-def error_body(refused: Refused) -> dict[str, Any]:
+def error_body(refused: RequestError) -> dict[str, Any]:
     """Return an error as OpenAI's clients expect it."""
     error = {"message": str(refused), "type": refused.kind, "code": refused.code}
     return {"error": error | {"param": refused.param or None}}

@@ -12,7 +12,14 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 from ragen_mega.agents.call_tree import Call
-from ragen_mega.agents.runner import AgentEpisode, AgentProgram, Outcome, judged, shared_client
+from ragen_mega.agents.runner import (
+    OUTCOME,
+    AgentEpisode,
+    AgentProgram,
+    Outcome,
+    judged,
+    shared_client,
+)
 from ragen_mega.agents.served_episode import UNDELIVERED, Limits, ServedEpisode
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
 from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
@@ -128,7 +135,9 @@ class AgentPlayer(Player):
         trajectory.truncated = TRUNCATED_BY in info
         trajectory.terminated = not trajectory.truncated
         last = trajectory.turns[-1].info
-        last |= dict(outcome.info) | {"success": outcome.success} | info
+        last |= {"success": outcome.success} | info
+        if outcome.info:
+            last[OUTCOME] = dict(outcome.info)
         if served.num_undelivered:
             last[UNDELIVERED] = served.num_undelivered
         self._advance(0, not attempt.is_repeated(last))
@@ -233,10 +242,7 @@ class _Sessions:
         session = self._own if self._own not in self._busy else next(self._further_sessions)
         self._busy.add(session)
         try:
-            completion = None
-            while completion is None:
-                async with self._shared.outlasting_weights():
-                    completion = await engine.generate(tokens[:], sampling, session=session)
+            completion = await self._shared.generate(tokens, sampling, session=session)
         finally:
             self._busy.discard(session)
             if session != self._own or self._busy:

@@ -4,7 +4,6 @@ share. A request is kept to the letter or refused in one sentence.
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -91,23 +90,6 @@ class Arrival(NamedTuple):
     reply: Future[Reply]
 
 
-class Refused(Exception):
-    """A request that is answered by an error; the text is one sentence for the agent."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int,
-        code: str,
-        param: str = "",
-        kind: str = "invalid_request_error",
-    ) -> None:
-        """`status`: HTTP's status; `code`, `param` and `kind`: fields of an error of OpenAI's."""
-        super().__init__(message)
-        self.status, self.code, self.param, self.kind = status, code, param, kind
-
-
 class Interface(NamedTuple):
     """The translation of one interface from JSON and to JSON."""
 
@@ -121,7 +103,7 @@ class Interface(NamedTuple):
     """Writer of a reply as server-sent events. An engine answers as a whole, so that each text
     comes in one piece.
     """
-    error: Callable[[Refused], dict[str, Any]]
+    error: Callable[[RequestError], dict[str, Any]]
     """Writer of an error."""
 
 
@@ -137,8 +119,7 @@ def read_body(body: bytes) -> dict[str, Any]:
         raise RequestError("the body must be a JSON object", param="")
     if is_deep(given):
         raise RequestError("the body must not be nested so deeply", param="")
-    if _HALF.search(body):
-        read_string("the body", json.dumps(given, ensure_ascii=False))
+    read_string("the body", json.dumps(given, ensure_ascii=False))
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -209,4 +190,3 @@ SAMPLING: Mapping[str, Reader] = {
 """Readers of parameters that all interfaces share."""
 COUNT = number(1, math.inf, int)
 FLAG = kind(bool, "true or false")
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")

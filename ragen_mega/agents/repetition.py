@@ -88,7 +88,8 @@ class RecordedAnswers:
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._answers: defaultdict[tuple[int, ...], deque[Completion]] = defaultdict(deque)
-        for turn in sorted(trajectory.turns, key=lambda turn: turn.info[CALL]["answer"]):
+        trained = [turn for turn in trajectory.turns if CALL in turn.info]
+        for turn in sorted(trained, key=lambda turn: turn.info[CALL]["answer"]):
             span = slice(turn.start, turn.end)
             self._answers[_prompt(trajectory, turn)].append(
                 Completion(

@@ -27,10 +27,11 @@ from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
-from ragen_mega.environments.processes import HostedEnvironment
+from ragen_mega.environments.processes import Host, HostedEnvironment
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
+from ragen_mega.system.paths import path_in
 from ragen_mega.system.web_client import ask
 
 AGENTS = Registry("agent", "--agent", {})
@@ -45,6 +46,8 @@ gives the key to the context.
 """
 _AUTHORIZATION = "RAGEN_AGENT_AUTHORIZATION"
 """The variable with the credentials of agents behind a URL."""
+OUTCOME = "outcome"
+"""Key of the last turn's info: what the agent or its reward function returned beside `_FIELDS`."""
 _FIELDS = ("reward", "success", "calls")
 _Named = tuple[int, int, int | None]
 """Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
@@ -79,6 +82,7 @@ class Outcome:
     episode.
     """
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Other entries, which the trainer keeps and does not read."""
 
 
 class AgentProgram:
@@ -116,13 +120,13 @@ class AgentProgram:
         self._rows: Sequence[Mapping[str, Any]] = ()
         self._parts: Sequence[Sequence[Mapping[str, Any]]] = ()
         if tasks is not None:
-            other = validation and os.path.join(directory, validation)
-            self._parts = read_parts(os.path.join(directory, tasks), other, validation_share)
+            other = validation and path_in(directory, validation)
+            self._parts = read_parts(path_in(directory, tasks), other, validation_share)
             self._rows = self._parts[self.splits.index(split)]
             self.num_tasks = len(self._rows)
         self.task: dict[str, Any] = {}
         self._awaited: Future[Any] | None = None
-        self._host: HostedEnvironment | None = None
+        self._host: Host | None = None
         self._is_stopped = False
 
     @property
@@ -151,11 +155,11 @@ class AgentProgram:
                 return self.play(task, base_url, api_key)
         place = self._processes.get()  # once another episode has ended
         try:
-            if self._is_stopped:
-                raise RuntimeError("the episode was ended before the agent had a process")
             with door(place.key) as api_key:
                 self._host = place.host(base_url)
-                return self._host.play(task, base_url, api_key)
+                if self._is_stopped:  # before it could be killed
+                    raise RuntimeError("the episode was ended before the agent had a process")
+                return place.program().play(task, base_url, api_key)
         finally:
             self._host = None
             self._processes.put(place)
@@ -179,8 +183,8 @@ class AgentProgram:
         self._is_stopped = True
         if self._awaited is not None:
             self._awaited.cancel()
-        if self._host is not None:
-            self._host.end_host()
+        if (host := self._host) is not None:
+            host.end()
 
     @property
     def why_late(self) -> str:
@@ -211,16 +215,23 @@ class _AgentProcess:
     def __init__(self, agent: str) -> None:
         self.key = f"process-{secrets.token_urlsafe(18)}"
         self._agent = agent
-        self._host: HostedEnvironment | None = None
+        self._host: Host | None = None
+        self._program: HostedEnvironment | None = None
 
-    def host(self, base_url: str) -> HostedEnvironment:
-        """Return the proxy of the agent in its process, which is started if it is not there."""
+    def host(self, base_url: str) -> Host:
+        """Return the process, which is started if it is not there."""
         if self._host is None or not self._host.is_alive:
             variables = dict(
                 zip(_VARIABLES, (base_url, base_url.removesuffix("/v1"), self.key, self.key))
             )
-            self._host = HostedEnvironment(f"{PREFIX}{self._agent}", {}, variables=variables)
+            self._host, self._program = Host(variables), None
         return self._host
+
+    def program(self) -> HostedEnvironment:
+        """Return the proxy of the agent in the process."""
+        if self._program is None:
+            self._program = HostedEnvironment(f"{PREFIX}{self._agent}", {}, host=self._host)
+        return self._program
 
 
 @cache

@@ -90,7 +90,6 @@ class ServedEpisode:
         """
         self.loop = asyncio.get_running_loop()
         self.tree = CallTree(renderer, max_context_length=limits.max_context)
-        self.num_sampled = 0
         self.num_undelivered = 0
         """Number of answers that no connection was left for."""
         self.limit_reached: str | None = None
@@ -212,7 +211,6 @@ class ServedEpisode:
             answer = self.tree.answer(
                 call, completion, is_trained=is_trained, stop_texts=request.stop_texts
             )
-            self.num_sampled += len(answer.completion.tokens)
             is_read = answer.completion.finish_reason == "stop" and not (
                 call.tools and self._renderer.call_form.is_begun(answer.content)
             )

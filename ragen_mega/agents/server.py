@@ -26,12 +26,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ragen_mega.agents.anthropic_messages import COUNT_TOKENS, MESSAGES
-from ragen_mega.agents.call_tree import RequestError
 from ragen_mega.agents.chat_completions import CHAT_COMPLETIONS, models_body
-from ragen_mega.agents.protocol import Arrival, Connection, Interface, Refused, read_body
+from ragen_mega.agents.protocol import Arrival, Connection, Interface, read_body
 from ragen_mega.agents.responses import RESPONSES
 from ragen_mega.agents.served_episode import ServedEpisode
 from ragen_mega.environments.adapters.web_guard import BACKLOG, GuardedServer
+from ragen_mega.environments.messages import RequestError
 from ragen_mega.ranks.launcher import open_many_files
 
 INTERFACES = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
@@ -47,14 +47,15 @@ takes little of the process.
 """
 
 
-def episode_over() -> Refused:
+def episode_over() -> RequestError:
     """Return the answer to a request of an episode that has ended."""
-    return Refused(
+    return RequestError(
         "this episode is over and its key is closed; ask only before the agent returns, and by a"
         " client that the present episode has made: one that the process keeps has the key of its"
         " first episode (--environment-processes lets it)",
         status=403,
         code="episode_over",
+        param="",
         kind="permission_error",
     )
 
@@ -129,16 +130,17 @@ class Door:
         )
 
     def _find(self, request: Request) -> ServedEpisode:
-        """Return the episode whose key a request has. Raises Refused if there is none."""
+        """Return the episode whose key a request has. Raises RequestError if there is none."""
         key = _key(request.headers)
-        if key in self._served:
-            return self._served[key]
+        if served := self._served.get(key):
+            return served
         if key in self._closed:
             raise episode_over()
-        raise Refused(
+        raise RequestError(
             "the API key is not that of an episode; use the api_key that the agent was given",
             status=401,
             code="invalid_api_key",
+            param="",
             kind="authentication_error",
         )
 
@@ -210,35 +212,34 @@ def _answered(
         try:
             return await endpoint(request)
         except RequestError as error:
-            refused = Refused(str(error), status=400, code=error.code, param=error.param)
-            return JSONResponse(interface.error(refused), refused.status)
-        except Refused as error:
             if error.code == "episode_over":
                 await asyncio.sleep(_PAUSE)
-            return JSONResponse(interface.error(error), error.status)
+            refused = error
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:
             # The default filter of warnings shows each text once.
             why = f"{type(error).__name__}: {error!s:.200}".encode("utf-8", "replace").decode()
             warnings.warn(f"a request of an agent could not be answered: {why}", stacklevel=1)
-            failed = Refused(
+            refused = RequestError(
                 f"the trainer could not answer this request ({why}); its log has the same line",
                 status=500,
                 code="internal_error",
+                param="",
                 kind="server_error",
             )
-            return JSONResponse(interface.error(failed), failed.status)
+        return JSONResponse(interface.error(refused), refused.status)
 
     return answer
 
 
 async def _unknown(request: Request) -> Response:
-    raise Refused(
+    raise RequestError(
         f"{request.url.path} is not served here; ask /v1/models or"
         f" {', '.join(f'/v1/{interface.path}' for interface in INTERFACES)}",
         status=404,
         code="unknown_url",
+        param="",
     )
 
 
@@ -247,10 +248,11 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise Refused(
+            raise RequestError(
                 f"the request is larger than {MOST_BYTES:,} bytes; shorten the conversation",
                 status=413,
                 code="request_too_large",
+                param="",
             )
     return bytes(body)
 

@@ -10,7 +10,7 @@ options. The packaged sets are the rooms and lakes that RAGEN (arXiv:2504.20073)
 validates on: seeds 123 to 378, without the 29 large rooms whose drawing depended on the process.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -20,6 +20,7 @@ from typing import Any
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.protocol import MAX_SEED, Environment
 from ragen_mega.environments.registry import make
+from ragen_mega.system.json_lines import json_lines
 
 _WORLDS = Path(__file__).parent / "worlds"
 _FIRST_SEED = 123  # RAGEN's validation seed
@@ -78,9 +79,9 @@ def load_boards(path: str | Path | None, environment_name: str, **options: Any) 
             )
         (path,) = _WORLDS.glob(f"*/boards/{name}.jsonl")
     fitting, sets = [], set()
-    for number, line in _numbered_lines(path):
+    for number, record in _numbered_records(path):
         try:
-            board = _parse_line(line)
+            board = _board(record)
             if _fits(environment, board):
                 fitting.append(board)
         except ValueError as error:
@@ -111,15 +112,13 @@ def accepts(environment: Any, board: Board) -> bool:
         return False
 
 
-def _numbered_lines(path: str | Path) -> list[tuple[int, str]]:
+def _numbered_records(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        numbered = [*json_lines(path)]
+    except OSError as error:
         raise ValueError(
-            f"{path}: cannot read the boards file as UTF-8 text ({error}); check the path"
+            f"{path}: cannot read the boards file ({error}); check the path"
         ) from error
-    lines = text.split("\n")  # not splitlines: JSON strings may hold other line separators
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ValueError(
             f"{path}: a boards file holds one JSON object a line, but this one is empty"
@@ -127,15 +126,7 @@ def _numbered_lines(path: str | Path) -> list[tuple[int, str]]:
     return numbered
 
 
-def _parse_line(line: str) -> Board:
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"not a JSON object ({error}): {line[:60]!r}; write one object a line"
-        ) from error
-    if not isinstance(record, dict):
-        raise ValueError(f"a line is a JSON object, not {line[:60]!r}")
+def _board(record: Mapping[str, Any]) -> Board:
     missing = [key for key in ("set", "seed", "board") if key not in record]
     if missing:
         raise ValueError(

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from ragen_mega.environments import event_loop
@@ -123,7 +123,7 @@ def close(environment: Any) -> None:
         settled(method())
 
 
-@cache
+@lru_cache(maxsize=256)
 def _keywords(method: Any) -> tuple[str, ...]:
     """Return which of our keywords a `reset` takes."""
     parameters = inspect.signature(method).parameters

@@ -89,7 +89,7 @@ def _agrees(said: str, has_copula: bool, value: Any) -> bool | None:
         return float(said) == value if re.fullmatch(r"-?\d+(\.\d+)?", said) else None
     if isinstance(value, tuple):
         is_cell = said.startswith("(")
-        return tuple(map(int, re.findall(r"-?\d+", said))) == value if is_cell else None
+        return tuple(map(float, re.findall(r"-?\d+", said))) == value if is_cell else None
     if isinstance(value, str):
         return said.lower() == value.lower() if has_copula else None
     return None

@@ -5,20 +5,19 @@ A pretrained model that is only told the form of an answer may never write it; t
 it (few-shot prompting, arXiv:2005.14165).
 """
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ragen_mega.environments.actions import read_response
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.messages import RequestError, as_texts, read_messages
+from ragen_mega.environments.messages import as_texts, read_messages
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.random_player import is_drawn
 from ragen_mega.environments.scripted import scripted_response
+from ragen_mega.system.json_lines import json_lines
 
 Conversation = tuple[Message, ...]
 
@@ -76,21 +75,15 @@ def read_conversations(path: str | Path, environment: str | None = None) -> list
         ' "assistant", "content": "<think>...</think><answer>...</answer>"}]}'
     )
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        rows = [*json_lines(path)]
+    except OSError as error:
         raise ValueError(f"{path} must be a file of conversations ({error})") from None
     found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, row in rows:
         try:
-            row: Any = json.loads(line)
-            messages = tuple(as_texts(read_messages("messages", row["messages"])))
-            is_ours = environment is None or row.get("environment", environment) == environment
-        except RequestError as error:
+            messages = tuple(as_texts(read_messages("messages", row.get("messages"))))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}; {rule}") from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ValueError(f"{path}, line {number}: {rule}") from None
         roles = " ".join(str(message.role) for message in messages)
         if not re.fullmatch("(system )?user (user |tool |assistant )*assistant", roles):
             raise ValueError(
@@ -98,7 +91,7 @@ def read_conversations(path: str | Path, environment: str | None = None) -> list
                 " the system before and of tools after it, and end with one of the assistant; its"
                 f" roles are {roles or 'none'}"
             )
-        if is_ours:
+        if environment in (None, row.get("environment", environment)):
             found.append(messages)
     if not found:
         whose = f" of {environment}" if environment else ""

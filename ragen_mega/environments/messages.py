@@ -19,11 +19,20 @@ Reader = Callable[[str, Any], Any]
 class RequestError(ValueError):
     """A request that cannot be answered; the text is one sentence for the agent."""
 
-    def __init__(self, message: str, *, code: str = "invalid_value", param: str = "messages"):
-        """`code` and `param`: the fields of these names in an error of OpenAI's interface."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "invalid_value",
+        param: str = "messages",
+        kind: str = "invalid_request_error",
+        status: int = 400,
+    ) -> None:
+        """`code`, `param` and `kind`: fields of an error of OpenAI's interface; `status`: HTTP's
+        status.
+        """
         super().__init__(message)
-        self.code = code
-        self.param = param
+        self.code, self.param, self.kind, self.status = code, param, kind, status
 
 
 @dataclass(frozen=True, slots=True)

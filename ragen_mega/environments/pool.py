@@ -31,6 +31,8 @@ _MAIN_THREAD = (
     " main thread of processes of their own"
 )
 _LATE = "took longer than"
+PLACE = "_place"
+"""Attribute of an error of a host process: the place that `where` names."""
 _PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _WORLDS = tuple(os.path.join(Path(__file__).parent, name, "") for name in ("worlds", "adapters"))
 
@@ -90,6 +92,8 @@ def where(error: BaseException) -> str:
     the environment, and the innermost line that is no library's. Nothing where our own checks
     raised: their text names the method.
     """
+    if place := getattr(error, PLACE, ""):
+        return place
     lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     entered = 1 + max((at for at, (code, _) in enumerate(lines) if _is_ours(code)), default=-1)
     if not (inside := lines[entered:]):
@@ -111,7 +115,11 @@ def is_refusal(error: BaseException | None) -> TypeGuard[ValueError]:
     """Return whether an error is a ValueError of this package, whose text says all; one of the
     user's needs its place.
     """
-    frames = [*traceback.walk_tb(error.__traceback__)] if isinstance(error, ValueError) else []
+    if not isinstance(error, ValueError):
+        return False
+    if place := getattr(error, PLACE, ""):
+        return _PACKAGE in place
+    frames = [*traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_PACKAGE)
 
 

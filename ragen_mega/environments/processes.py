@@ -26,12 +26,25 @@ import psutil
 
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.environments import calls
-from ragen_mega.environments.pool import EnvironmentFailed, guarded, where
-from ragen_mega.environments.protocol import STEP_INFO, Environment, Observation, StepResult
+from ragen_mega.environments.pool import PLACE, EnvironmentFailed, guarded, where
+from ragen_mega.environments.protocol import (
+    STEP_INFO,
+    Environment,
+    Observation,
+    Solver,
+    StepResult,
+)
 from ragen_mega.environments.registry import make
+from ragen_mega.environments.tool_calls import WrongCall
 from ragen_mega.system.outputs import guard_outputs
 
 _METHOD = "a method"
+_SOLVER = "a solver"
+_KINDS = (
+    *(AttributeError, WrongCall, ValueError, TypeError, FloatingPointError, TimeoutError),
+    RecursionError,
+)
+"""Kinds of errors that mean something to who calls an environment, each before its base."""
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -47,8 +60,55 @@ def builder(settings: Any, name: str, options: Mapping[str, Any]) -> Callable[[]
     return partial(HostedEnvironment, name, options, num_processes, settings.environment_timeout)
 
 
-class HostTooLate(RuntimeError, TimeoutError):
-    """A call took longer than its time limit, and its host was killed for that."""
+class Host:
+    """The near end of a host process."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: variables of its environment."""
+        context = multiprocessing.get_context("spawn")  # threads and devices do not survive a fork
+        self._pipe, far_end = context.Pipe()
+        self._lock = threading.Lock()
+        self._process = context.Process(target=_serve, args=(far_end, variables or {}), daemon=True)
+        self._process.start()
+        far_end.close()
+        atexit.register(self.end)  # before multiprocessing ends the host alone
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ask(self, timeout: float, *request: Any) -> Any:
+        """Return the host's answer. Raises the environment's error if `_portable` keeps its type,
+        else RuntimeError; also if the host is gone. Raises TimeoutError if it took too long and was
+        killed for that.
+        """
+        is_late = False
+        with self._lock:
+            try:
+                self._pipe.send(request)
+                if is_late := not self._pipe.poll(timeout or None):
+                    self.end()
+                answer, error = self._pipe.recv()
+            except (OSError, EOFError) as gone:
+                self.end()
+                if is_late:
+                    raise TimeoutError(
+                        f"took longer than {timeout:g} s; the process of the environment is gone"
+                    ) from gone
+                raise RuntimeError("the process of the environment is gone") from gone
+        if error is not None:
+            raise error
+        return answer
+
+    def end(self) -> None:
+        """Kill the host with all that its environments have started, and fail a call that it
+        answers at present.
+        """
+        atexit.unregister(self.end)
+        assert self._process.pid is not None  # it was started
+        _end_family(self._process.pid)
+        self._process.kill()  # which may not lead its session yet
+        self._process.join()
 
 
 class HostedEnvironment:
@@ -63,12 +123,12 @@ class HostedEnvironment:
         num_processes: int = 1,
         timeout: float = 0.0,
         *,
-        variables: Mapping[str, str] | None = None,
+        host: Host | None = None,
     ) -> None:
-        """`timeout`: seconds per call (0: no limit), after which the host is killed; `variables`:
-        the variables of a host that this environment has alone. Raises ValueError as `make` does.
+        """`timeout`: seconds per call (0: no limit), after which the host is killed; `host`: one
+        that this environment has alone. Raises ValueError as `make` does.
         """
-        self._host = _host(num_processes) if variables is None else _Host(variables)
+        self._host = host or _host(num_processes)
         self._timeout = timeout
         self._key = -1  # until it has one
         self._key = self._ask("make", name, dict(options))
@@ -86,66 +146,20 @@ class HostedEnvironment:
         if name.startswith("_"):
             raise AttributeError(name)
         value = self._ask("get", name)
-        return partial(self._ask, "call", name) if value == _METHOD else value
+        if value == _METHOD:
+            return partial(self._ask, "call", name)
+        if value == _SOLVER:
+            return Solver(
+                partial(self._solve, "references"), partial(self._solve, "optimal_actions")
+            )
+        return value
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the host runs."""
-        return self._host.is_alive
-
-    def end_host(self) -> None:
-        """End the host, and fail a call that it answers at present."""
-        self._host.end()
+    def _solve(self, part: str, _: Any, limit: Any) -> Any:
+        """Ask the solver in the host, where it may copy the environment."""
+        return self._ask("solve", part, limit)
 
     def _ask(self, *request: Any) -> Any:
         return self._host.ask(self._timeout, self._key, *request)
-
-
-class _Host:
-    """The near end of a host process."""
-
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        context = multiprocessing.get_context("spawn")  # threads and devices do not survive a fork
-        self._pipe, far_end = context.Pipe()
-        self._lock = threading.Lock()
-        self._process = context.Process(target=_serve, args=(far_end, variables or {}), daemon=True)
-        self._process.start()
-        far_end.close()
-        atexit.register(self.end)  # before multiprocessing ends the host alone
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def ask(self, timeout: float, *request: Any) -> Any:
-        """Return the host's answer. Raises the environment's error if `_portable` keeps its type,
-        else RuntimeError; also if the host is gone, or was killed because it took too long.
-        """
-        is_late = False
-        with self._lock:
-            try:
-                self._pipe.send(request)
-                if is_late := not self._pipe.poll(timeout or None):
-                    self.end()
-                answer, error = self._pipe.recv()
-            except (OSError, EOFError) as gone:
-                self.end()
-                if is_late:
-                    raise HostTooLate(
-                        f"took longer than {timeout:g} s; the process of the environment is gone"
-                    ) from gone
-                raise RuntimeError("the process of the environment is gone") from gone
-        if error is not None:
-            raise error
-        return answer
-
-    def end(self) -> None:
-        """Kill the host with all that its environments have started."""
-        atexit.unregister(self.end)
-        assert self._process.pid is not None  # it was started
-        _end_family(self._process.pid)
-        self._process.kill()  # which may not lead its session yet
-        self._process.join()
 
 
 def end_hosts() -> None:
@@ -165,19 +179,19 @@ def _end_family(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-_hosts: dict[int, _Host] = {}
+_hosts: dict[int, Host] = {}
 _places = itertools.count()
 _hosts_lock = threading.Lock()
 
 
-def _host(num_processes: int) -> _Host:
+def _host(num_processes: int) -> Host:
     """Return the host of the next environment, round-robin."""
     with _hosts_lock:
         place = next(_places) % num_processes
         if place in _hosts and not _hosts[place].is_alive:
             _hosts.pop(place).end()
         if place not in _hosts:
-            _hosts[place] = _Host()
+            _hosts[place] = Host()
         return _hosts[place]
 
 
@@ -238,10 +252,13 @@ def _act(environments: dict[int, Any], key: int, kind: str, *request: Any) -> An
             answer = environments[key] = None
             calls.close(environment)
         case "call":
-            answer = getattr(environment, request[0])(*request[1:])
+            answer = calls.settled(getattr(environment, request[0])(*request[1:]))
+        case "solve":
+            answer = getattr(environment.solver, request[0])(environment, request[1])
         case _:
             value = getattr(environment, request[0])
-            answer = _METHOD if callable(value) else value
+            is_solver = isinstance(value, Solver)
+            answer = _METHOD if callable(value) else _SOLVER if is_solver else value
     pickle.dumps(answer)
     return answer
 
@@ -250,7 +267,7 @@ def _portable(error: BaseException) -> Exception:
     """Return the error in a form that the other process can unpickle, with the same meaning, and
     with the place, which only this process knows.
     """
-    for kind in (AttributeError, ValueError, TypeError, FloatingPointError, TimeoutError):
-        if isinstance(error, kind):
-            return kind(f"{error}{where(error)}")
-    return RuntimeError(f"{type(error).__name__}: {error}{where(error)}")
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), None)
+    portable = kind(str(error)) if kind else RuntimeError(f"{type(error).__name__}: {error}")
+    setattr(portable, PLACE, where(error))
+    return portable

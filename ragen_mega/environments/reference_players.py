@@ -37,6 +37,7 @@ from ragen_mega.environments.registry import make
 EPISODES_PER_PROMPT = 32
 """Number of episodes that the random player plays per prompt in environments without a solver."""
 _RESETS = 5  # attempts for an environment that fails now and then
+_ROUNDING = 1e-9  # of sums of probabilities
 MAX_SECONDS = 10.0
 """Time limit of measuring the random player; beyond it the rate is unknown."""
 
@@ -223,14 +224,20 @@ def _play_randomly(
                 return turn.info["success"]
     environment = episode.environment
     calls.reset(environment, seed, outcome_seed=outcome_seed, board=rows)
+    is_solved = False
     for _ in range(episode.budget.action_budget):
-        actions = actions_of(environment)
+        if not len(actions := actions_of(environment)):  # turns pass
+            break
         result = calls.step(environment, actions[int(rng.integers(len(actions)))])
+        is_solved = is_success(result)
         if result.terminated or result.truncated:
             break
-    return is_success(result)
+    return is_solved
 
 
 def _mean_if_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
+    if len(known) < len(values):
+        return None
+    mean = math.fsum(known) / len(known)
+    return 1.0 if 1.0 < mean < 1.0 + _ROUNDING else mean

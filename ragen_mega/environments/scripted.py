@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragen_mega.environments.episode import Episode
-from ragen_mega.environments.protocol import Action, Budget, Narrator, text_of
+from ragen_mega.environments.protocol import Action, Narrator, text_of
 from ragen_mega.environments.random_player import is_drawn, random_steps, write_answer
 from ragen_mega.environments.reference_players import find_solver
 
@@ -42,17 +42,15 @@ def scripted_response(
     count = min(per_turn, episode.budget.max_actions_per_turn, episode.actions_left)
     plan: Sequence[Action] = ()
     if skill > 0:
-        plan = find_solver(environment).optimal_actions(environment, Budget().max_actions)[:count]
+        plan = find_solver(environment).optimal_actions(environment, episode.actions_left)[:count]
     if skill == 1:  # a solver of a random world plans no further than the next action
         count = len(plan) or count
-    actions = [
-        (
-            plan[index]
-            if index < len(plan) and generator.random() < skill
-            else random_steps(episode, generator)[0]
-        )
-        for index in range(count if episode.takes_names else 1)
-    ]
+    actions: list[Action] = []
+    for index in range(count if episode.takes_names else 1):
+        if index < len(plan) and generator.random() < skill:
+            actions.append(plan[index])
+        else:
+            actions += random_steps(episode, generator)
     answer = write_answer(episode, actions)
     if in_sentences:
         answer = answer.replace("<answer> ", "<answer>", 1)

@@ -21,6 +21,8 @@ from jsonschema.exceptions import best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from ragen_mega.system.json_lines import distinct
+
 OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 DEEPEST = 64
 """Most objects and lists within one another, in schemas of tools and in calls."""
@@ -382,12 +384,6 @@ def no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(values := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
-    return values
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text:.20} is no finite number")
@@ -395,5 +391,5 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=no_constant, parse_float=_finite, object_pairs_hook=_distinct
+    parse_constant=no_constant, parse_float=_finite, object_pairs_hook=distinct
 )

@@ -6,8 +6,7 @@ loss mask. Episodes of agents: `agents/player.py`.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -220,24 +219,26 @@ class SharedEngine:
         """Note that a trajectory goes on, or that it is over."""
         self._resting.discard(session)
 
-    @contextlib.asynccontextmanager
-    async def outlasting_weights(self) -> AsyncIterator[None]:
-        """Give a context for a request to the engine. If this has lost its weights, the context
-        ends once the engine has others, which may have come since the request. Raises EngineError
-        if the engine fails otherwise.
+    async def generate(
+        self, tokens: list[int], sampling: SamplingParams, *, session: int
+    ) -> Completion:
+        """Sample what follows the tokens. If the engine loses its weights, it is asked again once
+        it has others, which may have come since the request. Raises EngineError if the engine fails
+        otherwise.
         """
-        loaded = self._loaded
-        try:
-            yield
-        except WeightsLost:
-            if loaded is self._loaded:
-                self.has_weights = False
-                self._on_wait()
-            await loaded.wait()
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise EngineError(
-                f"the rollout engine failed: {type(error).__name__}: {error}"
-            ) from error
+        while True:
+            loaded = self._loaded
+            try:
+                return await self.engine.generate(tokens[:], sampling, session=session)
+            except WeightsLost:
+                if loaded is self._loaded:
+                    self.has_weights = False
+                    self._on_wait()
+                await loaded.wait()
+            except (RuntimeError, MemoryError, OSError) as error:
+                raise EngineError(
+                    f"the rollout engine failed: {type(error).__name__}: {error}"
+                ) from error
 
 
 class Player:
@@ -282,12 +283,9 @@ class Player:
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
             )
             await self._shared.wait_for_turn(attempt.session)
-            completion = None
-            while completion is None:
-                async with self._shared.outlasting_weights():
-                    completion = await engine.generate(
-                        context.tokens[:], sampling, session=attempt.session
-                    )
+            completion = await self._shared.generate(
+                context.tokens, sampling, session=attempt.session
+            )
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version

@@ -20,6 +20,13 @@ def expanded(path: str) -> str:
     return whole
 
 
+def path_in(directory: str, path: str) -> str:
+    """Return a path that begins in a directory unless it is absolute or begins with `~`, as
+    `expanded` has it.
+    """
+    return os.path.join(directory, expanded(path))
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Name a path in errors of the operating system within the block: Python leaves it out where

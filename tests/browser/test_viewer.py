@@ -359,7 +359,9 @@ def agents_episode(renderer) -> Trajectory:
         sample([*begun, ChatMessage("tool", result)], f"It is {result}.", role="planner")
     sample([ChatMessage("user", "Help.")], "No.", role="worker", is_trained=False)
     empty = Trajectory(0, environment="bandit", outcome_seed=1)
-    return tree.trajectory(empty, reward=1.0, call_rewards={(1, 0): 0.25})
+    episode = tree.trajectory(empty, reward=1.0, call_rewards={(1, 0): 0.25})
+    episode.turns[-1].info["outcome"] = {"error": "tool failed"}
+    return episode
 
 
 @needs_browser
@@ -390,6 +392,7 @@ def test_the_calls_of_an_agent_are_a_tree(run: Path, page, tmp_path: Path) -> No
     assert branch.count() == 1
     branch.locator("summary").click()
     assert "How much?" in branch.inner_text()
+    assert 'returned {"error":"tool failed"}' in opened.locator(".turn .facts").last.inner_text()
     opened.close()
 
 

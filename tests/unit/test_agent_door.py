@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +21,8 @@ import openai
 import psutil
 import pytest
 
+from ragen_mega.agents.call_tree import CALL
+from ragen_mega.agents.repetition import RecordedAnswers
 from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -52,7 +54,7 @@ def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
     assert trajectory.tokens[: len(longer)] == longer and trajectory.breaks == []
     assert [turn.reward for turn in trajectory.turns] == [0.0, 2.5]
     assert trajectory.terminated and not trajectory.truncated and not trajectory.success
-    assert trajectory.turns[-1].info["note"] == 7
+    assert trajectory.turns[-1].info["outcome"] == {"note": 7}
     logprobs = [row.logprob for row in first.choices[0].logprobs.content]
     assert logprobs == [x for x, m in zip(trajectory.rollout_logprobs, mask) if m][: len(logprobs)]
     assert first.choices[0].finish_reason == "stop" and first.model == "policy"
@@ -315,6 +317,29 @@ def test_a_failed_episode_is_played_again():
         assert (ERROR in trajectory.turns[-1].info) == bool(trajectory.outcome_seed % 2)
 
 
+def test_keys_of_an_agent_are_kept_and_never_read_as_the_trainers():
+    others = {
+        **{"error": "tool failed", "claims": 3, "thought": None, "actions": 5, "verdicts": 1},
+        **{"is_format_valid": False, "finish_reason": "length", "truncated_by": "gnomes"},
+        **{"call": 1, "failed_attempts": [2], "untrained_calls": 3, "outcome": 4},
+    }
+
+    def returning(own: dict[str, Any]) -> Callable[..., Any]:
+        def run(task: dict[str, Any], client: openai.OpenAI) -> dict[str, Any]:
+            ask(client, "hello")
+            return {"reward": 1, **own}
+
+        return run
+
+    infos = []
+    for own in ({}, others):
+        (trajectory,) = play(returning(own), attempts=2)
+        assert trajectory.terminated and trajectory.total_reward == 1.0
+        infos.append(trajectory.turns[-1].info)
+    plain, kept = infos
+    assert kept == plain | {"outcome": others}
+
+
 def test_running_into_a_limit_is_the_policys_own_end():
     def chatting(task: dict[str, Any], client: openai.OpenAI) -> float:
         texts = ["hello"]
@@ -393,6 +418,39 @@ def test_other_sampling_than_the_trainers_is_never_silent(side):
     else:
         assert temperatures == [1.0, 0.0] and len(trajectory.turns) == 1
         assert info["untrained_calls"][0]["asked_sampling"] == {"temperature": 0}
+
+
+def test_half_a_character_is_refused_however_it_is_written():
+    said = []
+
+    def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
+        headers = {"authorization": f"Bearer {api_key}"}
+        with httpx2.Client(trust_env=False, headers=headers) as client:
+            for key in (b"\\ud800", b"\xed\xa0\x80"):
+                body = b'{"model": "policy", "messages": [], "%s": 1}' % key
+                answer = client.post(f"{base_url}/chat/completions", content=body)
+                said.append((answer.status_code, answer.json()["error"]["message"]))
+            hello = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+            client.post(f"{base_url}/chat/completions", json=hello)
+        return 1.0
+
+    play(run)
+    assert said == [(400, "the body must be valid Unicode")] * 2
+
+
+def test_an_episode_without_a_trained_answer_has_an_empty_record():
+    seeds = []
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        seeds.append(task["outcome_seed"])
+        ask(client, "greedy", temperature=float(task["outcome_seed"] != seeds[0]))
+        return 1.0
+
+    played = play(run, agent_sampling="agent", count=2)
+    for trajectory in played:
+        is_trained = trajectory.outcome_seed != seeds[0]
+        assert any(CALL in turn.info for turn in trajectory.turns) == is_trained
+        assert bool(RecordedAnswers(trajectory)._answers) == is_trained
 
 
 def test_samples_depend_on_the_calls_and_not_on_their_order():

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.tasks import FileTasks
 from ragen_mega.environments.episode import ERROR
+from ragen_mega.environments.processes import Host
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
@@ -304,12 +306,56 @@ def test_agents_in_processes_may_share_a_client_and_cost_their_own_episode(tmp_p
     assert [member.total_reward for member in others] == [1.0] * 5, infos
     assert [len(member.turns) for member in others] == [1] * 5
     # Two at a time, and one in place of the one that ended; which takes an episode is up to speed.
-    assert len({member.turns[-1].info["process"] for member in others}) <= 3
+    assert len({member.turns[-1].info["outcome"]["process"] for member in others}) <= 3
     for place in iter(runner._processes("process_agent:run", 2).get_nowait, None):
         if place._host is not None:
-            place._host.end_host()
+            place._host.end()
         if runner._processes("process_agent:run", 2).empty():
             break
+
+
+SLOW_AGENT = """
+import multiprocessing
+import time
+
+if multiprocessing.parent_process():
+    time.sleep(600)
+
+
+def run(task, client):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("moment", ["before it is known", "while it imports the agent"])
+def test_a_process_that_is_starting_ends_with_its_episode(moment, tmp_path, monkeypatch):
+    (tmp_path / "slow_agent.py").write_text(SLOW_AGENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runner._processes.cache_clear()
+    program = AgentProgram("slow_agent:run", processes=1)
+    program.reset(0)
+    is_early = moment == "before it is known"
+    hosts = []
+
+    class Noted(Host):
+        def __init__(self, variables: Any) -> None:
+            super().__init__(variables)
+            hosts.append(self)
+            if is_early:
+                program.stop()
+
+    monkeypatch.setattr(runner, "Host", Noted)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(program.run, "http://127.0.0.1:9/v1", lambda key: nullcontext(key))
+        if not is_early:
+            while program._host is None:
+                time.sleep(0.01)
+            program.stop()
+        try:
+            with pytest.raises(RuntimeError, match="was ended before|is gone"):
+                ending.result(timeout=60)
+        finally:
+            hosts[0].end()
 
 
 def rows_of(world: AgentProgram | FileTasks) -> list[set[str]]:

@@ -17,14 +17,18 @@ from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
 from ragen_mega.environments import calls
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.pool import Worker
+from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
 from ragen_mega.environments.processes import HostedEnvironment
-from ragen_mega.environments.protocol import StepResult
-from ragen_mega.environments.registry import make
+from ragen_mega.environments.protocol import Budget, StepResult
+from ragen_mega.environments.reference_players import baselines
+from ragen_mega.environments.registry import ENVIRONMENTS, make
 from ragen_mega.rollout.tasks import episode_maker, play_settings
 
 WORLD = """
 import os
+
+from ragen_mega.environments.protocol import Solver
+from ragen_mega.environments.tool_calls import tool_calls
 
 
 class Odd:
@@ -50,6 +54,23 @@ class Odd:
 
     def parse(self, text):
         return int(text) and text
+
+
+class Calling(Odd):
+    # A world whose answers are calls of a tool, with a solver that cannot be pickled.
+    solver = Solver(lambda world, budget: None, lambda world, left: ["yes"] * left)
+
+    def __init__(self, fails: bool = False):
+        if fails:
+            raise ValueError("no shop\\nthere")
+
+    def reset(self, seed):
+        return "Go."
+
+    async def parse(self, text):
+        if text == "deep":
+            raise RecursionError("deep")
+        return tool_calls(text, [{"name": "look"}])
 
 
 class Parent:
@@ -152,6 +173,43 @@ def test_episodes_are_those_of_this_process() -> None:
         HostedEnvironment("frozen_lake", {"sizes": 3}, 2)
 
 
+@pytest.mark.parametrize("name", ENVIRONMENTS.names())
+def test_reference_players_are_those_of_this_process(name: str) -> None:
+    """Players of WebShop play in copies of the world."""
+    found = [
+        baselines(name, [(3, None), (4, None)], EpisodeConfig(), build=build)
+        for build in (partial(make, name), partial(HostedEnvironment, name, {}, 1))
+    ]
+    assert found[0] == found[1]
+    world = HostedEnvironment(name, {}, 1)
+    calls.reset(world, 3)
+    before = world.facts()
+    world.solver.references(world, Budget(9, 1, 9))
+    assert world.facts() == before
+
+
+def test_what_an_answer_is_told_does_not_depend_on_the_process() -> None:
+    read = []
+    for build in (
+        partial(make, "odd_world:Calling"),
+        partial(HostedEnvironment, "odd_world:Calling", {}, 1),
+    ):
+        episode = Episode(build(), EpisodeConfig(think=False))
+        episode.start(0)
+        unknown = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+        read.append([episode.respond(said) for said in (unknown, "deep", "no call")])
+        world = episode.environment
+        assert world.solver.optimal_actions(world, 2) == ["yes", "yes"]
+    assert read[0] == read[1]
+    assert [turn.info["is_format_valid"] for turn in read[0]] == [True, False, False]
+    with pytest.raises(
+        ValueError, match=r"ValueError: no shop\sthere \(in __init__, .*odd_world.py:\d+\)"
+    ):
+        HostedEnvironment("odd_world:Calling", {"fails": True}, 1)
+    with pytest.raises(ValueError, match="^min_words and max_words must be in order"):
+        Worker(0).build("reverse", partial(HostedEnvironment, "reverse", {"min_words": 9}, 1))
+
+
 def test_a_host_that_hangs_is_ended() -> None:
     HostedEnvironment("odd_world:Odd", {}, 1).reset(0)  # the host is there
     stuck = HostedEnvironment("odd_world:Odd", {}, 1, timeout=3.0)
@@ -189,7 +247,7 @@ def test_processes_of_a_world_end_with_its_host() -> None:
     for last in ("hang", "die"):
         world = HostedEnvironment("odd_world:Parent", {}, 1, timeout=20.0 if last == "die" else 8.0)
         family = [*map(int, world.reset(0).split())]
-        with pytest.raises(RuntimeError, match="environment is gone"):
+        with pytest.raises((RuntimeError, TimeoutError), match="environment is gone"):
             world.step(last)
         # The host can no longer name a process that has left both its parent and its session.
         assert has_ended(family if last == "hang" else family[:2])
@@ -223,8 +281,8 @@ def test_hosts_share_the_work_and_a_dead_one_is_replaced() -> None:
     assert episode.respond("x").info["is_format_valid"] is False, "ValueError stays ValueError"
     assert episode.respond("12").reward == 0.5
     place = r"\(in step, .*odd_world.py:\d+\)"
-    with pytest.raises(RuntimeError, match=rf"LookupError: no such\nshelf {place}"):
-        calls.step(many[0], "fail")
+    with pytest.raises(EnvironmentFailed, match=rf"LookupError: no such\nshelf {place}"):
+        guarded(partial(calls.step, many[0], "fail"))
     with pytest.raises(RuntimeError, match="environment is gone"):
         calls.step(many[0], "die")
     with pytest.raises(RuntimeError, match="gone"):

@@ -278,9 +278,10 @@ def test_boards_of_other_kinds_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not a JSON object"),
-        ("[" * 100_000, "not a JSON object"),
-        ("[1]", "is a JSON object"),
+        ("{", "must be a JSON object, not '{' .*; write one object a line"),
+        ("[" * 100_000, "must be a JSON object"),
+        ("[1]", "must be a JSON object"),
+        (record()[:-1] + ', "seed": 3}', "the key 'seed' is in it twice"),
         ('{"set": "a", "seed": 1}', "add board"),
         (record(set=""), "set must be a name"),
         (record(seed="1"), "seed must be .*, not '1'"),
@@ -306,7 +307,7 @@ def test_malformed_boards_name_file_and_line(tmp_path, line, message):
     name = "sokoban" if "#" in line or "board" not in line else "frozen_lake"
     with pytest.raises(ValueError, match=message) as caught:
         load_boards(path, name)
-    assert str(caught.value).startswith(f"{path}, line 2: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 2") and "\n" not in str(caught.value)
 
 
 def test_unreadable_boards_files(tmp_path):
@@ -316,3 +317,5 @@ def test_unreadable_boards_files(tmp_path):
             load_boards(tmp_path / name, "sokoban")
     with pytest.raises(ValueError, match="cannot read"):
         load_boards(tmp_path, "sokoban")
+    (tmp_path / "marked.jsonl").write_text("\ufeff" + record() + "\n", encoding="utf-8")
+    assert len(load_boards(tmp_path / "marked.jsonl", "sokoban")) == 1

@@ -12,7 +12,9 @@ from itertools import permutations, product
 import pytest
 
 from ragen_mega.config import parse
+from ragen_mega.environments.episode import EpisodeConfig
 from ragen_mega.environments.protocol import Budget
+from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.lookup.world import PEOPLE, Hint, Lookup
 from ragen_mega.rollout.tasks import prompt_examples
@@ -98,6 +100,15 @@ def test_the_own_budget_is_enough_for_the_optimum() -> None:
             world.reset(seed)
             budget = Budget(world.max_turns, world.max_actions_per_turn, world.max_actions)
             assert world.solver.references(world, budget).optimum == 1.0
+
+
+def test_a_rate_that_rounding_lifts_above_one_is_one() -> None:
+    world = make("lookup", min_people=2, max_people=2, dead_ends=1)
+    world.reset(0)
+    protocol = EpisodeConfig(max_turns=132, max_actions=132)
+    assert world.solver.references(world, protocol.budget(world)).random > 1.0
+    options = {"min_people": 2, "max_people": 2, "dead_ends": 1}
+    assert baselines("lookup", [(0, None), (2, None)], protocol, options).random == 1.0
 
 
 def test_nothing_pays_before_it_was_heard() -> None:

@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,16 @@ def test_what_an_environment_declares_wrongly_is_one_line(
     register(name := f"wrong_{member}", Wrong)
     with pytest.raises(ValueError, match=rule):
         baselines(name, [(1, None)], COMPACT, held_out_options(name))
+
+
+def test_worlds_with_a_reset_of_their_own_are_not_kept() -> None:
+    kept = []
+    for _ in range(300):
+        world = SimpleNamespace(reset=lambda seed: "Go.")
+        kept.append(weakref.ref(world.reset))
+        calls.reset(world, 0)
+    gc.collect()
+    assert sum(each() is not None for each in kept) <= 257  # the last one is still in `world`
 
 
 def test_a_reset_that_fails_now_and_then_does_not_stop_the_solver() -> None:

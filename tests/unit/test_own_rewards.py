@@ -135,6 +135,7 @@ def test_answers_without_the_form_name_flags_that_teach_it(flags: str, remedies:
         ("players (1, 2) or the goal in sight", [True]),
         ("nothing to say", []),
         ("the size of the goal is large", []),
+        (f"goal ({'9' * 5000}, 3), size {'9' * 5000}", [False, False]),
     ],
 )
 def test_claims_about_facts(thought: str, claims: list[bool]) -> None:

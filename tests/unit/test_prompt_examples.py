@@ -182,10 +182,12 @@ def talk(*contents: str, **more: str) -> dict:
 def test_a_file_gives_its_first_conversations_of_the_environment(tmp_path: Path) -> None:
     rows = talk("a", "b", environment="sokoban"), talk("c", "d", "e", "f"), talk("g", "h")
     rows[1]["messages"].insert(0, {"role": "system", "content": "not shown twice"})
-    file = write(tmp_path / "mine.jsonl", *rows)
+    rows[1]["messages"][1]["content"] = odd = "c\u2028\u2029\u0085"  # which end lines elsewhere
+    first, *others = (json.dumps(row, ensure_ascii=False) for row in rows)
+    file = write(tmp_path / "mine.jsonl", "\ufeff" + first, *others)
     flags = ("--prompt-examples-file", file, "--prompt-examples")
     said = prompt_examples(config_of("bandit", *flags, "1").environment, "bandit")
-    assert [m.content for m in said] == ["c", "d", "e", "f"]
+    assert [m.content for m in said] == [odd, "d", "e", "f"]
     said = prompt_examples(config_of("sokoban", *flags, "1").environment, "sokoban")
     assert [m.content for m in said] == ["a", "b"]
     with pytest.raises(ValueError, match=r"prompt_examples \(3\) .* 2 conversations of bandit"):
@@ -195,8 +197,9 @@ def test_a_file_gives_its_first_conversations_of_the_environment(tmp_path: Path)
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        ("{", "line 1: must be an object"),
-        ("[1]", "line 1: must be an object"),
+        ("{", "line 1 must be a JSON object"),
+        ("[1]", "line 1 must be a JSON object"),
+        ({}, r"line 1: messages must be a list, not None; must be an object"),
         (talk("only a question"), "line 1: a conversation must .* roles are user"),
         ({"messages": []}, "roles are none"),
         (

@@ -10,6 +10,8 @@ import pytest
 
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.protocol import Solver
+from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.scripted import scripted_response
 from ragen_mega.environments.worlds.frozen_lake.narrator import describe as describe_frozen_lake
@@ -215,3 +217,41 @@ def test_skill_plays_the_shortest_plan() -> None:
         while not episode.done:
             result = episode.respond(scripted_response(episode, generator, skill=1.0))
         assert result.info["success"]
+
+
+class Dwindling:
+    """Each state has an action less, the last one none; the solver keeps what it is told."""
+
+    is_instant = True
+    max_turns = max_actions = 6
+    max_actions_per_turn = 2
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.solver = Solver(lambda world, budget: None, self.plan)
+
+    def plan(self, world, actions_left: int) -> list[str]:
+        self.told.append(actions_left)
+        return list(self.actions[:1])
+
+    def reset(self, seed: int) -> str:
+        self.actions = ("a", "b", "c")
+        return "Go."
+
+    def step(self, action: str):
+        self.actions = self.actions[1:]
+        return "On.", 0.0, False, False, {}
+
+
+def test_the_solver_hears_how_many_actions_are_left_and_a_state_may_have_none() -> None:
+    episode = Episode(Dwindling(), EpisodeConfig(think=False))
+    episode.start(0)
+    said = []
+    while not episode.done:
+        said.append(scripted_response(episode, np.random.default_rng(0), skill=1.0))
+        episode.respond(said[-1])
+    assert said == [f"<answer> {action}</answer>" for action in ("a", "b", "c", "", "", "")]
+    assert episode.environment.told == [6, 5, 4, 3, 3, 2]
+    episode.environment.solver = None
+    found = baselines("dwindling", [(0, None)], episode.config, build=lambda: episode.environment)
+    assert (found.random, found.errors_say) == (0.0, None)

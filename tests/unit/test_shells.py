@@ -4,6 +4,7 @@ threads, processors, outputs without a reader, links to nothing, a lost working 
 
 import argparse
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from ragen_mega.commands.command_line import flag, target
 from ragen_mega.commands.command_line import parse as parse_flags
 from ragen_mega.config import EvaluationConfig, StarPOConfig, parse
 from ragen_mega.config.cli import split_resumed
+from ragen_mega.environments.registry import make
 from ragen_mega.ranks import launcher
 from ragen_mega.report.terminal import command_line
 from ragen_mega.storage.integrity import atomic_directory, describe_error, describe_file
@@ -67,6 +69,28 @@ def test_homes_in_studies_in_commands_and_from_python(home: Path) -> None:
     found = parse_flags("", *flags, argv=["--to=~/x", "~/a", "b"])
     assert (found.to, found.runs) == (home / "x", [home / "a", Path.cwd() / "b"])
     assert target("~/out.json") == home / "out.json"
+
+
+def agent(task, client) -> float:
+    return 1.0
+
+
+def test_homes_in_options_of_worlds_and_agents(home: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": n} for n in range(20)]
+    for name, some in (("a", rows), ("b", rows[:3])):
+        (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    options = {"tasks:~/a.jsonl": {"validation": "~/b.jsonl", "directory": "~/a folder"}}
+    options[f"agent:{__name__}:agent"] = {"tasks": "~/a.jsonl", "validation": "~/b.jsonl"}
+    options["webshop"] = {"data": "~/shop"}
+    given = ["--environments", ",".join(options), "--environment-options", json.dumps(options)]
+    config = parse([*given, "--num-groups", "6"]).environment.located()
+    assert config.options("webshop")["data"] == f"{home}/shop"
+    assert config.options("tasks:~/a.jsonl")["directory"] == f"{home}/a folder"
+    for name in list(options)[:2]:
+        found = [
+            make(name, **config.options(name), split=split) for split in ("train", "validation")
+        ]
+        assert [world.num_tasks for world in found] == [20, 3]
 
 
 def test_only_a_leading_tilde_of_a_known_user_is_a_home(home: Path) -> None:

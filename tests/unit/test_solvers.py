@@ -304,6 +304,12 @@ def test_optimal_actions_reach_the_value_of_the_lake():
     assert successes / 1500 == pytest.approx(value, abs=4 * (value * (1 - value) / 1500) ** 0.5)
 
 
+def test_optimal_actions_lead_to_a_goal_that_is_out_of_reach() -> None:
+    environment = make("frozen_lake")
+    environment.reset(0, board=["SFFF", "HHHF", "HHHF", "HHHG"])
+    assert [optimal_actions(environment, left) for left in (1, 5, 16)] == [["Up"]] * 3
+
+
 def test_optimal_actions_do_not_dither_without_slip():
     environment = make("frozen_lake", success_rate=1.0)
     environment.reset(0, board=["SFFF", "FHFF", "FFFF", "FFFG"])

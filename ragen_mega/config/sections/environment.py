@@ -21,6 +21,7 @@ from ragen_mega.config.sections.section import (
 )
 from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
+from ragen_mega.system.paths import expanded
 
 _OPTIONS = '{"sokoban": {"observation": "grid"}}'
 _CURRICULUM = f'{{"0": {_OPTIONS}, "30": {{}}}}'
@@ -217,9 +218,9 @@ def with_directory(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     family = name.partition(":")[0]
     options = dict(options)
     if family == "tasks" or (family == "agent" and "tasks" in options):
-        options["directory"] = os.path.abspath(options.get("directory", ""))
+        options["directory"] = os.path.abspath(expanded(options.get("directory", "")))
     if family == "webshop" and options.get("data"):
-        options["data"] = os.path.abspath(options["data"])
+        options["data"] = os.path.abspath(expanded(options["data"]))
     return options
 
 

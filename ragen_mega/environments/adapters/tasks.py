@@ -9,11 +9,9 @@ import copy
 import datetime
 import json
 import math
-import os
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
@@ -41,7 +39,8 @@ from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
 from ragen_mega.extensions.registry import Registry
 from ragen_mega.extensions.scalars import as_number
-from ragen_mega.system.paths import expanded
+from ragen_mega.system.json_lines import json_lines
+from ragen_mega.system.paths import expanded, path_in
 
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
@@ -129,13 +128,14 @@ class FileTasks:
         reference that is no number from 0 to 1.
         """
         columns = _Columns(prompt_column, answer_column, answer_after)
-        file = _file(os.path.join(directory, path))
+        file = _file(path_in(directory, path))
         if validation is None:
             parts = _parts(file, columns, validation_share)
         else:
-            other = _file(os.path.join(directory, validation))
+            other = _file(path_in(directory, validation))
             parts = [_tasks(file, columns), _tasks(other, columns)]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
+        self.num_tasks = len(self._tasks)
         self._parts = parts
         self._score = _checked_score(score, file, columns)
         self.instruction = instruction
@@ -161,10 +161,6 @@ class FileTasks:
             self.answer_format = f"{CALL_FORMAT} or {answer}"
         if _is_short(file, columns):
             self.random_answer = self._random_answer
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self._tasks)
 
     @property
     def split_note(self) -> str | None:
@@ -273,12 +269,7 @@ def read_rows(path: str) -> Sequence[dict[str, Any]]:
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
-    return _Copies(shared_rows(path))
-
-
-def shared_rows(path: str) -> tuple[dict[str, Any], ...]:
-    """Return the rows of `read_rows` themselves, for callers that do not write into them."""
-    return _rows(_file(path))
+    return _Copies(_rows(_file(path)))
 
 
 def read_parts(
@@ -288,7 +279,7 @@ def read_parts(
     this share of the different rows of `path`. Raises ValueError as `read_rows` and `held_out` do.
     """
     if validation is not None:
-        return [shared_rows(path), shared_rows(validation)]
+        return [_rows(_file(path)), _rows(_file(validation))]
     return _row_parts(_file(path), share)
 
 
@@ -341,7 +332,8 @@ def _unreadable(path: str, error: OSError) -> str:
 def _rows(file: _File) -> tuple[dict[str, Any], ...]:
     path = file[0]
     try:
-        found = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
+        is_table = path.endswith(".parquet")
+        found = _parquet_rows(path) if is_table else (row for _, row in json_lines(path))
         rows = tuple(
             {name: _value(number, path, name, value) for name, value in row.items()}
             for number, row in enumerate(found, start=1)
@@ -351,37 +343,6 @@ def _rows(file: _File) -> tuple[dict[str, Any], ...]:
     if not rows:
         raise ValueError(f"{path} must hold rows and has none; write one JSON object a line")
     return rows
-
-
-def _json_rows(path: str) -> Iterator[dict[str, Any]]:
-    content = Path(path).read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {number} must be UTF-8 ({error}); save it so") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row, problem = json.loads(line, object_pairs_hook=_distinct), ""
-        except (ValueError, RecursionError) as error:
-            row, problem = None, f" ({error})"
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path}, line {number} must be a JSON object, not"
-                f" {line[:40]!r}{problem}; write one object a line"
-            )
-        yield row
-
-
-def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, which Python would read without the first of two equal keys."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} is in it twice")
-    return found
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:

@@ -148,13 +148,16 @@ def references(environment: Any, budget: Budget) -> References:
 
 def optimal_actions(environment: Any, actions_left: int) -> list[str]:
     """Return the best next action alone, because the one after it depends on where this one slips;
-    none if the episode is over.
+    none if the episode is over. Where the goal is out of reach, it is the best of a longer episode:
+    play that is imitated goes on towards the goal.
     """
     facts, lake = environment.facts(), environment.lake
-    if facts["player"] == lake.goal or facts["player"] in lake.holes:
+    player = facts["player"]
+    if player == lake.goal or player in lake.holes:
         return []
     solver = LakeSolver(lake, facts["success_rate"])
-    return [solver.best_action(facts["player"], actions_left)]
+    can_help = solver.closed_loop(player, actions_left) > 0
+    return [solver.best_action(player, actions_left if can_help else lake.size**2)]
 
 
 SOLVER = Solver(references, optimal_actions)

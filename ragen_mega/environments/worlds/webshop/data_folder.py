@@ -60,9 +60,8 @@ def _find(folder: Path, goals: GoalKind) -> tuple[Path, Path, Path]:
     """Return the files of products, attributes and people's requests, of the small or the full
     set. Raises ValueError naming the first missing one.
     """
-    size = "_1000" if (folder / "items_shuffle_1000.json").is_file() else ""
-    if not size and not (folder / "items_shuffle.json").is_file():
-        size = "_1000"
+    has = {size: (folder / f"items_shuffle{size}.json").is_file() for size in ("", "_1000")}
+    size = "" if has[""] and not has["_1000"] else "_1000"
     files = (
         folder / f"items_shuffle{size}.json",
         folder / f"items_ins_v2{size}.json",

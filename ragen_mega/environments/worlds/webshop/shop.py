@@ -39,13 +39,10 @@ class Shop:
         self,
         entries: Sequence[tuple[Product, Sequence[Request]]],
         *,
-        label: str,
         seed: int,
         asin_parts: Sequence[str] = (),
     ) -> None:
         """`asin_parts`: texts that all identifiers consist of, if there are such."""
-        self.label = label
-        """Label of results on this shop."""
         self.products = {product.asin: product for product, _ in entries}
         self._asins = asin_parts or tuple(self.products)
         self.engine = SearchEngine([product for product, _ in entries])
@@ -76,15 +73,14 @@ def generated_shop(num_products: int, num_departments: int, seed: int) -> Shop:
     entries = list(
         generate_catalogue(num_products=num_products, num_departments=num_departments, seed=seed)
     )
-    label = f"WebShop-compatible, {num_products} generated products"
-    return Shop(entries, label=label, seed=seed, asin_parts=sum(ASIN_HALVES, []))
+    return Shop(entries, seed=seed, asin_parts=sum(ASIN_HALVES, []))
 
 
 @lru_cache(maxsize=2)
 def folder_shop(folder: str, goals: GoalKind, seed: int) -> Shop:
     """Return a shop with WebShop's own catalogue."""
     entries = list(read_folder(Path(folder), goals=goals, seed=seed))
-    return Shop(entries, label=f"WebShop-compatible, {len(entries)} products", seed=seed)
+    return Shop(entries, seed=seed)
 
 
 def _values(product: Product) -> list[str]:

@@ -64,6 +64,7 @@ class WebShop:
         else:
             self.shop = generated_shop(num_products, departments, catalogue_seed)
         self._goals: tuple[Goal, ...] = getattr(self.shop.goals, split)
+        self.num_tasks = len(self._goals)
         self._pays_score = reward == "score"
         self._goal: Goal | None = None
         self._hits: Sequence[Product] = ()
@@ -109,11 +110,6 @@ class WebShop:
             places = sorted(generator.sample(range(len(words)), generator.randint(1, len(words))))
             words = [words[place] for place in places]
         return f"search[{' '.join(words)}]"
-
-    @property
-    def num_tasks(self) -> int:
-        """Goals of the split."""
-        return len(self._goals)
 
     @property
     def vocabulary(self) -> list[str]:
