@@ -414,7 +414,7 @@ def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another(tmp_
     other = parse(["--environments", "bandit_test"], recipe="bandit")
     for one in (own, same, other):
         assert (one.environment.max_turns, one.environment.max_response_length) == (1, 32)
-    for limit in ("--max-turns=3", "--max_turns 3"):  # of a file of one's own
+    for limit in ("--max-turns=3", "--max_turns 3"):  # of a file that a user wrote
         (tmp_path / "my.flags").write_text(f"--environments bandit {limit}")
         config = parse(["--recipe", str(tmp_path / "my.flags"), "--environments", name])
         assert config.environment.max_turns is None
