@@ -55,6 +55,12 @@ BROAD_EXCEPT = {
     "ragen_mega/extensions/registry.py::Registry._import": (
         "a module of the user may raise anything; the error says which name and what"
     ),
+    "ragen_mega/algorithm/tables.py::call": (
+        "a function of the user may raise anything; the error says which function and what"
+    ),
+    "ragen_mega/extensions/extras.py::lack": (
+        "an optional package that is broken may raise anything while it is imported"
+    ),
     "ragen_mega/agents/server.py::_answered.answer": (
         "an agent gets an error in the form of its interface, and the log names it"
     ),

@@ -228,17 +228,24 @@ def build_run(
         refused.callback(run.shutdown, 2)
         if samplers := run.rollouts.samplers:
             samplers.begin(base)
-        if checkpoint:
-            run.restore(checkpoint)  # the policy's first weights stay as the reference policy
-        run.log.repeat_from(run.step)
-        if checkpoint is None:
-            for note in notes:
-                logger.note(0, note)
-            found = run.evaluation.play(0)
-            run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
-            run.step_version = run.engine.weight_version
+        begin_run(run, checkpoint, notes)
         refused.pop_all()
     return run
+
+
+def begin_run(run: Run, checkpoint: Checkpoint | None, notes: Sequence[str]) -> None:
+    """Take a run to its first step: restore its checkpoint, or log the `notes` of the start and
+    evaluate the policy as it is.
+    """
+    if checkpoint:
+        run.restore(checkpoint)  # the policy's first weights stay as the reference policy
+    run.log.repeat_from(run.step)
+    if checkpoint is None:
+        for note in notes:
+            run.logger.note(0, note)
+        found = run.evaluation.play(0)
+        run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
+        run.step_version = run.engine.weight_version
 
 
 def example_notes(config: EnvironmentConfig, renderer: ChatRenderer) -> list[str]:
