@@ -242,7 +242,10 @@ class _Sessions:
         session = self._own if self._own not in self._busy else next(self._further_sessions)
         self._busy.add(session)
         try:
-            completion = await self._shared.generate(tokens, sampling, session=session)
+            completion = None
+            while completion is None:
+                async with self._shared.outlasting_weights():
+                    completion = await engine.generate(tokens[:], sampling, session=session)
         finally:
             self._busy.discard(session)
             if session != self._own or self._busy:

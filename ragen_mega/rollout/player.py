@@ -6,7 +6,8 @@ loss mask. Episodes of agents: `agents/player.py`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -219,26 +220,24 @@ class SharedEngine:
         """Note that a trajectory goes on, or that it is over."""
         self._resting.discard(session)
 
-    async def generate(
-        self, tokens: list[int], sampling: SamplingParams, *, session: int
-    ) -> Completion:
-        """Sample what follows the tokens. If the engine loses its weights, it is asked again once
-        it has others, which may have come since the request. Raises EngineError if the engine fails
-        otherwise.
+    @contextlib.asynccontextmanager
+    async def outlasting_weights(self) -> AsyncIterator[None]:
+        """Give a context for a request to the engine. If this has lost its weights, the context
+        ends once the engine has others, which may have come since the request. Raises EngineError
+        if the engine fails otherwise.
         """
-        while True:
-            loaded = self._loaded
-            try:
-                return await self.engine.generate(tokens[:], sampling, session=session)
-            except WeightsLost:
-                if loaded is self._loaded:
-                    self.has_weights = False
-                    self._on_wait()
-                await loaded.wait()
-            except (RuntimeError, MemoryError, OSError) as error:
-                raise EngineError(
-                    f"the rollout engine failed: {type(error).__name__}: {error}"
-                ) from error
+        loaded = self._loaded
+        try:
+            yield
+        except WeightsLost:
+            if loaded is self._loaded:
+                self.has_weights = False
+                self._on_wait()
+            await loaded.wait()
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise EngineError(
+                f"the rollout engine failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 class Player:
@@ -283,9 +282,12 @@ class Player:
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
             )
             await self._shared.wait_for_turn(attempt.session)
-            completion = await self._shared.generate(
-                context.tokens, sampling, session=attempt.session
-            )
+            completion = None
+            while completion is None:
+                async with self._shared.outlasting_weights():
+                    completion = await engine.generate(
+                        context.tokens[:], sampling, session=attempt.session
+                    )
             turn = trajectory.append_action(completion)
             if engine.weight_version != trajectory.weight_version:
                 turn.info[VERSION] = engine.weight_version
