@@ -87,7 +87,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
-    read_words(arguments.others)
+    read_words(arguments.others)  # a wrong flag is said before the imports below
     with waiting("predicting the layouts"):
         from ragen_mega.planning.answer import answer  # with torch, which takes seconds
 

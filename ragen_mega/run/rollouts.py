@@ -107,7 +107,8 @@ class Rollouts:
         self._due = tasks, origin
         if groups is not None:
             self._engine.weight_version += 1  # the version that sampled them
-            for further in range(1, len(groups) // self._config.rollout.num_groups):
+            num_rounds = len(groups) // self._config.rollout.num_groups
+            for further in range(1, num_rounds) if self.sampling.tasks.levels else ():
                 self.sampling.tasks.sample(step, further)  # the curriculum observes their levels
         return groups
 
