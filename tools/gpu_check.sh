@@ -113,6 +113,7 @@ if [ -n "$archives" ]; then # what cannot be unpacked is told and missing from t
     fi
 elif [ -n "$site" ]; then
     SITE="$site"
+    mkdir -p "$SITE"
 fi
 if [ -z "${COMMIT:-}" ]; then
     COMMIT="$(git rev-parse HEAD 2>/dev/null || cat COMMIT "${archives:-.}/COMMIT" "${SITE:-.}/COMMIT" 2>/dev/null)"
