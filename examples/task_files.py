@@ -1,15 +1,19 @@
-"""Six tasks in which a written thought could help a small model, as task files: python
-examples/thought_tasks.py, then ragen-mega study thought_tasks --seeds 3 --jobs 2.
+"""Task files for a small model, in the folder task_files: python examples/task_files.py.
 
-Each task has a file of 2,000 questions and two files of two worked examples, with and without
-the steps of the solution as the thought.
+Six tasks in which a written thought could help, for the study thought_tasks: each has a file of
+2,000 questions and two files of two worked examples, with and without the steps of the solution as
+the thought. With the package vaderSentiment there is also the file sentiment.jsonl, for the study
+task_files: words of its lexicon (Hutto and Gilbert, ICWSM 2014) that people find good or bad.
 """
 
+import importlib.util
 import json
 import random
 from pathlib import Path
 
-FOLDER = Path("thought_tasks")
+FOLDER = Path("task_files")
+SUM = "State the final answer to the following arithmetic problem: {} ="
+"""As reasoning_gym:chain_sum asks."""
 WORDS = (
     "cat dog sun map tree fish ball milk bird star moon rain snow wind fire leaf rock sand gold"
     " ship boat road door desk lamp book cup fork rice corn bean meat soup cake salt ring"
@@ -72,6 +76,26 @@ def write(name: str, rows: list[dict]) -> None:
     (FOLDER / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def sentiment() -> list[dict]:
+    """Return a row for each word of the lexicon whose mean rating is at least 1.5 from neutral."""
+    spec = importlib.util.find_spec("vaderSentiment")
+    if spec is None or spec.origin is None:
+        return []
+    rows = []
+    for line in (Path(spec.origin).parent / "vader_lexicon.txt").read_text().splitlines():
+        word, rating, *_ = line.split("\t")
+        if word.isalpha() and abs(float(rating)) >= 1.5:
+            answer = "good" if float(rating) > 0 else "bad"
+            rows.append({"question": f"Is this word good or bad: {word}", "answer": answer})
+    return rows
+
+
+def conversation(question: str, reply: str) -> dict:
+    """Return a worked example."""
+    turns = (("user", question), ("assistant", reply))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def main() -> None:
     """Write the files of all tasks; the same at every call."""
     FOLDER.mkdir(exist_ok=True)
@@ -87,10 +111,16 @@ def main() -> None:
             rows = []
             for question, (thought, answer) in examples:
                 before = f"<think>{thought}</think>" if kind == "thought" else ""
-                reply = f"{before}<answer>{answer}</answer>"
-                turns = (("user", question), ("assistant", reply))
-                rows.append({"messages": [{"role": r, "content": c} for r, c in turns]})
+                rows.append(conversation(question, f"{before}<answer>{answer}</answer>"))
             write(f"{name}_{kind}.jsonl", rows)
+    if rows := sentiment():
+        write("sentiment.jsonl", rows)
+    for name, question, shown in (
+        ("sentiment", "Is this word good or bad: {}", {"sunny": "good", "broken": "bad"}),
+        ("sums", SUM, {"2 + 5": "7", "9 - 4": "5"}),
+    ):
+        rows = [conversation(question.format(a), f"<answer>{b}</answer>") for a, b in shown.items()]
+        write(f"{name}_plain.jsonl", rows)
 
 
 if __name__ == "__main__":
