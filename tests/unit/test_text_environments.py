@@ -329,6 +329,7 @@ def test_random_calls_fit_every_form_of_schema() -> None:
     generator, seen = np.random.default_rng(0), {name: set() for name in parameters["properties"]}
     for _ in range(100):
         (call,) = random_steps(episode, generator)
+        assert tool_calls(write_answer(episode, [call]), Schematic.tools) == [call]
         for name, value in call["arguments"].items():
             seen[name].add(value)
     assert seen["mode"] == {"fast"} and seen["side"] == {"left", "right"}
