@@ -110,6 +110,10 @@ def test_libraries_get_to_know_it(monkeypatch):
     bypass_proxy("ws://127.0.0.1:8000")
     bypass_proxy("http://127.0.0.1:9000")
     assert os.environ["no_proxy"] == "mine.example,127.0.0.1"
+    for everything in ("*", "mine.example, *"):  # urllib reads a star only if it stands alone
+        monkeypatch.setenv("no_proxy", everything)
+        bypass_proxy("http://127.0.0.1:9000")
+        assert os.environ["no_proxy"] == everything
 
 
 @pytest.mark.parametrize("path", ["bomb", "twice", "large", "events"])
