@@ -52,6 +52,8 @@ def main(arguments: argparse.Namespace) -> None:
     words = [*arguments.others]
     if arguments.environment:
         first, *others = [name.strip() for name in arguments.environment.split(",")]
+        for name in (first, *others):
+            ENVIRONMENTS.get(name, "--environment")
         words += ["--environments", first, "--eval-environments", ",".join(others)]
     for name, setting in SHORT.items():
         if (value := getattr(arguments, name)) is not None:

@@ -231,11 +231,12 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
     kept = []
     for word in flags:
         flag, _, value = word.partition("=")
-        if flag == "--environment-options":
-            word = f"{flag}={json.dumps(keep(json.loads(value)))}"
-        elif flag == "--curriculum":
-            steps = {step: keep(options) for step, options in json.loads(value).items()}
-            word = f"{flag}={json.dumps(steps)}"
+        with contextlib.suppress(ValueError, AttributeError):  # EnvironmentConfig refuses others
+            if flag == "--environment-options":
+                word = f"{flag}={json.dumps(keep(json.loads(value)))}"
+            elif flag == "--curriculum":
+                steps = {step: keep(options) for step, options in json.loads(value).items()}
+                word = f"{flag}={json.dumps(steps)}"
         kept.append(word)
     return kept
 

@@ -102,9 +102,9 @@ class Registry:
         """
         return self._known[name] if name in self._known else self.get(name)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str, flag: str | None = None) -> Any:
         """Return the thing with this name. Raises ValueError, in one line, if there is none or it
-        cannot be imported.
+        cannot be imported. `flag`: which one gave the name, if it is another one than usual.
         """
         thing = self._known.get(name)
         if thing is None:
@@ -122,8 +122,8 @@ class Registry:
                 close = f" (a file: write {_module_of(name)}:NAME, a class or function in it)"
             known = f"choose one of {', '.join(names)}, or " if names else ""
             raise ValueError(
-                f"{self.flag}: unknown {self.kind} {name!r}{close}; {known}give an import path such"
-                " as my_module:my_thing"
+                f"{flag or self.flag}: unknown {self.kind} {name!r}{close}; {known}give an import"
+                " path such as my_module:my_thing"
             )
         if isinstance(thing, str):
             thing = self._known[name] = self._import(name, thing)

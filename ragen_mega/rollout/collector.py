@@ -75,7 +75,7 @@ def check_starts(trajectories: Sequence[Trajectory]) -> None:
         if roles := sorted({call["role"] for call in first.turns[-1].info.get(UNTRAINED, ())}):
             nothing = (
                 f"it asked for the model {' and '.join(roles)} alone, which --train-roles does not"
-                " name"
+                " name, or with a sampling of its own, which --agent-sampling agent does not train"
             )
         reason = first.turns[0].info.get(ERROR, nothing)
         raise ValueError(

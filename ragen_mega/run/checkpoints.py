@@ -54,6 +54,7 @@ class RunCheckpoints(CheckpointWriter):
         self._config, self._timers = config.checkpoint, timers
         self._trainers, self._samplers, self._guard = trainers, samplers, guard
         self.best_success: float | None = None
+        self._best_before: float | None = None  # the newest checkpoint
         self._started = time.monotonic()
         self._table = {
             **table,
@@ -83,13 +84,24 @@ class RunCheckpoints(CheckpointWriter):
         """Write a checkpoint in the background; `success` is the success of an evaluation at this
         step. Collective.
         """
-        if self._is_best(success):
-            self.best_success = success
+        self.wait()
+        self._best_before = self.best_success
+        best = success if self._is_best(success) else self.best_success
         if self._samplers:
             self._samplers.flush()
         state = {name: part.state_dict() for name, part in self._table.items()}
         with self._timers.timed("checkpoint"):
-            self.save(step, self._stage, state, success, self._guard.pinned)
+            self.save(
+                step, self._stage, state | {"best_success": best}, success, self._guard.pinned
+            )
+        self.best_success = best
+
+    def wait(self) -> None:
+        """Wait as the writer does; a success whose checkpoint is not there is not the best one."""
+        with self._timers.timed("checkpoint"):
+            super().wait()
+        if self._failure is not None:
+            self.best_success = self._best_before
 
     def _stage(self, directory: Path) -> Callable[[], Path]:
         """Copy the state of a checkpoint and return the function that writes it: trainers, and the
@@ -130,11 +142,14 @@ class RunCheckpoints(CheckpointWriter):
 
     def is_due(self, step: int, success: float | None) -> bool:
         """Return whether a checkpoint is due after so many steps, of which the last one was
-        evaluated with this success.
+        evaluated with this success. Collective.
         """
         interval = self._config.save_interval
         is_regular = bool(interval) and step % interval == 0
-        return is_regular or (self._config.keep_best and self._is_best(success))
+        if is_regular or success is None or not self._config.keep_best:
+            return is_regular
+        self.wait()  # the best one before may not have been written
+        return self._is_best(success)
 
     def _is_best(self, success: float | None) -> bool:
         return success is not None and (self.best_success is None or success > self.best_success)

@@ -84,6 +84,7 @@ class Link:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.seconds_sending = 0.0
         """Seconds that making and sending messages took, beside other work."""
+        self._error: Exception | None = None  # of a call that was to make a message
         self._outgoing: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, daemon=True, name="link")
@@ -110,6 +111,8 @@ class Link:
             return None
         if message is None:
             self._incoming.put(None)  # for whoever asks again
+            if self._error:
+                raise LinkLost(f"no message to {self.other}: {self._error!r}") from self._error
             raise LinkLost(
                 f"{self.other} have ended; --resume goes on from the last checkpoint, and the"
                 " launcher says more"
@@ -131,7 +134,13 @@ class Link:
     def _send_queued(self) -> None:
         with suppress(OSError):
             while (make := self._outgoing.get()) is not None:
-                start, message = time.monotonic(), make()
+                start = time.monotonic()
+                try:
+                    message = make()
+                except Exception as error:  # `receive` raises it
+                    self._error = error
+                    self._connection.shutdown(socket.SHUT_RDWR)  # so that neither side waits
+                    break
                 self._connection.sendall(_LENGTH.pack(len(message)))
                 self._connection.sendall(message)
                 self.seconds_sending += time.monotonic() - start

@@ -67,5 +67,6 @@ def bypass_proxy(url: str) -> None:
     """Have libraries that read `no_proxy` ask a server of this machine without a proxy."""
     host = urlsplit(url).hostname
     others = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
-    if is_local(url) and host not in others.split(","):
+    known = [other.strip() for other in others.split(",")]
+    if is_local(url) and not {host, "*"}.intersection(known):
         os.environ["no_proxy"] = f"{others},{host}".lstrip(",")

@@ -20,7 +20,7 @@ from ragen_mega.ranks.waits import here
 from tests.support.forked_ranks import fork_ranks
 
 pytestmark = pytest.mark.forks
-PATIENCE = 2.0
+PATIENCE = 3.0
 
 
 def in_a_world() -> None:
@@ -121,8 +121,8 @@ def test_a_rank_that_works_for_long_is_no_hang_but_whoever_asks_is_told(
         signal.signal(signal.SIGUSR2, lambda number, frame: watch.ask())
         not_at_all()
 
-    with ranks_of(work, 1.0) as processes:
-        time.sleep(6.0)
+    with ranks_of(work) as processes:
+        time.sleep(3 * PATIENCE)
         assert not capfd.readouterr().err
         os.kill(processes[1].pid, signal.SIGUSR2)
         first, *others = read_report(capfd)

@@ -418,6 +418,11 @@ def test_other_sampling_than_the_trainers_is_never_silent(side):
     else:
         assert temperatures == [1.0, 0.0] and len(trajectory.turns) == 1
         assert info["untrained_calls"][0]["asked_sampling"] == {"temperature": 0}
+        with pytest.raises(ValueError, match="--agent-sampling agent does not train"):
+            play(
+                lambda task, client: ask(client, "it", temperature=0).id and 1.0,
+                agent_sampling=side,
+            )
 
 
 def test_half_a_character_is_refused_however_it_is_written():

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +23,14 @@ from safetensors.torch import save_file
 
 from ragen_mega.config import parse
 from ragen_mega.environments.reference_players import Baselines
+from ragen_mega.megatron import checkpoint
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.build import known_references, with_models
+from ragen_mega.run.checkpoints import RunCheckpoints
 from ragen_mega.run.evaluation import KnownBaselines
+from ragen_mega.run.guards import CollapseGuard
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.checkpoints import (
     STATE,
     Checkpoint,
@@ -91,6 +96,41 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
     manifest = json.loads((found.directory / MANIFEST).read_text())
     assert set(manifest["versions"]) == {"torch", "megatron-core", "transformers", "ragen_mega"}
     assert set(manifest["files"]) == {"steps.json", "rank_00000.safetensors", STATE}
+
+
+def test_a_best_success_whose_checkpoint_is_not_there_is_surpassed_by_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --keep-best, however early or late the write fails; an earlier best one stays."""
+    monkeypatch.setattr(checkpoint, "stage", lambda place, trainers: stage_bytes(b"1")(place))
+    config = parse(["--keep-best", "--eval-interval", "1", "--save-interval", "0"])
+    saved = RunCheckpoints(
+        tmp_path,
+        config,
+        {},
+        models={},
+        trainers={},
+        samplers=None,
+        guard=CollapseGuard(config.guard),
+        timers=Timers(),
+    )
+
+    def evaluate(step: int, success: float, fails_in: str = "") -> bool:
+        if is_due := saved.is_due(step, success):
+            with monkeypatch.context() as patch:
+                if fails_in:
+                    patch.setattr(saved, fails_in, Mock(side_effect=OSError("full")))
+                saved.save_run(step, success)
+                saved._thread and saved._thread.join()
+        return is_due
+
+    assert evaluate(1, 0.3)
+    for step, fails_in in ((2, "_publish"), (3, "_prepare")):
+        assert evaluate(step, 0.9, fails_in)
+    assert not evaluate(4, 0.2) and evaluate(5, 0.6) and not evaluate(6, 0.5)
+    saved.require()
+    latest = find_latest(saved.directory, pytest.fail)
+    assert saved.steps() == [5, 1] and latest.state["best_success"] == 0.6
 
 
 def test_nothing_to_find(tmp_path: Path) -> None:

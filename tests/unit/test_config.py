@@ -401,6 +401,22 @@ def test_options_of_a_file_are_those_of_the_environments_that_are_played(
     assert config.environment.curriculum == '{"2": {}}'
 
 
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("environment-options", "{bandit}"),
+        ("environment-options", "[3]"),
+        ("curriculum", "{bandit}"),
+        ("curriculum", '{"2": 3}'),
+    ],
+)
+def test_malformed_options_of_a_file_are_named(tmp_path: Path, flag: str, text: str) -> None:
+    file = tmp_path / "my.flags"
+    file.write_text(f"--environments sokoban --{flag} '{text}'")
+    with pytest.raises(ValueError, match=rf"{flag.replace('-', '_')} must .*; write "):
+        parse(["--recipe", str(file), "--environments=bandit"])
+
+
 def test_an_environments_own_limits_win_over_a_recipe_that_is_about_another(tmp_path: Path) -> None:
     name = f"{__name__}:Patient"
     config = parse(["--environments", f"{name}:2"], recipe="bandit")

@@ -310,6 +310,14 @@ def test_bad_flags_are_one_line(
     assert re.match(f"error: {said}", error) and error.count("\n") == 1
 
 
+def test_an_unknown_world_is_said_of_the_flag_that_named_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["--load", "own/my-model", "--environment", "bandit,banditt"])
+    assert "error: --environment: unknown environment 'banditt'" in capsys.readouterr().err
+
+
 def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) -> None:
     own = {"sokoban": {"observation": "cells"}, "frozen_lake": {"observation": "cells"}}
     names = ["--environments", "sokoban,frozen_lake"]

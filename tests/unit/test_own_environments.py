@@ -102,19 +102,6 @@ def test_a_list_of_json_is_a_tuple_where_the_option_is_one() -> None:
         make("tupled", sizes=3)
 
 
-def test_environments_do_not_share_what_an_option_holds() -> None:
-    class Shelf(Bare):
-        def __init__(self, stock: dict | None = None):
-            self.stock = stock
-
-    register("shelf", Shelf)
-    config = EnvironmentConfig("shelf", environment_options='{"shelf": {"stock": {"tea": [2]}}}')
-    build = episode_maker(config, "shelf")
-    one, other = build().environment, build().environment
-    one.stock["tea"].clear()
-    assert other.stock == build().environment.stock == {"tea": [2]}
-
-
 def test_an_installed_package_declares_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

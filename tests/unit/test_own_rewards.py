@@ -353,12 +353,6 @@ def test_a_judge_of_this_machine_is_asked_without_a_proxy_and_with_credentials(
     assert server.authorization == "Bearer of-mine"
 
 
-def test_a_password_in_the_address_of_a_judge_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match="RAGEN_JUDGE_AUTHORIZATION") as caught:
-        parse(["--reward", "environment + http://me:secret@judge.example/score"])
-    assert "secret" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("reward", "inverted"), [("environment + 0.5*constant", 0.0), ("-1*environment", 1.0)]
 )

@@ -191,25 +191,6 @@ def test_tool_calls_are_steps_and_their_results_messages() -> None:
     assert last.terminated and last.messages == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "<tool_call>",
-        "<tool_call>{}</tool_call>",
-        '<tool_call>{"name": "x"}',
-        '<tool_call>{"name": "x", "arguments": 3}</tool_call>',
-        "<tool_call>" * 50_000,
-        "<tool_call>" + "[" * 100_000 + "</tool_call>",
-    ],
-)
-def test_malformed_tool_calls(text: str) -> None:
-    with pytest.raises((ValueError, RecursionError)):
-        tool_calls(text)
-    _, (result,) = play(Tools(), f"</think>{text}")
-    assert result.reward == -0.1 and result.info["is_format_valid"] is False
-
-
 # The tool part of Qwen2.5's template, as published: tool results are a user's message in tags.
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\n' + messages[0]['content'] + '\\n# Tools\\n' }}"
@@ -329,6 +310,7 @@ def test_random_calls_fit_every_form_of_schema() -> None:
     generator, seen = np.random.default_rng(0), {name: set() for name in parameters["properties"]}
     for _ in range(100):
         (call,) = random_steps(episode, generator)
+        assert tool_calls(write_answer(episode, [call]), Schematic.tools) == [call]
         for name, value in call["arguments"].items():
             seen[name].add(value)
     assert seen["mode"] == {"fast"} and seen["side"] == {"left", "right"}

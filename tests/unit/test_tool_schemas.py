@@ -209,6 +209,12 @@ def test_a_pattern_that_would_take_years_costs_the_policy_its_call(place):
         ('{"name": "f", "name": "f"}', "twice"),
         (r'{"name": "f", "arguments": "\"{}\""}', "must be a JSON object, not '{}'"),
         (r'{"name": "f", "arguments": "{} {}"}', "nothing else"),
+        ("", "must be a JSON object"),
+        ("<tool_call>" * 50_000, "must be a JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"name": "f"} and', "must end with </tool_call>"),
+        ('{"name": "f", "arguments": 3}', "must be a JSON object, not 3"),
+        ("{}", "name and arguments"),
         ('{"name": ["f"]}', "name and arguments"),
         ('"f"', "name and arguments"),
         ('[{"name": "f"}]', "name and arguments"),
@@ -246,6 +252,42 @@ def test_a_random_player_ends_in_recursive_schemas():
         call = random_call(tools, ["word"], random.Random(seed))
         assert not is_deep(call["arguments"])
         assert tool_calls(f"<tool_call>{json.dumps(call)}</tool_call>", tools) == [call]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"$ref": "#/definitions/a"},
+        {"$ref": "#/properties/given"},
+        {"$ref": "#/definitions/a~1b"},
+        {"$ref": "#/definitions/a", "exclusiveMaximum": 90},
+        {"allOf": [{"type": "integer", "minimum": 70}, {"maximum": 80, "minimum": 60}]},
+        {"allOf": [{"$ref": "#/definitions/a"}, {"not": {"const": 0}}]},
+        {"type": "object", "properties": {"x": {}}, "anyOf": [{"required": ["x"]}, True]},
+        {
+            "type": "object",
+            "required": ["x"],
+            "allOf": [{"properties": {"x": {}}}, {"required": []}],
+        },
+        {"type": "number", "exclusiveMinimum": 100},
+        {"type": "integer", "exclusiveMinimum": 100},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 1},
+        {"type": "integer", "exclusiveMaximum": 0},
+        {"type": "number", "exclusiveMaximum": 0, "maximum": 5},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+    ],
+)
+def test_the_calls_of_a_random_player_are_legal(wanted):
+    definitions = {"a": {"type": "integer", "minimum": 50}, "a/b": {"type": "boolean"}}
+    given = {"type": "array", "items": {"type": "null"}, "minItems": 3}
+    tools = tools_of({"definitions": definitions, "properties": {"given": given, "wanted": wanted}})
+    check_tools(tools)
+    for seed in range(20):
+        call = random_call(tools, ["word"], random.Random(seed))
+        assert tool_calls(f"<tool_call>{json.dumps(call)}</tool_call>", tools) == [call]
+
+
+def test_a_random_player_takes_schemas_that_say_yes_or_no():
     odd = {"properties": {"a": True, "b": {"type": "array", "items": False}}}
     assert random_call(tools_of(odd), ["word"], random.Random(0))["arguments"]["a"] == "word"
 
