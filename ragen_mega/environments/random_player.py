@@ -22,7 +22,7 @@ _WORD = re.compile(r"\w+")
 _RANGE = (0, 9)  # bounds of a number whose schema has none
 _DEEP = 12
 """Schemas around one that is left out where this is allowed."""
-_BOTH = {
+_BOTH: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minItems"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum"), min),
     **{"properties": operator.or_, "required": operator.add},
@@ -74,7 +74,7 @@ def random_call(
     """Return a call of any of the tools, with arguments drawn from its schema or the words."""
     tool = draw.choice(list(tools))
     function = tool.get("function", tool)  # the schema itself, or as OpenAI wraps it
-    parameters = function.get("parameters", {}) | {"type": "object"}
+    parameters = (function.get("parameters") or {}) | {"type": "object"}
     root = DRAFT202012.detect(parameters).create_resource(parameters)
     look_up = Registry().resolver_with_root(root).lookup
     return {

@@ -290,6 +290,7 @@ def test_the_calls_of_a_random_player_are_legal(wanted):
 def test_a_random_player_takes_schemas_that_say_yes_or_no():
     odd = {"properties": {"a": True, "b": {"type": "array", "items": False}}}
     assert random_call(tools_of(odd), ["word"], random.Random(0))["arguments"]["a"] == "word"
+    assert random_call(tools_of(None), ["word"], random.Random(0))["arguments"] == {}
 
 
 class Growing:
