@@ -226,6 +226,22 @@ def test_an_answer_that_nobody_waits_for_has_no_part_in_the_episode():
     assert trajectory.turns[-1].info["undelivered_answers"] == 1
 
 
+def test_a_failure_of_the_engine_is_no_end_of_the_episode():
+    errors = []
+
+    def say(text: str) -> str:
+        raise RuntimeError("out of memory")
+
+    def run(task: dict[str, Any], client: openai.OpenAI) -> float:
+        errors.append(refusal(lambda: ask(client.with_options(max_retries=0), "hello")))
+        return 1.0
+
+    with suppress(RuntimeError):
+        play(run, say)
+    (error,) = errors
+    assert (error.status, error.code) == (500, "internal_error") and "out of memory" in error.text
+
+
 def raising(task: dict[str, Any], client: openai.OpenAI) -> float:
     ask(client, "hello")
     raise KeyError("my own fault")
