@@ -164,7 +164,7 @@ TRAIN = {
     "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
     "--agent http:/here": "--agent http:/here must be an address such as http://",
     "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, waits",
-    f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "is called with (episode), and",
+    f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "change its parameters (docs/agents.md)",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
 OTHERS = {
