@@ -35,8 +35,9 @@ from ragen_mega.system.paths import path_in
 from ragen_mega.system.web_client import ask
 
 AGENTS = Registry("agent", "--agent", {})
-REWARDS = Registry("agent reward", "--agent-reward", {})
-EXAMPLES = Registry("agent example", "--agent-example", {})
+_REMEDY = "change its parameters (docs/agents.md)"
+REWARDS = Registry("agent reward", "--agent-reward", {}, remedy=_REMEDY)
+EXAMPLES = Registry("agent example", "--agent-example", {}, remedy=_REMEDY)
 _VARIABLES = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 """Variables of the environment that name the door in the processes of agents."""
 _NOWHERE = "http://127.0.0.1:9/v1"

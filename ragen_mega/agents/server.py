@@ -175,11 +175,14 @@ class Door:
             connection=connection,
             reply=Future(),
         )
-        watch = asyncio.create_task(_watch(request, connection))
         try:
             served.loop.call_soon_threadsafe(served.arrive, arrival)
+        except RuntimeError:  # the loop is closed
+            raise episode_over() from None
+        watch = asyncio.create_task(_watch(request, connection))
+        try:
             reply = await asyncio.wrap_future(arrival.reply)
-        except (RuntimeError, asyncio.CancelledError):  # the loop has ended
+        except asyncio.CancelledError:  # the loop has ended
             raise episode_over() from None
         finally:
             watch.cancel()

@@ -65,6 +65,7 @@ def open_source(path: Path, say: Say, base: Path | None = None) -> tuple[str, Mo
     if (path / ADAPTER_CONFIG).exists():
         if base is None:
             raise ValueError(f"--from {path} is an adapter; name its model by --base")
+        base = dequantised(file) if (file := find_gguf(base)) else base
         adapter = AdapterReader(path, ModelShape.of(load_config(str(base))))
         adapter.check(adapter.lora, content_digest(base))
         merged = MergedReader(open_model(base), adapter, adapter.lora.scale)

@@ -45,8 +45,8 @@ def balanced_split(
     Deterministic.
 
     `homes` are parts in which items stay as far as that makes the most expensive part at most 1%
-    more expensive. Every part gets an item as long as there are `num_parts` items; within a part
-    items keep their order.
+    more expensive. Without `homes` every part gets an item as long as there are `num_parts` items.
+    Within a part items keep their order.
     """
     parts, most = _split(costs, num_parts)
     if homes is not None:

@@ -57,7 +57,7 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
     if hasattr(environment, "parse"):
         return _read(lambda rest: calls.parse(environment, rest), text, think, max_actions)
     if tools := getattr(environment, "tools", None):
-        return _read(lambda rest: tool_calls(rest, tools), text, think, max_actions)
+        return _read(lambda rest: tool_calls(rest, tools, max_actions), text, think, max_actions)
     if (legal := getattr(environment, "actions", None)) is not None:
         return parse_response(text, legal_actions=legal, think=think, max_actions=max_actions)
     if (spans := split_response(text, think)) is None:

@@ -186,8 +186,11 @@ CALL_FORMAT = HERMES.described
 """Format of a call, for a prompt; a renderer puts the format of its chat template there."""
 
 
-def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """Return the calls in an answer, as `{"name": ..., "arguments": {...}}`.
+def tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the calls in an answer, at most the first `most`, as `{"name": ..., "arguments":
+    {...}}`.
 
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change. Raises
@@ -198,7 +201,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
         raise ValueError("the answer calls no tool, and it must")
     functions = [tool.get("function", tool) for tool in tools]
     named = {function["name"]: function.get("parameters") for function in functions}
-    for call in found if tools else ():
+    for call in found[:most] if tools else ():
         if call["name"] not in named:
             known = ", ".join(named)
             raise WrongCall(
@@ -206,7 +209,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[
             )
         if problem := _problem(call["arguments"], named[call["name"]]):
             raise WrongCall(f"tool {call['name']}: {problem}")
-    return found
+    return found[:most]
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ragen_mega.agents.examples import find_references
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
+from ragen_mega.config.recorded import is_run, read_recorded
 from ragen_mega.config.rules import Sections, section_types
 from ragen_mega.config.sections.environment import json_object, parse_shares
 from ragen_mega.config.sections.section import flag_of
@@ -215,10 +215,16 @@ def evaluate_sets(
     collectives.start()
     console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = Path(load) / FINAL_EXPORT
-    is_run = directory.exists() and (Path(load) / CONFIG_FILE).exists()
-    recorded = read_recorded(Path(load)) if is_run else {"model": {"load": load}}
+    of_run = is_run(Path(load))
+    if of_run and not directory.exists():
+        raise ValueError(
+            f"--load {load} is a run that has no policy yet ({FINAL_EXPORT} is missing): let it"
+            " finish, or write the policy of its newest checkpoint by ragen-mega convert --from"
+            f" {load} --to my-model --format huggingface, and give --load my-model"
+        )
+    recorded = read_recorded(Path(load)) if of_run else {"model": {"load": load}}
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
-    if not is_run:
+    if not of_run:
         directory = local_directory(load)
     reader, hf = open_model(directory), load_config(str(directory))
     first = next(iter(settings.values()))
@@ -240,7 +246,7 @@ def evaluate_sets(
         if reference.errors_say:
             console.say(reference.errors_say)
         play = play_settings(config, temperature=temperature, seed=seed)
-        foreign = _foreign(recorded["environment"], name, config, rules or {}) if is_run else None
+        foreign = _foreign(recorded["environment"], name, config, rules or {}) if of_run else None
         sets[name] = HeldOut(config, play, prompts, reference, foreign)
     num_tasks = max(len(evaluation.prompts) for evaluation in sets.values()) * samples_per_prompt
     per_rank = -(-num_tasks // collectives.world_size())

@@ -66,7 +66,9 @@ def _numbered(default: Path) -> dict[int, Path]:
     paths = {1: default}
     for path in default.parent.glob("*") if default.parent.is_dir() else ():
         name, _, number = path.name.rpartition("-")
-        if name == default.name and number.isdecimal():
+        if name != default.name or not number.isdecimal():
+            continue
+        if int(number) > 1 and number == str(int(number)):
             paths[int(number)] = path
     return paths
 

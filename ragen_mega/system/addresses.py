@@ -20,9 +20,10 @@ _SECRET = re.compile(
 def check_addresses(text: str) -> None:
     """Raise ValueError, which does not repeat them, if an address in `text` holds credentials."""
     for address in _ADDRESS.findall(text):
-        user, at, _ = address.partition("://")[2].partition("/")[0].rpartition("@")
-        names = parse_qsl(address.partition("?")[2], keep_blank_values=True)
-        if not at and not any(_SECRET.search(name) for name, _ in names):
+        place, *parameters = re.split("[?#]", address)  # urlsplit would repeat what it cannot read
+        host = place.partition("://")[2].partition("/")[0]
+        names = parse_qsl("&".join(parameters), keep_blank_values=True)
+        if "@" not in host and not any(_SECRET.search(name) for name, _ in names):
             continue
         raise ValueError(
             "an address must hold no name, password or key, since config.json, the list of"

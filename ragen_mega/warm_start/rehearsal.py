@@ -12,6 +12,7 @@ from ragen_mega.agents.examples import example_play, example_texts
 from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.filters import filter_groups, has_return
 from ragen_mega.algorithm.rewards import shape_rewards
+from ragen_mega.algorithm.tables import ESTIMATORS, FILTERS
 from ragen_mega.config import RolloutConfig, StarPOConfig
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.packing import pack
@@ -187,10 +188,10 @@ def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> No
     shaped, _ = shape_rewards(groups, config.advantage.reward_terms)
     custom_metrics(groups, config.logging.metric_names)
     strategy = config.filter.filter_strategy
-    if ":" in strategy:
+    if not FILTERS.is_packaged(strategy):
         filter_groups(shaped, strategy=strategy, value=config.filter.value, keep_zero=True)
     name = config.advantage.advantage_estimator
-    if ":" in name:
+    if not ESTIMATORS.is_packaged(name):
         trajectories = [member for group in shaped for member in group.trajectories]
         batch = pack(trajectories)
         zeros = torch.zeros(batch.num_positions)

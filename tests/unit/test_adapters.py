@@ -93,6 +93,35 @@ def test_a_gymnasium_environment_plays_as_itself(name: str) -> None:
     calls.close(ours)
 
 
+def test_the_namesake_of_a_known_environment_in_another_namespace_is_unknown() -> None:
+    pole = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    gymnasium.register("mine/Taxi-v0", pole, max_episode_steps=5, reward_threshold=5)
+    world = make("gymnasium:mine/Taxi-v0")
+    assert world.actions == ("0", "1") and not hasattr(world, "instruction")
+    calls.reset(world, 0)
+    last = [calls.step(world, action) for action in "01010"][-1]
+    assert last.truncated and last.info["success"]
+
+
+def test_names_of_actions_mean_what_they_say() -> None:
+    lake = make("gymnasium:FrozenLake-v1", is_slippery=False)
+    assert calls.reset(lake, 0) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    for action, seen in (("right", "S[F]FF"), ("left", "[S]FFF"), ("down", "[F]HFH")):
+        assert seen in calls.step(lake, action).observation.splitlines()
+    assert calls.step(lake, "up").observation == "  (Up)\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    taxi = make(f"gymnasium:{TAXI}")
+    for seed in range(10):
+        places = [calls.reset(taxi, seed)]
+        places += [calls.step(taxi, action).observation for action in ("south", "north")]
+        row, lower, upper = (int(re.findall(r"taxi is at row (\d)", text)[0]) for text in places)
+        assert lower == min(row + 1, 4) and upper == lower - 1
+    ours, theirs = make("gymnasium:Blackjack-v1"), gymnasium.make("Blackjack-v1")
+    for seed in range(50):
+        (total, dealer, ace), _ = theirs.reset(seed=seed)
+        said = f"{'with' if ace else 'without'} a usable ace. The dealer shows {dealer}."
+        assert calls.reset(ours, seed) == f"Your sum is {total}, {said}"
+
+
 def test_the_words_of_a_taxi_name_its_whole_state() -> None:
     ours, theirs = make(f"gymnasium:{TAXI}"), gymnasium.make(TAXI)
     for seed in range(50):

@@ -7,7 +7,7 @@ import pytest
 from ragen_mega.agents.examples import example_references
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import evaluation_prompts
-from ragen_mega.run.check import check, check_environments
+from ragen_mega.run.check import check_environments
 
 SIDES = ("heads", "tails")
 
@@ -68,26 +68,13 @@ def test_errors_of_an_agent_with_an_example_are_said() -> None:
     assert "RuntimeError: tails is lost (in fragile, " in found.errors_say
 
 
-def pays(task):
-    return 1.0
-
-
-def test_an_agent_is_checked_before_it_needs_an_example() -> None:
-    for name, said in (
-        ("pays", r"must be a function \(task, client\)"),
-        ("run", "no example of it"),
-    ):
-        with pytest.raises(ValueError, match=f"{__name__}:{name} .*{said}"):
-            check(parse(["--agent", f"{__name__}:{name}"]), 1, 1)
-
-
 def test_imports_of_an_agent_are_not_timed_as_its_building(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "late_agent.py").write_text(
-        "import time\n\ntime.sleep(0.6)\n\n\ndef run(task, url, key):\n    pass\n"
+        "import time\n\ntime.sleep(2.5)\n\n\ndef run(task, url, key):\n    pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     flags = ["--agent", "late_agent:run", "--agent-example", f"{__name__}:ideal"]
-    config = parse([*flags, "--environment-timeout", "0.4"])
+    config = parse([*flags, "--environment-timeout", "2"])
     check_environments(config.environment)

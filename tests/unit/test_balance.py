@@ -63,12 +63,17 @@ def test_the_predictor_and_the_assignment_have_one_cost() -> None:
 @given(ITEMS, st.integers(1, 3), st.randoms(use_true_random=False))
 def test_a_split_is_within_grahams_bound(costs: list[int], num: int, draw: random.Random) -> None:
     bound = (4 / 3 - 1 / (3 * num)) * optimum(costs, num)
-    homes = [draw.randrange(num) for _ in costs]
-    for at_home, slack in ((None, 1.0), (homes, SLACK)):
-        parts = balanced_split(costs, num, at_home)
-        assert sorted(i for part in parts for i in part) == list(range(len(costs)))
-        assert largest(costs, parts) <= bound * slack + 1e-9
-        assert all(parts) == (len(costs) >= num) or at_home
+    anywhere = balanced_split(costs, num)
+    parts = balanced_split(costs, num, [draw.randrange(num) for _ in costs])
+    for split in (anywhere, parts):
+        assert sorted(i for part in split for i in part) == list(range(len(costs)))
+    assert largest(costs, anywhere) <= bound + 1e-9
+    assert all(anywhere) == (len(costs) >= num)
+    assert largest(costs, parts) <= SLACK * largest(costs, anywhere)
+
+
+def test_a_part_that_is_nobodys_home_may_stay_empty() -> None:
+    assert balanced_split([5, 1, 1], 3, [0, 1, 1]) == [[0], [1, 2], []]
 
 
 def test_what_is_even_already_stays() -> None:

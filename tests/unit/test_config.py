@@ -11,6 +11,7 @@ import pytest
 
 from ragen_mega.config import FilterConfig, StarPOConfig, parse
 from ragen_mega.run.check import check
+from ragen_mega.system.addresses import check_addresses
 
 
 class Patient:
@@ -260,6 +261,15 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(flags.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["?token=hidden", "#access_token=hidden", "a?b=1&key=hidden#c"])
+def test_addresses_hold_credentials_before_the_path_and_in_parameters(part: str) -> None:
+    with pytest.raises(ValueError, match="must hold no name, password or key") as caught:
+        check_addresses(f"see http://host/{part}")
+    assert "hidden" not in str(caught.value)
+    for harmless in ("http://host?mail=me@here", "http://host#me@here", "http://[me", "http://h/@"):
+        check_addresses(harmless)
 
 
 @pytest.mark.parametrize(

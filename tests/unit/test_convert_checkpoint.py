@@ -404,8 +404,9 @@ def test_the_command(
     assert said.startswith(f"error: {tmp_path}/a/b exists already") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("load", [None, "runs/gone"])
 def test_a_checkpoint_is_named_from_wherever_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     start = write_model(tmp_path / "run" / "base", "qwen2_tied")
     checkpoint = tmp_path / "run" / CHECKPOINTS / "step_00000002"
@@ -413,7 +414,7 @@ def test_a_checkpoint_is_named_from_wherever_one_is(
     pieces = megatron(start, tmp_path / "pieces") / file_name(0)
     pieces.rename(checkpoint / pieces.name)
     (checkpoint / STATE).write_text("{}")
-    config = {"model": {"load": None}}
+    config = {"model": {"load": load}}
     facts = {"format": FORMAT, "step": 2, "score": None, "config": config, "models": {}}
     write_manifest(
         checkpoint, facts, {path.name: describe_file(path) for path in checkpoint.iterdir()}
@@ -429,6 +430,7 @@ def test_a_checkpoint_is_named_from_wherever_one_is(
     ):
         monkeypatch.chdir(folder)
         assert_equal(read(convert(Path(name), tmp_path / str(number), "huggingface")), read(start))
+        assert ("runs/gone is not here any more" in capsys.readouterr().out) == (load is not None)
 
 
 def memory(field: str) -> int:

@@ -20,7 +20,6 @@ from ragen_mega.algorithm.diagnostics import (
     probes,
     repetition_across_prompts,
 )
-from ragen_mega.algorithm.filters import group_uncertainty
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 
 # In-group reward std and entropy of Fig. 6, one value per 10 steps from step 10 on; grad norm of
@@ -480,13 +479,6 @@ def test_resuming_continues_exactly(cut):
     actual += [second.observe(signals) for signals in steps[cut:]]
     assert actual == expected
     assert second.state_dict() == monitor.state_dict()
-
-
-def test_in_group_reward_std():
-    rewards = [[0.0, 1.0, 2.0], [5.0, 5.0], [1.0, -1.0]]
-    assert float(group_uncertainty(rewards).mean()) == pytest.approx(
-        statistics.mean(map(statistics.stdev, rewards))
-    )
 
 
 def collapse_of(signals, **thresholds):

@@ -332,6 +332,17 @@ def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) ->
     assert given == {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}
 
 
+def test_a_run_without_a_policy_is_told_how_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(parse([]).to_dict()))
+    with pytest.raises(SystemExit):
+        evaluate.main(["--load", str(tmp_path)])
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert said.startswith(f"error: --load {tmp_path} is a run that has no policy yet")
+    assert f"ragen-mega convert --from {tmp_path} --to" in said
+
+
 def saved_model(directory: Path, *, spare_rows: int = 0, positions: int = 64) -> Path:
     tokenizer = train_tokenizer(["system user assistant first second third"])
     model = tiny_qwen2(len(tokenizer) + spare_rows)

@@ -94,8 +94,7 @@ def test_a_namesake_in_the_working_directory_is_no_package(kind: str, tmp_path: 
     assert (found, missing) == (str(kind != "folder"), "is not installed")
 
 
-def test_what_a_package_is_asked_for_is_in_it() -> None:
-    for uses in EXTRAS.values():
-        for use in uses:
-            pytest.importorskip(use.partition(":")[0].partition(".")[0])
-            assert lack(use) is None
+@pytest.mark.parametrize("use", [use for uses in EXTRAS.values() for use in uses])
+def test_what_a_package_is_asked_for_is_in_it(use: str) -> None:
+    pytest.importorskip(use.partition(":")[0].partition(".")[0])
+    assert lack(use) is None

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ragen_mega.commands import convert
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig, parse
 from ragen_mega.data.packing import Share, microbatch, pack, part_of
 from ragen_mega.data.types import SamplingParams, Trajectory
@@ -28,6 +31,7 @@ from ragen_mega.megatron.weights import (
     load_weights,
     trained,
 )
+from ragen_mega.models.directory import content_digest
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.shape import ModelShape
@@ -35,7 +39,11 @@ from ragen_mega.ranks import collectives
 from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.run.check import check
 from ragen_mega.storage.adapter_files import AdapterReader, save_adapter
+from ragen_mega.storage.checkpoints import BASE_MODEL, CHECKPOINTS, FORMAT, STATE
+from ragen_mega.storage.integrity import describe_file, write_manifest
 from ragen_mega.storage.model_readers import MegatronReader, MergedReader, open_model
+from ragen_mega.storage.model_sources import local_directory
+from tests.support import gguf_models
 from tests.support.forked_ranks import on_ranks
 from tools.parity import (
     LOSS,
@@ -418,6 +426,58 @@ def test_checkpoints_resume_under_another_layout(architecture: str, tmp_path: Pa
         one.update(batch)
     for (_, ours), (_, theirs) in zip(policy.export_adapter(), again.export_adapter()):
         assert (ours - theirs).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_an_adapter_of_a_run_merges_as_the_run_does(
+    is_gguf: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """To the bit; its model may be a GGUF file, and another model is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    model, lora, base = gguf_models.random_model(), settings(), tmp_path / "base.gguf"
+    if is_gguf:
+        gguf_models.write_gguf(
+            base, model, gguf_models.sentencepiece_tokenizer(), "sentencepiece", "F32"
+        )
+    else:
+        model.save_pretrained(base := tmp_path / "base")
+    step = tmp_path / "run" / CHECKPOINTS / "step_00000002"
+    step.mkdir(parents=True)
+    checkpoint.stage(step, {"actor": policy_of(model, lora).trainer})()
+    (step / STATE).write_text("{}")
+    facts = {"format": FORMAT, "step": 2, "score": None}
+    facts["config"] = {"model": {"load": str(base)}, "lora": asdict(lora)}
+    facts["models"] = {BASE_MODEL: content_digest(local_directory(str(base)))}
+    write_manifest(step, facts, {path.name: describe_file(path) for path in step.iterdir()})
+
+    def converted(source: Path, name: str, *flags: str) -> Path:
+        convert.main(["--from", str(source), "--to", str(tmp_path / name), *flags])
+        return tmp_path / name
+
+    whole = ("--format", "huggingface")
+    direct = converted(tmp_path / "run", "direct", *whole)
+    adapter = converted(step, "adapter", "--format", "peft")
+    beside = converted(adapter, "beside", *whole, "--base", str(base))
+    one, other = (load_file(path / "model.safetensors") for path in (direct, beside))
+    expected = merge(model, random_adapter(ModelShape.of(model.config), lora), lora.scale)
+    weights = expected.state_dict()
+    assert one.keys() == other.keys() <= weights.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
+        assert (tensor - weights[name]).abs().max() < 1e-5
+    for source, flags, said in (
+        (adapter, (), "is an adapter; name its model by --base"),
+        (adapter, ("--base", str(direct)), "was trained beside another model"),
+        (direct, ("--base", str(base)), "is the model of an adapter"),
+        (direct, ("--format", "peft"), "has no adapter; give a run with --lora-rank"),
+    ):
+        with pytest.raises(SystemExit):
+            converted(source, "refused", *whole, *flags)
+        assert said in capsys.readouterr().err and not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ TRAIN = {
     "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
     "--agent http:/here": "--agent http:/here must be an address such as http://",
     "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, waits",
-    f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "is called with (episode), and",
+    f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "parameters (docs/agents.md)",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
 OTHERS = {
@@ -181,7 +181,6 @@ OTHERS = {
     "study nosuch": "there is no study nosuch; give a .toml file or one of",
     "study cut.toml": "cut.toml is no TOML: Expected ']]'",
     "study arm.toml": "arm one of arm.toml: unknown flag --lrr (did you mean --lr?)",
-    "baselines --environment mistaken_worlds:World --num-prompts 0": "must be at least 1, not 0",
     "make-boards --environment sokoban --output none/b.jsonl": "none/b.jsonl must be a file in an"
     " existing folder; make the folder first",
     "launch nothing.py": "nothing.py must be a file, the script that each rank runs, and is none;",

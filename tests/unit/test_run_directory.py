@@ -60,6 +60,14 @@ def test_a_second_start_of_the_default_command_has_a_number(output: Path) -> Non
     assert (again.run_directory.name, said) == ("frozen_lake-gae-seed0", None)
 
 
+def test_a_name_that_no_run_gets_by_default_is_not_resumed(output: Path) -> None:
+    for number in ("", "-1", "-01", "-02"):
+        begin(settings(output, "--name", f"frozen_lake-gae-seed0{number}"), "metrics.jsonl")
+    resumed, said = with_name(settings(output, "--resume"))
+    assert (resumed.logging.name, said) == ("frozen_lake-gae-seed0", None)
+    assert with_name(settings(output))[0].logging.name == "frozen_lake-gae-seed0-2"
+
+
 def test_starts_at_the_same_time_have_numbers_of_their_own(output: Path) -> None:
     """Nobody has written anything yet."""
     started = [lock_named(settings(output)) for _ in range(3)]

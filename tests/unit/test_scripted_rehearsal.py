@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.algorithm.tables import ESTIMATORS, FILTERS, PlugInError
 from ragen_mega.config import parse
 from ragen_mega.config.cli import DEFAULT_RECIPE
 from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.extensions.registry import Registry
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
@@ -191,6 +193,21 @@ def test_a_parse_that_reads_nothing_is_refused_with_what_it_says(worlds: None) -
     assert any("rehearsed:Mute must read" in note for note in notes)
     with pytest.raises(ValueError, match="rehearsed:Mute must read"):
         check_play(parse(flags[:2], recipe=DEFAULT_RECIPE), renderer_of(good))
+
+
+@pytest.mark.parametrize(
+    ("table", "flag"), [(FILTERS, "--filter-strategy"), (ESTIMATORS, "--advantage-estimator")]
+)
+def test_a_registered_function_of_the_users_is_tried_too(
+    table: Registry, flag: str, worlds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(given, **options):
+        raise KeyError("of mine")
+
+    monkeypatch.setitem(table._known, "of_a_user", fails)
+    config = parse(["--environments", "rehearsed:Steps", flag, "of_a_user"], recipe=DEFAULT_RECIPE)
+    with pytest.raises(PlugInError, match="of_a_user failed: KeyError: 'of mine'"):
+        check_play(config, renderer_of(config))
 
 
 def test_errors_of_scripted_play_are_said(worlds: None) -> None:

@@ -6,11 +6,13 @@ import socket
 import time
 from functools import partial
 from itertools import count, product
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from ragen_mega.environments.actions import read_response
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import EnvironmentFailed, guarded
 from ragen_mega.environments.random_player import random_call
@@ -111,6 +113,15 @@ def test_a_call_is_legal_as_json_schema_says(parameters, legal, illegal):
         with pytest.raises(WrongCall, match="^tool f: ") as caught:
             tool_calls(called(illegal), tools)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_calls_behind_the_most_that_a_turn_may_have_are_not_checked():
+    world = SimpleNamespace(tools=tools_of({"properties": A}))
+    right, wrong = called({"a": 1}), called({"a": "x"})
+    for text, is_read in ((right * 5 + wrong, True), (right * 4 + wrong, False)):
+        read = read_response(world, text, think=False, max_actions=5)
+        assert len(read.actions) == 5 * is_read and read.is_format_valid
+        assert read.has_invalid_action != is_read
 
 
 LOOPS = [

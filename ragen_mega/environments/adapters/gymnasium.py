@@ -116,7 +116,7 @@ class GymnasiumWorld:
                 environment_id, **({"render_mode": "ansi"} | options)
             )
         self._draws = self._environment.render_mode == "ansi"
-        self._known = _KNOWN.get(re.split(r"[/:]", environment_id)[-1].partition("-v")[0])
+        self._known = _KNOWN.get(environment_id.rpartition(":")[2].partition("-v")[0])
         space = self._environment.action_space
         if isinstance(space, spaces.Discrete):
             self.actions = _action_names(self._environment, self._known, space)
