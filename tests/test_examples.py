@@ -7,7 +7,9 @@ Commands of training are parsed by test_documentation; a whole training takes to
 commands with GPUs, vLLM, a model hub or a second node need what a test has not.
 """
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -151,3 +153,44 @@ def test_commands_that_need_no_run_end_well(command: str, tmp_path: Path) -> Non
     done = execute(*words, directory=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout and not done.stderr.startswith("error")
+
+
+def test_the_answers_of_task_files_are_right(tmp_path: Path) -> None:
+    """Each answer is computed again from the text of its question, and the examples are right and
+    are asked nowhere.
+    """
+
+    def follow(text: str, start: str) -> str:
+        for _ in range(3):
+            (start,) = re.findall(rf"\b{start} > (\w+)", text)
+        return start
+
+    solutions = {
+        "arrows": (r"(.*)\. Follow three arrows from (\w+)", follow),
+        "largest": (r".*largest: (.*)", lambda text: max(text.split(", "), key=int)),
+        "second_smallest": (r".*: (.*)", lambda text: sorted(text.split(", "), key=int)[1]),
+        "third_from_end": (r".*: (.*)", lambda text: text.split()[-3]),
+        "occurrences": (r".*does (\w+) stand here: (.*)", lambda w, text: text.split().count(w)),
+        "digits": (r"What is (.*)", lambda text: sum(map(int, text.split(" + ")))),
+    }
+    assert execute(str(ROOT / "examples/task_files.py"), directory=tmp_path).returncode == 0
+    folder = tmp_path / "task_files"
+
+    def rows(name: str) -> list[dict]:
+        return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+    for name, (form, solve) in solutions.items():
+        tasks = {row["question"]: row["answer"] for row in rows(name)}
+        assert len(tasks) == 2000 and len(set(tasks.values())) > 3
+        examples = {}
+        for kind in ("thought", "plain"):
+            for row in rows(f"{name}_{kind}"):
+                question, reply = (message["content"] for message in row["messages"])
+                thought, answer = re.fullmatch(
+                    "(?:<think>(.+)</think>)?<answer>(.+)</answer>", reply
+                ).groups()
+                assert (thought is not None) == (kind == "thought")
+                examples[question] = answer
+        assert len(examples) == 2 and not examples.keys() & tasks.keys()
+        for question, answer in (tasks | examples).items():
+            assert str(solve(*re.fullmatch(form, question).groups())) == answer
