@@ -58,6 +58,9 @@ BROAD_EXCEPT = {
     "ragen_mega/algorithm/tables.py::call": (
         "a function of the user may raise anything; the error says which function and what"
     ),
+    "ragen_mega/run/link.py::Link._send_queued": (
+        "what ends the thread that sends would be raised nowhere, and both parts would wait"
+    ),
     "ragen_mega/extensions/extras.py::lack": (
         "an optional package that is broken may raise anything while it is imported"
     ),

@@ -184,6 +184,18 @@ def evaluate(
     return result
 
 
+def _policy_of(run: str | Path) -> Path:
+    """Return the directory of a run's final policy. Raises ValueError if it has none yet."""
+    directory = Path(run) / FINAL_EXPORT
+    if not directory.exists():
+        raise ValueError(
+            f"--load {run} is a run that has no policy yet ({FINAL_EXPORT} is missing): let it"
+            " finish, or write the policy of its newest checkpoint by ragen-mega convert --from"
+            f" {run} --to my-model --format huggingface, and give --load my-model"
+        )
+    return directory
+
+
 def evaluate_sets(
     load: str | Path,
     environments: Sequence[str],
@@ -214,18 +226,10 @@ def evaluate_sets(
     load = os.path.abspath(load) if os.path.exists(load) else load  # worlds may change directories
     collectives.start()
     console = Console(is_writer=collectives.is_main(), num_steps=0)
-    directory = Path(load) / FINAL_EXPORT
     of_run = is_run(Path(load))
-    if of_run and not directory.exists():
-        raise ValueError(
-            f"--load {load} is a run that has no policy yet ({FINAL_EXPORT} is missing): let it"
-            " finish, or write the policy of its newest checkpoint by ragen-mega convert --from"
-            f" {load} --to my-model --format huggingface, and give --load my-model"
-        )
     recorded = read_recorded(Path(load)) if of_run else {"model": {"load": load}}
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
-    if not of_run:
-        directory = local_directory(load)
+    directory = _policy_of(load) if of_run else local_directory(load)
     reader, hf = open_model(directory), load_config(str(directory))
     first = next(iter(settings.values()))
     rollout, renderer = first.rollout, load_renderer(str(directory), think=first.environment.think)
