@@ -29,7 +29,7 @@ def test_the_image_installs_what_the_repository_has() -> None:
     lines = DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
     instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     kinds = [kind for kind, _ in instructions]
-    assert kinds == ["ARG", "FROM", "ARG", "WORKDIR", "COPY", "RUN", "WORKDIR", "ENTRYPOINT"]
+    assert kinds == ["ARG", "FROM", "ARG", "WORKDIR", "COPY", "RUN", "WORKDIR", "ENV", "ENTRYPOINT"]
     run = dict(instructions)["RUN"]
     for file in re.findall(r"-c (\S+)", run):
         assert (ROOT / file).is_file(), file

@@ -87,7 +87,7 @@ def _tile(num_rows):
             x, x_at, w, w_at, y, y_at, y_step, depth = data_of(
                 context, builder, signature, arguments
             )
-            widths = [REGISTER // signature.args[4].dtype.bitwidth * 8] * VECTORS
+            widths = [REGISTER * 8 // signature.args[4].dtype.bitwidth] * VECTORS
             columns = depth.type(sum(widths))
             x, w, y = builder.gep(x, [x_at]), builder.gep(w, [w_at]), builder.gep(y, [y_at])
             emit_tile(
