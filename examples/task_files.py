@@ -14,6 +14,7 @@ from pathlib import Path
 FOLDER = Path("task_files")
 SUM = "State the final answer to the following arithmetic problem: {} ="
 """As reasoning_gym:chain_sum asks."""
+SENTIMENT = "Is this word good or bad: {}"
 WORDS = (
     "cat dog sun map tree fish ball milk bird star moon rain snow wind fire leaf rock sand gold"
     " ship boat road door desk lamp book cup fork rice corn bean meat soup cake salt ring"
@@ -86,7 +87,7 @@ def sentiment() -> list[dict]:
         word, rating, *_ = line.split("\t")
         if word.isalpha() and abs(float(rating)) >= 1.5:
             answer = "good" if float(rating) > 0 else "bad"
-            rows.append({"question": f"Is this word good or bad: {word}", "answer": answer})
+            rows.append({"question": SENTIMENT.format(word), "answer": answer})
     return rows
 
 
@@ -116,7 +117,7 @@ def main() -> None:
     if rows := sentiment():
         write("sentiment.jsonl", rows)
     for name, question, shown in (
-        ("sentiment", "Is this word good or bad: {}", {"sunny": "good", "broken": "bad"}),
+        ("sentiment", SENTIMENT, {"sunny": "good", "broken": "bad"}),
         ("sums", SUM, {"2 + 5": "7", "9 - 4": "5"}),
     ):
         rows = [conversation(question.format(a), f"<answer>{b}</answer>") for a, b in shown.items()]
