@@ -99,6 +99,35 @@ def test_the_trainer_alone_is_timed(estimator: str, tmp_path: Path) -> None:
     assert 0 < report["planned_gib"] < 2
 
 
+def test_adapters_are_timed_beside_all_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {
+        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    trained = list[int]()
+    update = MegatronPolicy.update
+
+    def record(policy: MegatronPolicy, batch: TokenBatch) -> dict[str, float]:
+        trained.append(sum(p.numel() for p in policy.chunks[0].parameters() if p.requires_grad))
+        return update(policy, batch)
+
+    monkeypatch.setattr(MegatronPolicy, "update", record)
+    flags = f"--length 48 --trajectories 3 --repetitions 1 --json {tmp_path / 'out.json'}".split()
+    estimate = ["--", "--advantage-estimator", "gae", "--lora-rank", "2"]
+    bench_update.main(["--model", str(tmp_path), *flags, *estimate])
+    report = json.loads((tmp_path / "out.json").read_text())
+    seconds = {name: of["median"] for name, of in report["seconds"].items()}
+    assert list(seconds) == ["actor", "actor, all weights", "critic"]
+    assert report["times_as_fast"] == seconds["actor, all weights"] / seconds["actor"]
+    assert not {"memory_gib", "planned_gib"} & set(report)
+    # rank 2 beside q (64 to 64), k and v (to 32), o, gate, up (to 128) and down, in two layers
+    adapters = 2 * 2 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
+    assert trained[0::2] == [adapters] * 3 and min(trained[1::2]) > 512 * 64
+
+
 def test_a_common_prompt_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four trajectories in one microbatch: 32 common positions, and 16 of each."""
     shape = {
