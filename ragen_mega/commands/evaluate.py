@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
     words = [*arguments.others]
     if arguments.environment:
         first, *others = [name.strip() for name in arguments.environment.split(",")]
-        for name in (first, *others):
+        for name in (*parse_shares(first), *filter(None, others)):
             ENVIRONMENTS.get(name, "--environment")
         words += ["--environments", first, "--eval-environments", ",".join(others)]
     for name, setting in SHORT.items():

@@ -55,12 +55,14 @@ EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, n
 class RecordedRollouts(Rollouts):
     """Rollouts that are read from the disk, whoever has sampled them."""
 
-    def __init__(self, files: RolloutStore) -> None:
-        self.files, self.samplers = files, None
+    def __init__(self, files: RolloutStore, tasks: TaskSampler) -> None:
+        self.files, self.samplers, self._tasks = files, None, tasks
 
     def recall(self, step: int) -> list[TrajectoryGroup] | None:
         """Read the groups of a step. Collective."""
-        return read_on_main(lambda: self.files.read(step).groups)
+        groups = read_on_main(lambda: self.files.read(step).groups)
+        self._tasks.sample_again(step, len(groups or ()))
+        return groups
 
 
 def replay(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
     a rollout is missing.
     """
     on_main(lambda: check_rollouts(run, last_step))
-    run.rollouts = RecordedRollouts(run.rollouts.files)
+    run.rollouts = RecordedRollouts(run.rollouts.files, run.tasks)
     for step in range(run.step, last_step + 1):
         log = run.log.begin(step)
         train_step(run, step, log)
@@ -213,8 +215,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     placement = Colocated(config.parallel.offload)
     renderer = load_renderer(str(base), think=config.environment.think)
     console = Console(is_writer=False, num_steps=config.train.num_steps)
-    made = build_models(config, hf, groups, start, placement, renderer)
-    policy, critic, teacher = made
+    policy, critic, teacher = build_models(config, hf, groups, start, placement, renderer)
     unknown = Baselines("", 0, math.nan, math.nan, math.nan, None, None, False)
     run = Run(
         config=config,

@@ -226,7 +226,8 @@ def read_run(
     words, own = list(arguments.others), arguments.recipe is None and shape
     recipe = recipe_for(arguments.model, own) if own else arguments.recipe or "none"
     given = {name for section in read_words(words).values() for name in section}
-    if Path(arguments.model or "", "config.json").is_file() and "load" not in given:
+    is_directory = arguments.model and Path(arguments.model, "config.json").is_file()
+    if is_directory and "load" not in given:
         words = ["--load", arguments.model, *words]
     if own and not machine.hardware.fp8:
         words = ["--fp8", "none", *words]

@@ -29,6 +29,7 @@ from ragen_mega.environments.processes import builder
 from ragen_mega.environments.protocol import Observation, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import ENVIRONMENTS
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -217,7 +218,18 @@ class TaskSampler:
         self._drawn: dict[int, int] = {}  # level of each group of the latest rollout
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Record the success of the rollout that was sampled last; returns its metrics."""
+        """Record the success of the rollout that was sampled last; returns its metrics. Collective:
+        the first rank alone knows the success of every trajectory.
+        """
+        if not self.levels:
+            return {}
+        results = on_main(lambda: self._results(groups))
+        for name, levels in self.levels.items():
+            levels.observe(results[name])
+        return {f"level/{name}": float(levels.hardest_open) for name, levels in self.levels.items()}
+
+    def _results(self, groups: Sequence[TrajectoryGroup]) -> dict[str, dict[int, list[bool]]]:
+        """Return environment -> level -> success of each trajectory."""
         results: dict[str, dict[int, list[bool]]] = {name: {} for name in self.levels}
         for group in groups:
             name = group.trajectories[0].environment
@@ -225,9 +237,14 @@ class TaskSampler:
                 level = self._drawn[group.group_id]
                 successes = [member.success for member in group.trajectories]
                 results[name].setdefault(level, []).extend(successes)
-        for name, levels in self.levels.items():
-            levels.observe(results[name])
-        return {f"level/{name}": float(levels.hardest_open) for name, levels in self.levels.items()}
+        return results
+
+    def sample_again(self, step: int, num_groups: int) -> None:
+        """Note the levels of a rollout of so many groups that is read from the disk, so that
+        `observe` knows them.
+        """
+        for each in range(num_groups // self.config.rollout.num_groups) if self.levels else ():
+            self.sample(step, each)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes, as JSON values."""

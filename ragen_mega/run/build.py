@@ -143,7 +143,8 @@ def build(config: StarPOConfig) -> Run | Sampler:
             )
         logger = open_log(config, directory, first_step=checkpoint.step if checkpoint else 0)
         with logger.beginning():
-            run = build_run(config, role, groups, prompts, references, logger, lock, checkpoint)
+            run = build_run(config, role, groups, prompts, references, logger, checkpoint)
+        run.lock = lock  # not before: a run that is put back is put back under the lock
         refused.pop_all()
     return run
 
@@ -163,7 +164,6 @@ def build_run(
     prompts: dict[str, list[Prompt]],
     references: KnownBaselines,
     logger: RunLogger,
-    lock: TextIO | None,
     checkpoint: Checkpoint | None,
 ) -> Run:
     """Return the run whose directory is there: its models, warm start included, and what it knows
@@ -221,7 +221,6 @@ def build_run(
         placement=placement,
         timers=timers,
         role=role,
-        lock=lock,
         models=model_digests(config) if collectives.is_main() else {},
     )
     with ExitStack() as refused:

@@ -54,7 +54,7 @@ class _Group:
         """Form it. Collective; raises RuntimeError where not all come."""
         self.number, self._formed = number, list[tuple[dist.ProcessGroup, str]]()
         self._rank, self._size, self._name = rank, size, f"weights-{number}"
-        self._store = dist.PrefixStore("weights", store.clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("weights", _patient(store))
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
         if torch.cuda.is_available() and collectives.ranks_per_device() == 1:
@@ -92,8 +92,8 @@ class _Group:
 
 
 def _patient(store: dist.Store) -> dist.Store:
-    """Return a connection to the store whose waits end, and the waits of its clones: a clone
-    connects anew, to a rank that may be gone.
+    """Return a connection to the store whose waits end. A clone connects anew, to a rank that may
+    be gone, and the clone of a file has torch's own patience.
     """
     ours = store.clone()  # type: ignore[attr-defined]
     ours.set_timeout(timedelta(seconds=_PATIENCE))

@@ -71,7 +71,12 @@ def _interface_of_engines(config: StarPOConfig) -> str | None:
             f"engine_addresses names {given[0]}, which this machine does not find"
             f" ({error.strerror}); correct --engine-addresses"
         ) from None
-    name = next(name for name, those in _addresses().items() if local in those)
+    name = next((name for name, those in _addresses().items() if local in those), None)
+    if name is None:
+        raise ValueError(
+            f"engine_addresses names {given[0]}, and connections to it come from {local}, which is"
+            f" none of this machine's addresses; {_remedy()}"
+        )
     return None if name == loopback() or num_nodes() > 1 else name
 
 

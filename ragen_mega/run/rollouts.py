@@ -107,9 +107,7 @@ class Rollouts:
         self._due = tasks, origin
         if groups is not None:
             self._engine.weight_version += 1  # the version that sampled them
-            num_rounds = len(groups) // self._config.rollout.num_groups
-            for further in range(1, num_rounds) if self.sampling.tasks.levels else ():
-                self.sampling.tasks.sample(step, further)  # the curriculum observes their levels
+            self.sampling.tasks.sample_again(step, len(groups))
         return groups
 
     def sample(self, step: int, log: StepLog) -> list[TrajectoryGroup]:

@@ -8,6 +8,8 @@ from ipaddress import ip_address
 from urllib.parse import parse_qsl, urlsplit
 
 _ADDRESS = re.compile(r"(?:https?|wss?)://[^\s\"'<>\\]+", re.IGNORECASE)
+_PASSWORD = re.compile(r"\w+://[^/:@]*:(?!\d+[?#])[^/]*@")
+"""A name and a password, in which `?` or `#` may stand; a port before them is none."""
 _SECRET = re.compile(
     r"^(key|sig|auth|jwt)$|(api|access|subscription|secret)[-_]?key$"
     r"|(^|[-_])(token|secret|password|passwd|pwd|signature|authorization|credentials?)$"
@@ -23,7 +25,8 @@ def check_addresses(text: str) -> None:
         place, *parameters = re.split("[?#]", address)  # urlsplit would repeat what it cannot read
         host = place.partition("://")[2].partition("/")[0]
         names = parse_qsl("&".join(parameters), keep_blank_values=True)
-        if "@" not in host and not any(_SECRET.search(name) for name, _ in names):
+        has_password = "@" in host or _PASSWORD.match(address)
+        if not has_password and not any(_SECRET.search(name) for name, _ in names):
             continue
         raise ValueError(
             "an address must hold no name, password or key, since config.json, the list of"

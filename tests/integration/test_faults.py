@@ -2,6 +2,7 @@
 in one line.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -374,6 +375,28 @@ def test_a_start_that_is_refused_late_takes_nothing_away(
         open_run(tmp_path, "mine", *model, *flags).shutdown()
         assert not (tmp_path / "mine" / "summary.json").exists()
         assert {path.name for path in tmp_path.iterdir()} == {"mine", ".mine.lock"}
+
+
+def test_a_run_is_put_back_under_its_lock(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(output / "straight", tmp_path / "mine")
+    is_free = []
+
+    def put_back(directory: Path) -> None:
+        with open(tmp_path / ".mine.lock") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_free.append(False)
+            else:
+                is_free.append(True)
+
+    monkeypatch.setattr("ragen_mega.report.metrics.put_back", put_back)
+    monkeypatch.setattr("ragen_mega.run.build.begin_run", _refuse)
+    with pytest.raises(ValueError, match="refused"):
+        open_run(tmp_path, "mine", "--load", str(start_of(output)), "--overwrite")
+    assert is_free == [False]
 
 
 def _refuse(*args: object) -> None:

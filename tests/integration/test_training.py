@@ -89,7 +89,7 @@ def test_evaluate_reads_the_run(run: Path, tmp_path: Path) -> None:
         "--json",
         str(tmp_path / "out.json"),
     ]
-    evaluate.main(["--load", str(run), "--environment", "frozen_lake", *asked])
+    evaluate.main(["--load", str(run), "--environment", "frozen_lake:1,", *asked])
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result["pass_at_k"]) == {"pass@1", "pass@2"} and result["num_prompts"] == 8
 

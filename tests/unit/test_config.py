@@ -263,13 +263,18 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("part", ["?token=hidden", "#access_token=hidden", "a?b=1&key=hidden#c"])
+@pytest.mark.parametrize(
+    "part",
+    ["host/?token=hidden", "host/#access_token=hidden", "host/a?b=1&key=hidden#c"]
+    + ["me:hidden@host/v1", "me:hid#hidden@host/v1", "me:hid?hidden@host/v1"],
+)
 def test_addresses_hold_credentials_before_the_path_and_in_parameters(part: str) -> None:
     with pytest.raises(ValueError, match="must hold no name, password or key") as caught:
-        check_addresses(f"see http://host/{part}")
+        check_addresses(f"see http://{part}")
     assert "hidden" not in str(caught.value)
     for harmless in ("http://host?mail=me@here", "http://host#me@here", "http://[me", "http://h/@"):
         check_addresses(harmless)
+    check_addresses("http://host:80?mail=me@here")
 
 
 @pytest.mark.parametrize(

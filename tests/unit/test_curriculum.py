@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from ragen_mega.commands.replayed_step import RecordedRollouts
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.reverse.world import Reverse
+from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.storage.rollouts import RolloutStore
 
 WORDS = '{"reverse": {"min_words": 2, "max_words": 5}}'
 FLAGS = ["--recipe", "none", "--environments", "reverse", "--environment-options", WORDS]
@@ -93,6 +97,57 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
     fresh = TaskSampler(parse(FLAGS))
     seeds = [[group[0].seed for group in each.sample(4)] for each in (whole, resumed, fresh)]
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+ON_TWO_RANKS = """
+import json, sys
+from pathlib import Path
+from ragen_mega.data.compact import outlined, outlines_of
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.ranks import collectives
+from tests.unit.test_curriculum import FLAGS, TaskSampler, parse, played
+
+collectives.start()
+sampler, seeds = TaskSampler(parse(FLAGS)), []
+for step in range(4):
+    tasks = sampler.sample(step)
+    groups = played(tasks, {2})
+    if collectives.rank() == 1:  # which has played the second half
+        members = [outlined(outlines_of(group.trajectories)) for group in groups[:20]]
+        groups[:20] = [TrajectoryGroup(one[0].group_id, one) for one in members]
+    sampler.observe(groups)
+    seeds.append([group[0].seed for group in tasks])
+Path(sys.argv[1], str(collectives.rank())).write_text(json.dumps([seeds, sampler.state_dict()]))
+collectives.stop()
+"""
+
+
+def test_all_ranks_draw_the_tasks_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have the success of trajectories that they played themselves, and the first one of
+    all.
+    """
+    (tmp_path / "script.py").write_text(ON_TWO_RANKS)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    run_ranks(2, tmp_path / "script.py", tmp_path)
+    alone, seeds = TaskSampler(parse(FLAGS)), []
+    for step in range(4):
+        tasks = alone.sample(step)
+        alone.observe(played(tasks, {2}))
+        seeds.append([group[0].seed for group in tasks])
+    expected = json.loads(json.dumps([seeds, alone.state_dict()]))
+    for rank in ("0", "1"):
+        assert json.loads((tmp_path / rank).read_text()) == expected
+
+
+def test_a_rollout_from_the_disk_is_observed_as_the_one_that_was_sampled(tmp_path: Path) -> None:
+    config = parse([*FLAGS, "--max-sampling-rounds", "2"])
+    run, replayed = TaskSampler(config), TaskSampler(config)
+    groups = [group for each in range(2) for group in played(run.sample(0, each), {2})]
+    (store := RolloutStore(tmp_path)).write(0, groups, {})
+    metrics = run.observe(groups)
+    recalled = RecordedRollouts(store, replayed).recall(0)
+    assert recalled is not None and replayed.observe(recalled) == metrics
+    assert metrics == {"level/reverse": 3.0} and replayed.state_dict() == run.state_dict()
 
 
 def test_one_environment_looks_at_the_seeds_of_a_step_and_is_closed(

@@ -360,6 +360,15 @@ def test_a_search_leaves_engines_out_that_a_given_size_does_not_go_with() -> Non
     assert fastest is not None and fits(shape, fastest, 8, room)
 
 
+def test_a_plan_of_a_recipe_leaves_the_working_directory_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    code, result, _ = told(capsys, tmp_path / "plan.json", "--recipe", "qwen2.5_1.5b")
+    assert code == 0 and result["parameters"] == shape_of("Qwen2.5-1.5B").num_parameters
+
+
 def test_a_directory_of_llama_is_planned_and_a_mixture_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,9 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from ragen_mega.commands import command_line, train
+from ragen_mega.config import parse
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import _take_device
 from ragen_mega.ranks.launcher import forget_foreign_ranks
+from ragen_mega.run import nodes
 from ragen_mega.run.stop import fail_if_rank_lost
 
 FOREIGN = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}, {"WORLD_SIZE": "x"}]
@@ -76,6 +78,16 @@ def test_an_interface_that_is_not_there_keeps_no_rank(monkeypatch: pytest.Monkey
     collectives.start()
     assert collectives.world_size() == 1
     collectives.stop()
+
+
+def test_engines_are_reached_from_an_address_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse("--rollout-engine sglang --engine-addresses elsewhere:1".split())
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setattr(nodes, "address_towards", lambda host: "192.0.2.1")
+    with pytest.raises(ValueError, match="elsewhere:1, and connections to it come from 192.0.2.1"):
+        nodes.join_job(config)
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ Random weights of the model's shape train on trajectories of random tokens, all 
 sampled. With --prompt they have so many first tokens in common, which are computed once, in one
 microbatch, and only the others are sampled. Flags after -- go to the training program; with an
 estimator that needs a critic, the critic is there and trains too. With `--lora-rank` a second actor
-trains all weights in turn with the adapters, and the memory of both is not said. `seconds` is the wall clock of
-one optimizer step of each model, median of the repetitions. Tokens a second, of all trajectories,
-and MFU are the actor's; MFU counts causal attention and a common prompt once and no recomputation,
-as prime-rl's benchmark does. `memory_gib` is what the process holds of the device at the end, which
-is its peak, since torch returns nothing; `planned_gib` is the largest training phase of
-`ragen-mega plan`.
+trains all weights in turn with the adapters, and the memory of both is not said. `seconds` is the
+wall clock of one optimizer step of each model, median of the repetitions. Tokens a second, of all
+trajectories, and MFU are the actor's; MFU counts causal attention and a common prompt once and no
+recomputation, as prime-rl's benchmark does. `memory_gib` is what the process holds of the device at
+the end, which is its peak, since torch returns nothing; `planned_gib` is the largest training phase
+of `ragen-mega plan`.
 
 prime-rl's own number is benchmarks/baselines/benchmark-1xh100-Qwen--Qwen3-0.6B-rl-full-1gpu-
 Recompute-flash_attention_3-16384-cp1-ep1.json in its repository: Qwen3-0.6B, two microbatches of
