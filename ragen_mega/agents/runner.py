@@ -297,14 +297,14 @@ def _client(kind: str, transport: str, base_url: str, api_key: str) -> Any:
 
 
 async def _ask(url: str, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-    """Have an agent behind a URL play, until it is cancelled. Raises RuntimeError if nobody listens
-    there or the answer is no JSON, and what `ask` raises.
+    """Have an agent behind a URL play, until it is cancelled. Raises RuntimeError if it cannot
+    be reached or the answer is no JSON, and what `ask` raises.
     """
     body = {"task": task, "base_url": base_url, "api_key": api_key}
     try:
         answer = await ask("POST", url, _AUTHORIZATION, seconds=None, body=body)
-    except httpx2.ConnectError:
-        said = f"nobody listens at {url}; start the agent, or correct --agent"
+    except httpx2.ConnectError as error:
+        said = f"{url} cannot be reached ({error}); start the agent, or correct --agent"
         raise RuntimeError(said) from None
     text = answer.content.decode("utf-8", "replace")
     if answer.status_code != 200:

@@ -109,8 +109,8 @@ class Door:
         try:
             yield key
         finally:
-            del self._served[key]
             self._closed.append(key)
+            del self._served[key]
 
     def _application(self) -> Starlette:
         return Starlette(

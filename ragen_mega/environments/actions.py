@@ -10,11 +10,11 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ragen_mega.environments import calls
-from ragen_mega.environments.tool_calls import WrongCall, tool_calls
+from ragen_mega.environments.tool_calls import WrongCall, first_calls, tool_calls
 
 ACTION_SEPARATOR = "||"
 
@@ -55,9 +55,9 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
     malformed.
     """
     if hasattr(environment, "parse"):
-        return _read(lambda rest: calls.parse(environment, rest), text, think, max_actions)
+        return _read(partial(calls.parse, environment), text, think, max_actions)
     if tools := getattr(environment, "tools", None):
-        return _read(lambda rest: tool_calls(rest, tools, max_actions), text, think, max_actions)
+        return _read(partial(tool_calls, tools=tools), text, think, max_actions)
     if (legal := getattr(environment, "actions", None)) is not None:
         return parse_response(text, legal_actions=legal, think=think, max_actions=max_actions)
     if (spans := split_response(text, think)) is None:
@@ -69,13 +69,21 @@ def read_response(environment: Any, text: str, *, think: bool, max_actions: int)
 def _read(
     parse: Callable[[str], Sequence[Any]], text: str, think: bool, max_actions: int
 ) -> ParsedResponse:
-    """Apply `parse` to what follows the thought."""
+    """Apply `parse` to what follows the thought, and where it refuses that, to as many calls of
+    tools as count.
+    """
     thought, end, rest = text.partition("</think>") if think else ("", "</think>", text)
     thought = _MARKERS.sub("", thought).strip()
     if not end:
         return ParsedResponse()
+    rest = rest.strip()
     try:
-        actions = tuple(parse(rest.strip()))
+        try:
+            actions = parse(rest)
+        except ValueError:
+            if (counting := first_calls(rest, max_actions)) == rest:
+                raise
+            actions = parse(counting)
     except WrongCall as error:
         return ParsedResponse(
             thought=thought, is_format_valid=True, has_invalid_action=True, problem=str(error)
@@ -84,7 +92,7 @@ def _read(
         return ParsedResponse(thought=thought)
     except ValueError as error:
         return ParsedResponse(thought=thought, problem=str(error))
-    return ParsedResponse(actions[:max_actions], thought, is_format_valid=True)
+    return ParsedResponse(tuple(actions[:max_actions]), thought, is_format_valid=True)
 
 
 def parse_response(

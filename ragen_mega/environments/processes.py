@@ -30,6 +30,7 @@ from ragen_mega.environments.pool import PLACE, EnvironmentFailed, guarded, wher
 from ragen_mega.environments.protocol import (
     STEP_INFO,
     Environment,
+    Narrator,
     Observation,
     Solver,
     StepResult,
@@ -149,14 +150,18 @@ class HostedEnvironment:
         if value == _METHOD:
             return partial(self._ask, "call", name)
         if value == _SOLVER:
-            return Solver(
-                partial(self._solve, "references"), partial(self._solve, "optimal_actions")
-            )
+            parts = (partial(self._call, name, part) for part in ("references", "optimal_actions"))
+            return Solver(*parts)
+        if isinstance(value, Narrator):
+            explain = value.explain and partial(self._call, name, "explain")
+            return replace(value, describe=partial(self._call, name, "describe"), explain=explain)
         return value
 
-    def _solve(self, part: str, _: Any, limit: Any) -> Any:
-        """Ask the solver in the host, where it may copy the environment."""
-        return self._ask("solve", part, limit)
+    def _call(self, owner: str, part: str, _: Any, argument: Any) -> Any:
+        """Call a function of the solver or narrator in the host, where it may copy the environment
+        and see all of it.
+        """
+        return self._ask("part", owner, part, argument)
 
     def _ask(self, *request: Any) -> Any:
         return self._host.ask(self._timeout, self._key, *request)
@@ -253,12 +258,15 @@ def _act(environments: dict[int, Any], key: int, kind: str, *request: Any) -> An
             calls.close(environment)
         case "call":
             answer = calls.settled(getattr(environment, request[0])(*request[1:]))
-        case "solve":
-            answer = getattr(environment.solver, request[0])(environment, request[1])
+        case "part":
+            owner, part, argument = request
+            answer = getattr(getattr(environment, owner), part)(environment, argument)
         case _:
             value = getattr(environment, request[0])
             is_solver = isinstance(value, Solver)
             answer = _METHOD if callable(value) else _SOLVER if is_solver else value
+            if isinstance(value, Narrator):  # whose functions may not be picklable
+                answer = replace(value, describe=_METHOD, explain=value.explain and _METHOD)
     pickle.dumps(answer)
     return answer
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import regex
@@ -186,11 +186,18 @@ CALL_FORMAT = HERMES.described
 """Format of a call, for a prompt; a renderer puts the format of its chat template there."""
 
 
-def tool_calls(
-    text: str, tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
-) -> list[dict[str, Any]]:
-    """Return the calls in an answer, at most the first `most`, as `{"name": ..., "arguments":
-    {...}}`.
+def first_calls(text: str, count: int) -> str:
+    """Return an answer up to the end of its `count`-th call; whole where there are not so many that
+    can be read.
+    """
+    with suppress(ValueError):
+        for _, (_, end) in islice(HERMES._blocks(text), count - 1, count):
+            return text[:end]
+    return text
+
+
+def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the calls in an answer, as `{"name": ..., "arguments": {...}}`.
 
     Raises ValueError if there is none, UnreadableCall for one that is no call, and WrongCall for
     one that does not fit `tools`; the text of both tells the policy what to change. Raises
@@ -201,7 +208,7 @@ def tool_calls(
         raise ValueError("the answer calls no tool, and it must")
     functions = [tool.get("function", tool) for tool in tools]
     named = {function["name"]: function.get("parameters") for function in functions}
-    for call in found[:most] if tools else ():
+    for call in found if tools else ():
         if call["name"] not in named:
             known = ", ".join(named)
             raise WrongCall(
@@ -209,7 +216,7 @@ def tool_calls(
             )
         if problem := _problem(call["arguments"], named[call["name"]]):
             raise WrongCall(f"tool {call['name']}: {problem}")
-    return found[:most]
+    return found
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:

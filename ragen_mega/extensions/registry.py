@@ -29,9 +29,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {bare[close[0]]}?)" if close else ""
 
 
-def _module_of(file: str) -> str:
-    """Return the module of a file whose path begins in the working directory."""
-    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".")
+def _module_of(file: str) -> tuple[str, str]:
+    """Return the module of a file, and what else its import needs: the working directory alone is
+    on the path of modules.
+    """
+    path = os.path.relpath(file).removesuffix(".py")
+    if os.pardir not in path.split(os.sep):
+        return path.replace(os.sep, "."), ""
+    folder, module = os.path.split(os.path.abspath(path))
+    return module, f", and add {folder} to PYTHONPATH"
 
 
 class Registry:
@@ -119,7 +125,8 @@ class Registry:
             paths = [f"{module}:{member}"] if dot else []
             close = self._of_family(name) or did_you_mean(meant, [*names, *paths])
             if member == "py":
-                close = f" (a file: write {_module_of(name)}:NAME, a class or function in it)"
+                written, needed = _module_of(name)
+                close = f" (a file: write {written}:NAME, a class or function in it{needed})"
             known = f"choose one of {', '.join(names)}, or " if names else ""
             raise ValueError(
                 f"{flag or self.flag}: unknown {self.kind} {name!r}{close}; {known}give an import"
@@ -186,7 +193,8 @@ class Registry:
             module_name = path.partition(":")[0]
             remedy = "mend the module"
             if module_name.endswith(".py"):
-                remedy = f"write {_module_of(module_name)}:{path.partition(':')[2]}, a module"
+                written, needed = _module_of(module_name)
+                remedy = f"write {written}:{path.partition(':')[2]}, a module{needed}"
             elif isinstance(error, ImportError) and (extra := extra_of(error.name)):
                 remedy = f"run {install_command(extra)}"
             elif isinstance(error, ModuleNotFoundError) and error.name:

@@ -240,11 +240,6 @@ class Traffic:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - start
 
-    @property
-    def moved_bytes(self) -> int:
-        """Over all kinds of links."""
-        return self.pp_bytes + self.group_bytes.total()
-
     def metrics(self) -> dict[str, float]:
         """Return the step's metrics."""
         values = {
@@ -254,8 +249,8 @@ class Traffic:
             "sync_gbytes_expert": self.group_bytes["expert"] / 1e9,
             "sync_gbytes_shard": self.shard_bytes / 1e9,
         }
-        if self.moved_bytes:
-            values["sync_gbytes_per_second"] = self.moved_bytes / self.seconds / 1e9
+        if moved := self.pp_bytes + self.group_bytes.total():
+            values["sync_gbytes_per_second"] = moved / self.seconds / 1e9
         return values
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.environments import calls
@@ -51,11 +52,16 @@ def test_a_missing_package_names_its_extra() -> None:
     [
         ("gymnasium:NoSuch-v0", "NoSuch.*correct the name"),
         ("gymnasium:no_such_module:Such-v0", "no_such_module.*correct the name"),
+        ("gymnasium:Needing-v0", "cannot be built.*No module named 'no_such_package'"),
         ("gymnasium:Pendulum-v1", "Discrete or Text actions"),
         ("openenv:ws://127.0.0.1:9", "not installed|does not answer as an OpenEnv server"),
     ],
 )
-def test_what_cannot_be_played_is_one_line(name: str, rule: str) -> None:
+def test_what_cannot_be_played_is_one_line(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_missing = EnvSpec("Needing-v0", entry_point="no_such_package:World")
+    monkeypatch.setitem(gymnasium.registry, "Needing-v0", of_missing)
     with pytest.raises(ValueError, match=rule) as caught:
         make(name)
     assert "\n" not in str(caught.value)

@@ -27,7 +27,7 @@ from ragen_mega.rollout.tasks import episode_maker, play_settings
 WORLD = """
 import os
 
-from ragen_mega.environments.protocol import Solver
+from ragen_mega.environments.protocol import Narrator, Solver
 from ragen_mega.environments.tool_calls import tool_calls
 
 
@@ -57,8 +57,10 @@ class Odd:
 
 
 class Calling(Odd):
-    # A world whose answers are calls of a tool, with a solver that cannot be pickled.
+    # A world whose answers are calls of a tool; its solver and narrator cannot be pickled.
     solver = Solver(lambda world, budget: None, lambda world, left: ["yes"] * left)
+    narrator = Narrator(lambda world, actions: f"{world._hidden} {actions}", statement="x")
+    _hidden = "seen"
 
     def __init__(self, fails: bool = False):
         if fails:
@@ -200,6 +202,9 @@ def test_what_an_answer_is_told_does_not_depend_on_the_process() -> None:
         read.append([episode.respond(said) for said in (unknown, "deep", "no call")])
         world = episode.environment
         assert world.solver.optimal_actions(world, 2) == ["yes", "yes"]
+        narrator = world.narrator
+        assert narrator.describe(world, ["yes"]) == "seen ['yes']" and narrator.explain is None
+        assert narrator.statement == "x"
     assert read[0] == read[1]
     assert [turn.info["is_format_valid"] for turn in read[0]] == [True, False, False]
     with pytest.raises(

@@ -114,6 +114,8 @@ TRAIN = {
     "--recipe bandit --data-parallel-size 2": "(here it is all ranks that the other sizes leave)",
     "--environments mistaken_worlds.py": "(a file: write mistaken_worlds:NAME, a class or function",
     "--environments ./mistaken_worlds.py:World": "write mistaken_worlds:World, a module",
+    "--environments /elsewhere/worlds.py:World": "write worlds:World, a module, and add /elsewhere"
+    " to PYTHONPATH",
     "--environments mistaken_worlds:EqualTools": "must have distinct names, not look, look; rename",
     "--environments mistaken_worlds:Wrld": "(did you mean World?)",
     "--environments mistaken_worlds:World:x": "a whole number behind a further colon for shares",

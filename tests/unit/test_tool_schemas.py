@@ -115,13 +115,22 @@ def test_a_call_is_legal_as_json_schema_says(parameters, legal, illegal):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_calls_behind_the_most_that_a_turn_may_have_are_not_checked():
-    world = SimpleNamespace(tools=tools_of({"properties": A}))
-    right, wrong = called({"a": 1}), called({"a": "x"})
-    for text, is_read in ((right * 5 + wrong, True), (right * 4 + wrong, False)):
-        read = read_response(world, text, think=False, max_actions=5)
-        assert len(read.actions) == 5 * is_read and read.is_format_valid
-        assert read.has_invalid_action != is_read
+@pytest.mark.parametrize(
+    "wrong",
+    [called({"a": "x"}), '<tool_call>\n{"name": "f", "arg', '<tool_call>{"name": "f", "id": 1}'],
+)
+@pytest.mark.parametrize("has_parser", [False, True])
+def test_calls_behind_the_most_that_a_turn_may_have_are_not_read(wrong, has_parser):
+    """However the rest goes on: it may be cut off, and a parser of the world's own may read it."""
+    tools = tools_of({"properties": A})
+    world = SimpleNamespace(tools=tools)
+    if has_parser:
+        world.parse = lambda text: tool_calls(text, tools)
+    right = called({"a": 1})
+    read = read_response(world, f"{right * 5} {wrong}", think=False, max_actions=5)
+    assert len(read.actions) == 5 and read.is_format_valid and not read.has_invalid_action
+    read = read_response(world, f"{right * 4} {wrong}", think=False, max_actions=5)
+    assert not read.actions and (read.has_invalid_action or not read.is_format_valid)
 
 
 LOOPS = [

@@ -105,6 +105,8 @@ class GymnasiumWorld:
         try:
             self._environment = gymnasium.make(environment_id, **options)
         except (gymnasium.error.UnregisteredEnv, ModuleNotFoundError) as error:
+            if getattr(error, "name", None):  # a module that the environment imports is missing
+                raise
             raise ValueError(
                 f"gymnasium:{environment_id} is unknown to Gymnasium: {str(error).rstrip('.')};"
                 " correct the name, or install the package that registers it and name its module"
