@@ -5,6 +5,7 @@ and a shared engine, or another source of answers, samples what it asks for.
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,6 @@ from ragen_mega.agents.served_episode import UNDELIVERED, Limits, ServedEpisode
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
 from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
-from ragen_mega.ranks import collectives
 from ragen_mega.rollout.player import (
     Advance,
     Attempt,
@@ -159,7 +159,7 @@ class AgentPlayer(Player):
 
         worker, agent = opened.worker, self._settings.agent
         assert worker is not None  # an agent is not instant
-        entrance = door(agent.listen_on(collectives.rank()))
+        entrance = door(agent.listen_on(int(os.environ.get("RANK", 0))))  # in the whole job
         self._shared.rest(attempt.session)
         worker.seconds = 0.0  # the clock measures this call
         ending = worker.call(partial(program.run, entrance.url, partial(entrance.open, served)))

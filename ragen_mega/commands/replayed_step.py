@@ -128,7 +128,9 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
 
 
 def check_rollouts(run: Run, last_step: int) -> None:
-    """Raise ValueError unless the rollouts up to the step are on the disk."""
+    """Raise ValueError unless the rollouts up to the step are on the disk, and the guard has not
+    returned to earlier weights on the way, which is not repeated.
+    """
     files = run.rollouts.files
     starts, held = {0, *run.checkpoints.steps()}, set(files.steps())
     since = {step: max(start for start in starts if start <= step) for step in held}
@@ -140,6 +142,15 @@ def check_rollouts(run: Run, last_step: int) -> None:
             f" {files.directory}; this run can repeat {span(whole)}. Train with --keep-rollouts 0"
             " to keep more"
         )
+    rows = {row["step"]: row for row in read_metrics(files.directory.parent / METRICS_FILE)}
+    before = rows.get(run.step - 1, {}).get("guard/rollbacks") or 0
+    for step in range(run.step, last_step):
+        if (rows.get(step, {}).get("guard/rollbacks") or 0) > before:
+            raise ValueError(
+                f"step {last_step} would be repeated from step {run.step}, and behind step {step}"
+                " the run went back to earlier weights, which a replay does not; replay a step up"
+                f" to {step}, or one that a later checkpoint begins"
+            )
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:

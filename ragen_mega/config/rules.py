@@ -427,6 +427,15 @@ def _check_guard(config: Sections) -> None:
             "guard_filter ranks groups by the spread of their returns, but group_size is 1;"
             " raise --group-size or set --guard-filter 1"
         )
+    if (
+        config.guard.guard == "react"
+        and not config.advantage.reward_terms
+        and config.guard.guard_filter < 1
+    ):
+        raise ValueError(
+            "guard_filter ranks groups by the spread of their returns, and reward teacher alone"
+            " gives none; set --guard-filter 1"
+        )
 
 
 def _divisor(number: int, limit: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
@@ -79,6 +80,12 @@ def episode_maker(
         options = config.options(name) if step is None else config.training_options(name, step)
     build = builder(config, name, options)
     return lambda: Episode(build(), rules, prompt_examples(config, name))
+
+
+def forget_files() -> None:
+    """Read files of examples and boards anew, which may have changed since another run."""
+    prompt_examples.cache_clear()
+    _held_out_boards.cache_clear()
 
 
 @lru_cache(maxsize=64)
@@ -216,6 +223,8 @@ class TaskSampler:
                     " --curriculum-success"
                 )
         self._drawn: dict[int, int] = {}  # level of each group of the latest rollout
+        self.has_changed = False
+        """Whether the hardest level changed when success was last observed."""
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Record the success of the rollout that was sampled last; returns its metrics. Collective:
@@ -224,18 +233,21 @@ class TaskSampler:
         if not self.levels:
             return {}
         results = on_main(lambda: self._results(groups))
+        before = [levels.hardest_open for levels in self.levels.values()]
         for name, levels in self.levels.items():
             levels.observe(results[name])
-        return {f"level/{name}": float(levels.hardest_open) for name, levels in self.levels.items()}
+        hardest = {name: levels.hardest_open for name, levels in self.levels.items()}
+        self.has_changed = before != [*hardest.values()]
+        return {f"level/{name}": float(level) for name, level in hardest.items()}
 
     def _results(self, groups: Sequence[TrajectoryGroup]) -> dict[str, dict[int, list[bool]]]:
-        """Return environment -> level -> success of each trajectory."""
+        """Return environment -> level -> success of each trajectory that counts."""
         results: dict[str, dict[int, list[bool]]] = {name: {} for name in self.levels}
         for group in groups:
             name = group.trajectories[0].environment
             if name in results and group.group_id in self._drawn:
                 level = self._drawn[group.group_id]
-                successes = [member.success for member in group.trajectories]
+                successes = [each.success for each in group.trajectories if has_return(each)]
                 results[name].setdefault(level, []).extend(successes)
         return results
 

@@ -56,6 +56,7 @@ from ragen_mega.rollout.tasks import (
     TaskSampler,
     check_first_prompts,
     evaluation_prompts,
+    forget_files,
     held_out_note,
     prompt_examples,
 )
@@ -112,6 +113,7 @@ def build(config: StarPOConfig) -> Run | Sampler:
     needs. Raises ValueError before any training if something cannot work.
     """
     config, directory = config.located(), os.getcwd()  # which worlds may leave
+    forget_files()
     join_job(config)
     world_size = collectives.world_size()
     on_main(lambda: check(config, world_size, ranks_per_node(world_size)))

@@ -39,7 +39,7 @@ from ragen_mega.run.log import RunLog, StepLog
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.run_directory import FINAL_EXPORT
+from ragen_mega.storage.run_directory import FINAL_EXPORT, SUMMARY_FILE
 from ragen_mega.system.paths import expanded
 
 MAX_SESSIONS = 256
@@ -187,9 +187,10 @@ def evaluate(
 def _policy_of(run: str | Path) -> Path:
     """Return the directory of a run's final policy. Raises ValueError if it has none yet."""
     directory = Path(run) / FINAL_EXPORT
-    if not directory.exists():
+    missing = [path.name for path in (directory, Path(run) / SUMMARY_FILE) if not path.exists()]
+    if missing:
         raise ValueError(
-            f"--load {run} is a run that has no policy yet ({FINAL_EXPORT} is missing): let it"
+            f"--load {run} is a run that has no policy yet ({missing[0]} is missing): let it"
             " finish, or write the policy of its newest checkpoint by ragen-mega convert --from"
             f" {run} --to my-model --format huggingface, and give --load my-model"
         )

@@ -348,7 +348,7 @@ class Run:
                 log.went_back = True
         if reason is not None:
             self.log.note(step, f"collapse: {reason}")
-        if step + 1 in self.config.environment.curriculum_steps:
+        if step + 1 in self.config.environment.curriculum_steps or self.tasks.has_changed:
             guard.task_changed()
         log.add("guard", rollbacks=guard.rollbacks, filter_share=guard.filter_share)
 
@@ -425,7 +425,8 @@ class Run:
         )
         if self.config.lora.rank:
             tensors = [*self.policy.export_adapter()]
-            load, base = self.config.model.load, self.checkpoints.models.get(BASE_MODEL)
+            load = None if self.config.has_warm_start else self.config.model.load
+            base = self.checkpoints.models.get(BASE_MODEL)
             on_main(
                 lambda: save_adapter(
                     self.logger.directory / FINAL_ADAPTER,
@@ -458,7 +459,7 @@ class Run:
         """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one. Collective."""
         if self.checkpoints.has(self.step):
             return
-        self.logger.sync()
+        on_main(self.logger.sync)
         self.checkpoints.save_run(self.step, success)
 
     def restore(self, saved: Checkpoint) -> None:

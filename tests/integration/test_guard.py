@@ -8,11 +8,14 @@ has one.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ragen_mega.algorithm.diagnostics import CollapseThresholds
+from ragen_mega.commands.replayed_step import check_rollouts
 from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
@@ -110,6 +113,16 @@ def test_a_rollback_brings_weights_and_moments_back(straight: Path) -> None:
                 expected = lr * (1 - row["step"] / 8) * 0.5**count
                 assert row[f"{model}/lr"] == pytest.approx(expected), row["step"]
         assert row["filter/kept_groups"] <= max(1, 4 * 0.5**count)
+
+
+def test_a_replay_does_not_cross_a_return(straight: Path) -> None:
+    files = RolloutStore(straight / "rollouts")
+    first, begin = min(rollbacks(straight)), min(files.steps())
+    run: Any = SimpleNamespace(step=begin, rollouts=SimpleNamespace(files=files))
+    run.checkpoints = SimpleNamespace(steps=list)
+    check_rollouts(run, first)
+    with pytest.raises(ValueError, match=f"behind step {first} the run went back"):
+        check_rollouts(run, first + 1)
 
 
 def test_held_out_starts_that_training_has_met_are_counted(straight: Path) -> None:

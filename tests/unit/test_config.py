@@ -120,6 +120,11 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "--guard react --group-size 1 --filter-strategy none",
             "guard_filter ranks groups by the spread of their returns",
         ),
+        (
+            "--guard react --filter-strategy none --reward teacher --advantage-estimator none"
+            " --teacher-load a/b",
+            "reward teacher alone gives none; set --guard-filter 1",
+        ),
         ("--filter-strategy top_k", "needs its value"),
         ("--turn-gamma 0.9", "turn_gamma does nothing with advantage_estimator gae"),
         ("--advantage-estimator bilevel_gae", "--reward-placement turn"),

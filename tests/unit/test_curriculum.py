@@ -15,6 +15,7 @@ import pytest
 from ragen_mega.commands.replayed_step import RecordedRollouts
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
+from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.reverse.world import Reverse
 from ragen_mega.ranks.launcher import run_ranks
@@ -87,6 +88,16 @@ def test_half_of_the_tasks_are_of_the_hardest_open_level_and_none_is_above() -> 
     assert set(drawn) == {2, 3}
     # Half are of level 3, and half of the others: 75% of 800, within five deviations.
     assert abs(drawn[3] / 800 - 0.75) < 5 * (0.75 * 0.25 / 800) ** 0.5
+
+
+def test_episodes_that_failed_count_for_no_level() -> None:
+    sampler = TaskSampler(parse(FLAGS))
+    groups = played(sampler.sample(0), {2})
+    for group in groups:  # one of two members
+        group.trajectories[0].turns[-1].info = {"success": False, ERROR: "the server is away"}
+    assert sampler.observe(groups) == {"level/reverse": 3.0} and sampler.has_changed
+    sampler.observe(played(sampler.sample(1), {2}))
+    assert not sampler.has_changed
 
 
 def test_a_resumed_run_draws_the_same_tasks() -> None:
@@ -187,3 +198,5 @@ def test_without_difficulties_it_is_refused() -> None:
         TaskSampler(parse(flags))
     with pytest.raises(ValueError, match="curriculum_success .* separate"):
         parse([*FLAGS, "--placement", "separate", "--rollout-ranks", "1"])
+    with pytest.raises(ValueError, match="curriculum_success .* drop --curriculum or"):
+        parse([*FLAGS, "--curriculum", '{"3": {"reverse": {"max_words": 4}}}'])

@@ -332,14 +332,18 @@ def test_options_of_one_set_leave_the_others_those_of_the_run(tmp_path: Path) ->
     assert given == {"environment_options": '{"frozen_lake": {"success_rate": 0.5}}'}
 
 
+@pytest.mark.parametrize("file", ["huggingface", "summary.json"])
 def test_a_run_without_a_policy_is_told_how_to_get_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also a run that goes on after its end, whose policy of before is there."""
+    if file == "summary.json":
+        (tmp_path / "huggingface").mkdir()
     (tmp_path / "config.json").write_text(json.dumps(parse([]).to_dict()))
     with pytest.raises(SystemExit):
         evaluate.main(["--load", str(tmp_path)])
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert said.startswith(f"error: --load {tmp_path} is a run that has no policy yet")
+    assert said.startswith(f"error: --load {tmp_path} is a run that has no policy yet ({file}")
     assert f"ragen-mega convert --from {tmp_path} --to" in said
 
 

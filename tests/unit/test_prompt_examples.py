@@ -26,6 +26,7 @@ from ragen_mega.rollout.tasks import (
     TaskSampler,
     episode_maker,
     evaluation_prompts,
+    forget_files,
     held_out_states,
     prompt_examples,
 )
@@ -221,6 +222,17 @@ def test_a_file_that_cannot_be_read_is_refused_before_ranks_start(
     missing = config_of("bandit", "--prompt-examples", "1", "--prompt-examples-file", f"{file}.no")
     with pytest.raises(ValueError, match="must be a file of conversations"):
         check(missing, 1, 1)
+
+
+def test_another_run_reads_a_file_that_has_changed(tmp_path: Path) -> None:
+    texts = []
+    for answer in ("Dragon", "Phoenix"):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        file = write(tmp_path / "examples.jsonl", {"messages": turns})
+        config = config_of("bandit", "--prompt-examples", "1", "--prompt-examples-file", file)
+        forget_files()  # as `build` does
+        texts.append(prompt_examples(config.environment, "bandit")[-1].content)
+    assert texts == ["Dragon", "Phoenix"]
 
 
 def test_a_file_without_examples_and_a_world_without_a_script_are_refused() -> None:

@@ -134,6 +134,11 @@ class EnvironmentConfig(Section):
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
             self._check_options("curriculum", options)
+        if self.curriculum_success is not None and self.curriculum_steps:
+            raise ValueError(
+                "curriculum_success chooses among the states of one set of options, and curriculum"
+                " changes them; drop --curriculum or --curriculum-success"
+            )
 
     def located(self) -> Self:
         given = json.loads(self.environment_options)
