@@ -18,6 +18,8 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.ranks.launcher import cache_folder
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+MODEL_FILES = (".json", ".jinja", ".txt", ".safetensors")
+"""Suffixes of the files that make a model; others may lie beside them."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "vocab.json")
 _LARGE = 1 << 24
@@ -117,9 +119,8 @@ def content_digest(path: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file != path and file.suffix not in (".json", ".jinja", ".txt", ".safetensors"):
-            continue
-        digest.update(f"{file.name} {_file_digest(file)} ".encode())
+        if file == path or file.suffix in MODEL_FILES:
+            digest.update(f"{file.name} {_file_digest(file)} ".encode())
     return digest.hexdigest()[:16]
 
 

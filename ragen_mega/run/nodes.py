@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import ragen_mega
 from ragen_mega.config import StarPOConfig
+from ragen_mega.models.directory import MODEL_FILES
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.hardware import PACKAGES, device, versions
@@ -33,6 +34,8 @@ from ragen_mega.system.addresses import address_towards
 _PATIENCE = 600.0
 """Seconds to wait for another node: file systems give every node its programs in their own time."""
 _CONNECT_SECONDS = 30.0
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+"""Of a file by which two nodes know that they have the same."""
 
 
 def num_nodes() -> int:
@@ -221,6 +224,7 @@ def _reach(host: str, port: int) -> None:
 _REMEDIES = {
     "flags": "start all nodes with the same flags",
     "code": "give all nodes the same files",
+    "files": "give all nodes the same files, or name a folder that they share",
     "packages": "give all nodes the same environment",
     "hardware": "ask for nodes of one kind",
 }
@@ -256,9 +260,44 @@ def describe(config: StarPOConfig) -> dict[str, Any]:
             for name, file in files.items()
             if file.is_file()
         },
+        "files": _files(config),
         "packages": versions((*PACKAGES, "tokenizers", "safetensors", "numpy")),
         "hardware": {"device": device()},
     }
+
+
+def _files(config: StarPOConfig) -> dict[str, str]:
+    """Return a map: setting -> digest of the file or the model that it names, which ranks of all
+    nodes read.
+    """
+    model, tasks = config.model, "tasks:"
+    named = {"load": model.load, "critic_load": model.critic_load, **model.teachers}
+    named["sft_file"] = config.warm_start.sft_file
+    named["prompt_examples_file"] = config.environment.prompt_examples_file
+    named |= {
+        name: name.removeprefix(tasks)
+        for name in config.environment.evaluated
+        if name.startswith(tasks)
+    }
+    return {name: _sampled(Path(path)) for name, path in named.items() if path is not None}
+
+
+def _sampled(path: Path) -> str:
+    """Return a digest of names, sizes and some bytes: to read all of a model takes minutes, and
+    weights that were trained further differ everywhere.
+    """
+    if not path.exists():
+        return "not there"
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file == path or file.suffix in MODEL_FILES:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as opened:
+                for place in range(0, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+                    opened.seek(place)
+                    digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
 
 
 def disagreement(nodes: Sequence[dict[str, Any]]) -> str | None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -88,6 +89,26 @@ def test_engines_are_reached_from_an_address_of_this_machine(
     monkeypatch.setattr(nodes, "address_towards", lambda host: "192.0.2.1")
     with pytest.raises(ValueError, match="elsewhere:1, and connections to it come from 192.0.2.1"):
         nodes.join_job(config)
+
+
+def test_nodes_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were trained further differ, and a model or a file may be on one node alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    config, facts = parse(["--load", "model", "--tasks", "rows.jsonl"]), []
+    for index, weights in enumerate((0, 0, 1)):
+        (folder := tmp_path / str(index) / "model").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(1 << 22) + bytes([weights]) * (1 << 22))
+        (folder / "notes.md").write_text(str(index))
+        (folder.parent / "rows.jsonl").write_text("{}")
+        monkeypatch.chdir(folder.parent)
+        facts.append(nodes.describe(config))
+    assert nodes.disagreement(facts[:2]) is None
+    assert "the same files: load is" in (nodes.disagreement(facts) or "")
+    (tmp_path / "2" / "rows.jsonl").unlink()
+    facts[2] = nodes.describe(config)
+    facts[2]["files"]["load"] = facts[0]["files"]["load"]
+    said = nodes.disagreement(facts) or ""
+    assert "tasks:rows.jsonl is" in said and "not there on node 2" in said
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixture[str]) -> None:
