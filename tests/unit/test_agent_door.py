@@ -159,6 +159,7 @@ def test_keys_are_told_apart():
 
     def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        assert [model.id for model in client.models.list()] == ["policy"], "before the first call"
         ask(client, "hello")
         left.append(client)
         errors.append(refusal(lambda: ask(client.with_options(api_key="wrong"), "hello")))
@@ -251,6 +252,14 @@ def hiding_a_refusal(task: dict[str, Any], client: openai.OpenAI) -> float:
     return 1.0
 
 
+def asking_elsewhere(task: dict[str, Any], client: openai.OpenAI) -> float:
+    try:
+        client.post("/v1/messages", cast_to=object, body={})
+    except openai.NotFoundError:
+        return 0.0
+    return 1.0
+
+
 def rewarding_nothing(task: dict[str, Any], client: openai.OpenAI) -> Any:
     return ask(client, "hello").choices[0].message.content
 
@@ -271,8 +280,9 @@ def leaving_the_process(task: dict[str, Any], client: openai.OpenAI) -> Any:
         (raising, "error", "my own fault"),
         (hanging, "time", "took longer than 3 s"),
         (hanging_coroutine, "time", "took longer than 3 s|TimeoutError"),
-        (silent, "error", "asked for no completion"),
+        (silent, "error", "a cache of the framework"),
         (hiding_a_refusal, "error", "each request of the agent was refused, the latest one so"),
+        (asking_elsewhere, "error", "/v1/v1/messages is not served here"),
         (rewarding_nothing, "error", "must return the reward"),
         (rewarding_unknown_calls, "error", "calls names"),
         (leaving_the_process, "error", "SystemExit"),
