@@ -358,6 +358,15 @@ def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
     for call in calls:
         arguments = call.arguments
         with suppress(ValueError, RecursionError):
-            arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
+            read = json.loads(arguments or "{}", parse_float=_number)
+            arguments = json.dumps(read, sort_keys=True)
         found.append((call.name, arguments))
     return found
+
+
+def _number(text: str) -> float:
+    """Return a whole number as an integer, for clients in JavaScript send 1.0 back as 1; a float
+    from 2**53 on does not name one integer.
+    """
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
