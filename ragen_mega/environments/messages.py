@@ -187,12 +187,12 @@ def assistant_message(
     place: str,
     name: str = "",
 ) -> ChatMessage:
-    """Return a message of the assistant. A thought that also stands in the content is one. Raises
-    RequestError for two different ones.
+    """Return a message of the assistant. A thought that also stands in the content is one, and an
+    empty one beside the content says nothing. Raises RequestError for two different ones.
     """
     inside, end, _ = content.partition("</think>")
     if end and thought is not None:
-        if inside.strip().removeprefix("<think>").strip() != thought.strip():
+        if thought.strip() not in ("", inside.strip().removeprefix("<think>").strip()):
             raise RequestError(
                 f"{place} must have one thought, and has another in <think> than beside its"
                 " content; send one of them",
@@ -264,10 +264,12 @@ def read_message(place: str, given: Any) -> Given:
         role = "system" if role == "developer" else role
         return Given(place, ChatMessage(role, content, name=name))
     calls = read.get("tool_calls", [])
+    # Clients fill the key that they do not use with an empty text.
+    thoughts = [read[key] for key in ("reasoning_content", "reasoning") if key in read]
     message = assistant_message(
         content + read.get("refusal", ""),
         [ToolCall(c["function"]["name"], c["function"].get("arguments", "{}")) for c in calls],
-        read.get("reasoning_content", read.get("reasoning")),
+        max(thoughts, key=bool, default=None),
         place=place,
         name=name,
     )

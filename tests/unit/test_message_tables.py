@@ -324,15 +324,19 @@ def test_a_body_that_no_prompt_can_hold_is_refused(body, said):
 THOUGHTS = ["because", "", "therefore"]
 
 
-@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize(
+    ("thought", "thoughts"), [*((each, THOUGHTS) for each in THOUGHTS), ("", THOUGHTS[:1])]
+)
 @pytest.mark.parametrize("by", ["reasoning_content", "reasoning", "responses", "claude", "content"])
-def test_a_thought_that_is_sent_back_chooses_the_sample(thought, by):
-    """Of three samples with the same content, in each interface."""
-    answers = iter([f"<think>\n{each}\n</think>\n\nyes" for each in THOUGHTS] + ["end"])
+def test_a_thought_that_is_sent_back_chooses_the_sample(thought, thoughts, by):
+    """Of three samples with the same content, in each interface. An empty thought that was not
+    sampled is one that was not sent back.
+    """
+    answers = iter([f"<think>\n{each}\n</think>\n\nyes" for each in thoughts] + ["end"])
 
     def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            for _ in THOUGHTS:
+            for _ in thoughts:
                 client.chat.completions.create(model="policy", messages=[USER])
             said: dict[str, Any] = {"role": "assistant", "content": "yes"}
             if by in ("reasoning_content", "reasoning"):
@@ -360,7 +364,7 @@ def test_a_thought_that_is_sent_back_chooses_the_sample(thought, by):
     (trajectory,) = play(run, engine=engine)
     assert ERROR not in trajectory.turns[-1].info, trajectory.turns[-1].info
     (last,) = [turn for turn in trajectory.turns if turn.info[CALL]["index"] == 1]
-    assert last.info[CALL]["parent"] == [0, THOUGHTS.index(thought)]
+    assert last.info[CALL]["parent"] == [0, thoughts.index(thought) if thought in thoughts else 0]
 
 
 def anthropic_client(base_url: str, api_key: str) -> Any:
