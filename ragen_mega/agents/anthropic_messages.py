@@ -169,7 +169,7 @@ def _turn(role: str, place: str, blocks: list[Any]) -> list[Given]:
             continue
         text = read["text"]
         if found and found[-1].message.role == role:
-            text = found.pop().message.content + text
+            text = f"{found.pop().message.content}\n{text}"
         found.append(Given(at, ChatMessage(role, text)))
     return found
 

@@ -161,15 +161,25 @@ PARTS = {
 """Type of a part of a content -> its keys; each holds a text."""
 
 
-def read_text(place: str, content: Any) -> str:
-    """Read the text of a content, which is a text, nothing, or a list of parts with texts."""
+def read_texts(place: str, content: Any) -> list[str]:
+    """Read the texts of a content, which is a text, nothing, or a list of parts with texts."""
     if isinstance(content, list):
         parts = [
             read_kind(f"{place}[{number}]", part, PARTS, default="text")[1]
             for number, part in enumerate(content)
         ]
-        return "".join(text for part in parts for text in part.values())
-    return "" if content is None else read_string(place, content)
+        return [text for part in parts for text in part.values()]
+    return [] if content is None else [read_string(place, content)]
+
+
+def read_text(place: str, content: Any) -> str:
+    """Read a content whose parts are values of their own, as results of a tool: each is a line."""
+    return "\n".join(read_texts(place, content))
+
+
+def read_sampled(place: str, content: Any) -> str:
+    """Read a content or a thought of the assistant, whose parts are pieces of one text."""
+    return "".join(read_texts(place, content))
 
 
 def read_arguments(place: str, value: Any) -> str:
@@ -234,7 +244,7 @@ MESSAGES = dict.fromkeys(
 ) | {
     "assistant": Table(
         _SAID
-        | {"tool_calls": _read_calls, "refusal": read_string}
+        | {"content": read_sampled, "tool_calls": _read_calls, "refusal": read_string}
         | dict.fromkeys(("reasoning_content", "reasoning"), read_string),
         neutral={"audio": (), "function_call": ()},
         harmless=_OF_ROLE | {"annotations", "parsed", "provider_specific_fields"},

@@ -152,9 +152,9 @@ def test_texts_of_an_agent_are_messages():
     """Answers that were not sampled, and contents in parts, as one interface and the other has
     them.
     """
-    texts = ["Hello.", "<think>\nhm\n</think>\n\nHi.", "Go on."]
+    texts = ["Hel\nlo.", "<think>\nhm\n</think>\n\nHi.", "Go on."]
     items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hello."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hel\nlo."}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "Hi."}]},
         {"role": "user", "content": "Go on."},
