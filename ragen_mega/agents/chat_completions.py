@@ -203,7 +203,7 @@ def _events(reply: Reply) -> Iterator[str]:
         piece = {"index": choice["index"], "logprobs": None, "finish_reason": None}
         yield event(choices=[piece | {"delta": begun}])
         for place, delta in enumerate(deltas):
-            # The log-probabilities are those of the whole answer, and come once.
+            # The log-probabilities belong to the whole answer, and come once.
             is_theirs = place == (0 if texts else len(deltas) - 1)
             more = {"logprobs": choice["logprobs"]} if is_theirs else {}
             yield event(choices=[piece | more | {"delta": delta}])

@@ -48,9 +48,7 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "async": (False,),
 }
 ITEMS = {
-    "message": Table(
-        {"role": read_string, "content": read_texts}, ("content",), harmless=_OF_ITEM
-    ),
+    "message": Table({"role": read_string, "content": read_texts}, ("content",), harmless=_OF_ITEM),
     "reasoning": Table(
         {"content": read_sampled, "summary": read_sampled},
         neutral={"encrypted_content": ()},

@@ -173,7 +173,7 @@ def read_texts(place: str, content: Any) -> list[str]:
 
 
 def read_text(place: str, content: Any) -> str:
-    """Read a content whose parts are values of their own, as results of a tool: each is a line."""
+    """Read a content whose parts are separate values, as results of a tool: each is a line."""
     return "\n".join(read_texts(place, content))
 
 
