@@ -60,6 +60,8 @@ _ERRORS = {
     500: "api_error",
 }
 """Status -> type of an error, where it is no invalid request."""
+_SIGNATURE = "unsigned"
+"""Signature of every thought; clients take a thought without one for a text of the user."""
 
 
 def _read(
@@ -167,7 +169,7 @@ def _turn(role: str, place: str, blocks: list[Any]) -> list[Given]:
             continue
         text = read["text"]
         if found and found[-1].message.role == role:
-            text = found.pop().message.content + text
+            text = f"{found.pop().message.content}\n{text}"
         found.append(Given(at, ChatMessage(role, text)))
     return found
 
@@ -195,7 +197,7 @@ def _body(reply: Reply) -> dict[str, Any]:
     name, (answer,) = call_id(reply.call.index, reply.numbers[0]), reply.answers
     blocks: list[dict[str, Any]] = []
     if answer.thought:
-        blocks.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": answer.thought, "signature": _SIGNATURE})
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content})
     for place, call in enumerate(answer.tool_calls):
@@ -223,22 +225,26 @@ def _events(reply: Reply) -> Iterator[str]:
     begun = whole | {"content": [], "usage": usage} | dict.fromkeys(end)
     yield typed_event({"type": "message_start", "message": begun})
     for index, block in enumerate(whole["content"]):
-        empty, delta = _pieces(block)
+        empty, *deltas = _pieces(block)
         at = {"index": index}
         yield typed_event({"type": "content_block_start", "content_block": empty} | at)
-        yield typed_event({"type": "content_block_delta", "delta": delta} | at)
+        for delta in deltas:
+            yield typed_event({"type": "content_block_delta", "delta": delta} | at)
         yield typed_event({"type": "content_block_stop"} | at)
     yield typed_event({"type": "message_delta", "delta": end, "usage": whole["usage"]})
     yield typed_event({"type": "message_stop"})
 
 
-def _pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a block as it begins, and all that it gains."""
+def _pieces(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a block as it begins, and then all that it gains."""
     if block["type"] == "tool_use":
-        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        return {**block, "input": {}}, delta
-    name = block["type"]  # also the key of its text
-    return {**block, name: ""}, {"type": f"{name}_delta", name: block[name]}
+        yield {**block, "input": {}}
+        yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        return
+    texts = [key for key in (block["type"], "signature") if key in block]
+    yield {**block} | dict.fromkeys(texts, "")
+    for key in texts:
+        yield {"type": f"{key}_delta", key: block[key]}
 
 
 def _count(reply: Reply) -> dict[str, Any]:

@@ -234,7 +234,8 @@ class CallTree:
 
     def _sampled(self, place: int, message: ChatMessage) -> tuple[int, int] | None:
         """Return the answer at a place that an assistant's message repeats; of equal ones the first
-        in the order of their tokens.
+        in the order of their tokens. An empty thought is one that was not sent back, unless an
+        answer without a thought matches.
         """
         found = []
         for call in self._calls_at.get(place, ()):
@@ -243,12 +244,17 @@ class CallTree:
             thought = thought if message.thought is None else message.thought.strip()
             said = content.strip(), _values(message.tool_calls or in_text)
             found += [
-                (answer.completion.tokens, call.index, number)
+                (
+                    thought == "" and bool(answer.thought),
+                    answer.completion.tokens,
+                    call.index,
+                    number,
+                )
                 for number, answer in enumerate(call.answers)
                 if (answer.content.strip(), _values(answer.tool_calls)) == said
-                and (thought is None or thought == (answer.thought or ""))
+                and (not thought or thought == answer.thought)
             ]
-        return min(found)[1:] if found else None
+        return min(found)[2:] if found else None
 
     def _added(
         self,
@@ -358,6 +364,15 @@ def _values(calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
     for call in calls:
         arguments = call.arguments
         with suppress(ValueError, RecursionError):
-            arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
+            read = json.loads(arguments or "{}", parse_float=_number)
+            arguments = json.dumps(read, sort_keys=True)
         found.append((call.name, arguments))
     return found
+
+
+def _number(text: str) -> float:
+    """Return a whole number as an integer, for clients in JavaScript send 1.0 back as 1; a float
+    from 2**53 on does not name one integer.
+    """
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value

@@ -182,7 +182,10 @@ def _logprobs(answer: Answer, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _events(reply: Reply) -> Iterator[str]:
-    """Yield a reply as server-sent events, two for each choice."""
+    """Yield a reply as server-sent events. A choice begins with its role and thought; then come its
+    content and each of its calls alone, for clients read one call of an event, and none beside a
+    content.
+    """
     whole, wants_usage = _body(reply), reply.request.wants_usage
     common = {name: whole[name] for name in ("id", "created", "model")}
     common |= {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
@@ -191,14 +194,20 @@ def _events(reply: Reply) -> Iterator[str]:
         return f"data: {json.dumps(common | changes)}\n\n"
 
     for choice in whole["choices"]:
-        message = dict(choice["message"])
-        calls = message.get("tool_calls", ())
-        if calls:
-            message["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        piece = {"index": choice["index"], "logprobs": choice["logprobs"], "finish_reason": None}
-        yield event(choices=[piece | {"delta": message}])
-        last = {"logprobs": None, "finish_reason": choice["finish_reason"], "delta": {}}
-        yield event(choices=[piece | last])
+        begun = dict(choice["message"])
+        calls = begun.pop("tool_calls", ())
+        content = begun["content"]
+        texts = [] if content is None else [{"content": content}]
+        begun["content"] = None if content is None else ""
+        deltas = [*texts, *({"tool_calls": [{"index": i} | call]} for i, call in enumerate(calls))]
+        piece = {"index": choice["index"], "logprobs": None, "finish_reason": None}
+        yield event(choices=[piece | {"delta": begun}])
+        for place, delta in enumerate(deltas):
+            # The log-probabilities belong to the whole answer, and come once.
+            is_theirs = place == (0 if texts else len(deltas) - 1)
+            more = {"logprobs": choice["logprobs"]} if is_theirs else {}
+            yield event(choices=[piece | more | {"delta": delta}])
+        yield event(choices=[piece | {"finish_reason": choice["finish_reason"], "delta": {}}])
     if wants_usage:
         yield event(choices=[], usage=whole["usage"])
     yield "data: [DONE]\n\n"

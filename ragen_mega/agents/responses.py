@@ -33,8 +33,10 @@ from ragen_mega.environments.messages import (
     read_kind,
     read_list,
     read_object,
+    read_sampled,
     read_string,
     read_text,
+    read_texts,
 )
 
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -46,9 +48,9 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "async": (False,),
 }
 ITEMS = {
-    "message": Table({"role": read_string, "content": read_text}, ("content",), harmless=_OF_ITEM),
+    "message": Table({"role": read_string, "content": read_texts}, ("content",), harmless=_OF_ITEM),
     "reasoning": Table(
-        {"content": read_text, "summary": read_text},
+        {"content": read_sampled, "summary": read_sampled},
         neutral={"encrypted_content": ()},
         harmless=_OF_ITEM,
     ),
@@ -165,7 +167,8 @@ def _item(place: str, item: Any) -> tuple[str, Given]:
                     f"{place} must be a message of {', '.join(ROLES)}, not {item!r:.80}",
                     param=place,
                 )
-            message = ChatMessage(role, read["content"])
+            between = "" if role == "assistant" else "\n"  # see `read_text`
+            message = ChatMessage(role, between.join(read["content"]))
     return kind, Given(place, message, ids)
 
 

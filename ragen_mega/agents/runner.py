@@ -315,6 +315,13 @@ async def _ask(url: str, task: Mapping[str, Any], base_url: str, api_key: str) -
         raise RuntimeError(f"{url} must answer with JSON, not {text!r:.200}") from None
 
 
+_NO_CACHE = (
+    "turn off a cache of the framework, which answers in the door's place (dspy.LM(cache=False),"
+    " LangChain's set_llm_cache(None))"
+)
+"""Remedy for a framework that has the answers of other episodes."""
+
+
 def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     """Return the rewards of an episode: by the function `reward`, or as the agent itself says.
     Raises ValueError for a value that is no reward, and for an agent that asked for nothing.
@@ -322,7 +329,7 @@ def judged(episode: AgentEpisode, reward: str | None) -> Outcome:
     if not episode.calls and episode.error is None:
         raise ValueError(
             "the agent asked for no completion; let it use the client, or base_url and api_key,"
-            " that it is given"
+            f" that it is given, and {_NO_CACHE}"
         )
     named = _named(episode.calls)
     if reward is None:
@@ -352,7 +359,8 @@ def shared_client(num_elsewhere: int) -> str:
         " the keys of other episodes: a client or OPENAI_API_KEY that the whole process shares has"
         " the key of one of them. Let the agent use the client, or base_url and api_key, that each"
         " episode is given, or set --environment-processes 8, under which each process plays one"
-        " episode at a time and has OPENAI_BASE_URL and OPENAI_API_KEY"
+        " episode at a time and has OPENAI_BASE_URL and OPENAI_API_KEY. If the client is right,"
+        f" {_NO_CACHE}"
     )
 
 

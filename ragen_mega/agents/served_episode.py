@@ -112,9 +112,11 @@ class ServedEpisode:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Names of models that were asked for, or that are trained."""
+        """Names of models that were asked for, or that are trained; `policy` if there are none, for
+        an agent may ask for the first model of the list.
+        """
         asked = {call.role for call in tuple(self.tree.calls)}
-        return tuple(sorted(asked | self._limits.agent.trained_roles))
+        return tuple(sorted(asked | self._limits.agent.trained_roles)) or ("policy",)
 
     @property
     def is_endless(self) -> bool:

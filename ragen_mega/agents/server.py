@@ -125,7 +125,7 @@ class Door:
                 ),
                 Route("/v1/models", _answered(self._models)),
                 Route("/v1/models/{name:path}", _answered(self._model)),
-                Route("/{path:path}", _answered(_unknown), methods=["GET", "POST", "PUT"]),
+                Route("/{path:path}", _answered(self._unknown), methods=["GET", "POST", "PUT"]),
             ]
         )
 
@@ -150,6 +150,18 @@ class Door:
     async def _model(self, request: Request) -> Response:
         self._find(request)
         return JSONResponse(models_body([request.path_params["name"]])["data"][0])
+
+    async def _unknown(self, request: Request) -> Response:
+        error = RequestError(
+            f"{request.url.path} is not served here; ask /v1/models or"
+            f" {', '.join(f'/v1/{interface.path}' for interface in INTERFACES)}",
+            status=404,
+            code="unknown_url",
+            param="",
+        )
+        if served := self._served.get(_key(request.headers)):
+            served.refusal = str(error)
+        raise error
 
     async def _complete(self, interface: Interface, request: Request) -> Response:
         served = self._find(request)
@@ -234,16 +246,6 @@ def _answered(
         return JSONResponse(interface.error(refused), refused.status)
 
     return answer
-
-
-async def _unknown(request: Request) -> Response:
-    raise RequestError(
-        f"{request.url.path} is not served here; ask /v1/models or"
-        f" {', '.join(f'/v1/{interface.path}' for interface in INTERFACES)}",
-        status=404,
-        code="unknown_url",
-        param="",
-    )
 
 
 async def _body(request: Request) -> bytes:

@@ -161,15 +161,25 @@ PARTS = {
 """Type of a part of a content -> its keys; each holds a text."""
 
 
-def read_text(place: str, content: Any) -> str:
-    """Read the text of a content, which is a text, nothing, or a list of parts with texts."""
+def read_texts(place: str, content: Any) -> list[str]:
+    """Read the texts of a content, which is a text, nothing, or a list of parts with texts."""
     if isinstance(content, list):
         parts = [
             read_kind(f"{place}[{number}]", part, PARTS, default="text")[1]
             for number, part in enumerate(content)
         ]
-        return "".join(text for part in parts for text in part.values())
-    return "" if content is None else read_string(place, content)
+        return [text for part in parts for text in part.values()]
+    return [] if content is None else [read_string(place, content)]
+
+
+def read_text(place: str, content: Any) -> str:
+    """Read a content whose parts are separate values, as results of a tool: each is a line."""
+    return "\n".join(read_texts(place, content))
+
+
+def read_sampled(place: str, content: Any) -> str:
+    """Read a content or a thought of the assistant, whose parts are pieces of one text."""
+    return "".join(read_texts(place, content))
 
 
 def read_arguments(place: str, value: Any) -> str:
@@ -187,12 +197,12 @@ def assistant_message(
     place: str,
     name: str = "",
 ) -> ChatMessage:
-    """Return a message of the assistant. A thought that also stands in the content is one. Raises
-    RequestError for two different ones.
+    """Return a message of the assistant. A thought that also stands in the content is one, and an
+    empty one beside the content says nothing. Raises RequestError for two different ones.
     """
     inside, end, _ = content.partition("</think>")
     if end and thought is not None:
-        if inside.strip().removeprefix("<think>").strip() != thought.strip():
+        if thought.strip() not in ("", inside.strip().removeprefix("<think>").strip()):
             raise RequestError(
                 f"{place} must have one thought, and has another in <think> than beside its"
                 " content; send one of them",
@@ -234,7 +244,7 @@ MESSAGES = dict.fromkeys(
 ) | {
     "assistant": Table(
         _SAID
-        | {"tool_calls": _read_calls, "refusal": read_string}
+        | {"content": read_sampled, "tool_calls": _read_calls, "refusal": read_string}
         | dict.fromkeys(("reasoning_content", "reasoning"), read_string),
         neutral={"audio": (), "function_call": ()},
         harmless=_OF_ROLE | {"annotations", "parsed", "provider_specific_fields"},
@@ -264,10 +274,12 @@ def read_message(place: str, given: Any) -> Given:
         role = "system" if role == "developer" else role
         return Given(place, ChatMessage(role, content, name=name))
     calls = read.get("tool_calls", [])
+    # Clients fill the key that they do not use with an empty text.
+    thoughts = [read[key] for key in ("reasoning_content", "reasoning") if key in read]
     message = assistant_message(
         content + read.get("refusal", ""),
         [ToolCall(c["function"]["name"], c["function"].get("arguments", "{}")) for c in calls],
-        read.get("reasoning_content", read.get("reasoning")),
+        max(thoughts, key=bool, default=None),
         place=place,
         name=name,
     )

@@ -63,16 +63,18 @@ def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
 
 
 def test_a_stream_says_what_the_whole_reply_says():
+    """A client may read one call of a chunk alone, and none beside a content."""
+
     def say(text: str) -> str:
-        return 'sure <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        block = '<tool_call>{{"name": "add", "arguments": {{"a": {}}}}}</tool_call>'.format
+        return f"<think>why</think>sure {block(1)}\n{block(2)}"
 
     replies = []
 
     def run(task: dict[str, Any], client: openai.OpenAI) -> float:
-        whole = ask(client, "add", tools=TOOLS, n=2)
-        stream = ask(
-            client, "add", tools=TOOLS, n=2, stream=True, stream_options={"include_usage": True}
-        )
+        given = {"tools": TOOLS, "n": 2, "logprobs": True}
+        whole = ask(client, "add", **given)
+        stream = ask(client, "add", **given, stream=True, stream_options={"include_usage": True})
         replies.extend([whole, list(stream)])
         with client.chat.completions.stream(
             model="policy", messages=[{"role": "user", "content": "add"}], tools=TOOLS
@@ -83,15 +85,22 @@ def test_a_stream_says_what_the_whole_reply_says():
     play(run, say)
     whole, chunks, final = replies
     choice = whole.choices[1]
-    deltas = [c.choices[0].delta for c in chunks if c.choices and c.choices[0].index == 1]
-    assert deltas[0].content == choice.message.content == "sure"
-    call, streamed = choice.message.tool_calls[0], deltas[0].tool_calls[0]
-    assert call.function.name == streamed.function.name == "add"
-    assert json.loads(call.function.arguments) == json.loads(streamed.function.arguments)
-    assert choice.finish_reason == "tool_calls"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][1::2] == ["tool_calls"] * 2
+    parts = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == 1]
+    begin, content, *calls, end = [part.delta for part in parts]
+    assert (begin.role, begin.content, begin.reasoning_content) == ("assistant", "", "why")
+    assert content.content == choice.message.content == "sure"
+    assert begin.tool_calls is content.tool_calls is end.tool_calls is None
+    assert [call.content for call in calls] == [None] * 2
+    for number, (call, streamed) in enumerate(zip(choice.message.tool_calls, calls, strict=True)):
+        (piece,) = streamed.tool_calls
+        assert (piece.index, piece.function.name) == (number, "add")
+        assert json.loads(call.function.arguments) == json.loads(piece.function.arguments)
+    reasons = [part.finish_reason for part in parts]
+    assert reasons == [None] * 4 + [choice.finish_reason] == [None] * 4 + ["tool_calls"]
+    count = len(choice.logprobs.content)
+    assert [len(p.logprobs.content) if p.logprobs else 0 for p in parts] == [0, count, 0, 0, 0]
     assert chunks[-1].usage == whole.usage
-    assert final.choices[0].message.tool_calls[0].function.name == "add"
+    assert [call.function.name for call in final.choices[0].message.tool_calls] == ["add"] * 2
 
 
 def test_stop_n_and_max_tokens_are_kept():
@@ -159,6 +168,7 @@ def test_keys_are_told_apart():
 
     def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        assert [model.id for model in client.models.list()] == ["policy"], "before the first call"
         ask(client, "hello")
         left.append(client)
         errors.append(refusal(lambda: ask(client.with_options(api_key="wrong"), "hello")))
@@ -251,6 +261,14 @@ def hiding_a_refusal(task: dict[str, Any], client: openai.OpenAI) -> float:
     return 1.0
 
 
+def asking_elsewhere(task: dict[str, Any], client: openai.OpenAI) -> float:
+    try:
+        client.post("/v1/messages", cast_to=object, body={})
+    except openai.NotFoundError:
+        return 0.0
+    return 1.0
+
+
 def rewarding_nothing(task: dict[str, Any], client: openai.OpenAI) -> Any:
     return ask(client, "hello").choices[0].message.content
 
@@ -271,8 +289,9 @@ def leaving_the_process(task: dict[str, Any], client: openai.OpenAI) -> Any:
         (raising, "error", "my own fault"),
         (hanging, "time", "took longer than 3 s"),
         (hanging_coroutine, "time", "took longer than 3 s|TimeoutError"),
-        (silent, "error", "asked for no completion"),
+        (silent, "error", "a cache of the framework"),
         (hiding_a_refusal, "error", "each request of the agent was refused, the latest one so"),
+        (asking_elsewhere, "error", "/v1/v1/messages is not served here"),
         (rewarding_nothing, "error", "must return the reward"),
         (rewarding_unknown_calls, "error", "calls names"),
         (leaving_the_process, "error", "SystemExit"),

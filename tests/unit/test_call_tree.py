@@ -391,6 +391,10 @@ def test_what_counts_as_the_same_message(qwen3: ChatRenderer) -> None:
     same = ToolCall("look", '{"b":"\\u00e9", "a":1}')
     assert parent(same) == (call, 0)
     assert asked(same) is asked(same, content=" ok\n") is asked(content=text)
+    for number in ("1.0", "1e0"):  # JavaScript has one kind of numbers
+        assert parent(replace(same, arguments=f'{{"b": "\u00e9", "a": {number}}}')) == (call, 0)
+    for other in ("true", "1.5", "1e999"):
+        assert parent(replace(same, arguments=f'{{"b": "\u00e9", "a": {other}}}')) is None
     assert parent(same, content="edited") is None
     assert parent(content="ok") is None
     assert parent(replace(same, arguments='{"a": 1}')) is None

@@ -258,10 +258,44 @@ def test_a_key_changes_the_message_or_nothing_or_is_refused(extra, kept):
         assert (chat(plain | extra, USER) != chat(plain, USER)) == kept
 
 
-def test_a_thought_beside_a_content_that_has_it_is_one():
-    twice = {"role": "assistant", "content": "<think>\na\n</think>\n\nhi", "reasoning_content": "a"}
+@pytest.mark.parametrize("beside", [{"reasoning_content": "a"}, {"reasoning_content": ""}])
+def test_a_thought_beside_a_content_that_has_it_is_one(beside):
+    twice = {"role": "assistant", "content": "<think>\na\n</think>\n\nhi"} | beside
     (message,) = messages.read_messages("m", [twice])
     assert messages.written(message).count("<think>") == 1
+    (message,) = messages.read_messages("m", [beside | {"role": "assistant", "reasoning": "a"}])
+    assert message.thought == "a"
+
+
+def test_parts_are_lines_and_those_of_an_answer_are_one_text():
+    """Results of MCP are a part for each value, and clients merge messages of the user."""
+
+    def parts(kind: str = "text") -> list[dict[str, Any]]:
+        return [{"type": kind, "text": text} for text in ("3", "4 pieces")]
+
+    lines, joined = "3\n4 pieces", "34 pieces"
+    told = [{"role": role, "content": parts()} for role in ("developer", "system", "user")]
+    asked = {"role": "assistant", "content": parts(), "tool_calls": [call("a")]}
+    read = chat(*told, asked, result("a", parts()))
+    assert [message.content for message in read] == ["go", *[lines] * 3, joined, lines]
+    items = [
+        {"role": "user", "content": parts("input_text")},
+        {"role": "assistant", "content": parts("output_text")},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": parts("input_text")},
+    ]
+    read = RESPONSES.read({"model": "m", "input": items}).messages
+    assert [message.content for message in read] == [lines, joined, lines]
+    used = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    of_tool = {"type": "tool_result", "tool_use_id": "a", "content": parts()}
+    turns = [
+        {"role": "user", "content": parts()},
+        {"role": "assistant", "content": [*parts(), used]},
+        {"role": "user", "content": [of_tool, *parts()]},
+    ]
+    given = {"model": "m", "max_tokens": 1, "messages": turns, "system": parts()}
+    read = anthropic_messages.MESSAGES.read(given).messages
+    assert [message.content for message in read] == [lines, lines, joined, lines, lines]
 
 
 def test_strict_schemas_have_the_same_prompt_in_each_interface():
@@ -324,15 +358,19 @@ def test_a_body_that_no_prompt_can_hold_is_refused(body, said):
 THOUGHTS = ["because", "", "therefore"]
 
 
-@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize(
+    ("thought", "thoughts"), [*((each, THOUGHTS) for each in THOUGHTS), ("", THOUGHTS[:1])]
+)
 @pytest.mark.parametrize("by", ["reasoning_content", "reasoning", "responses", "claude", "content"])
-def test_a_thought_that_is_sent_back_chooses_the_sample(thought, by):
-    """Of three samples with the same content, in each interface."""
-    answers = iter([f"<think>\n{each}\n</think>\n\nyes" for each in THOUGHTS] + ["end"])
+def test_a_thought_that_is_sent_back_chooses_the_sample(thought, thoughts, by):
+    """Of three samples with the same content, in each interface. An empty thought that was not
+    sampled is one that was not sent back.
+    """
+    answers = iter([f"<think>\n{each}\n</think>\n\nyes" for each in thoughts] + ["end"])
 
     def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            for _ in THOUGHTS:
+            for _ in thoughts:
                 client.chat.completions.create(model="policy", messages=[USER])
             said: dict[str, Any] = {"role": "assistant", "content": "yes"}
             if by in ("reasoning_content", "reasoning"):
@@ -360,7 +398,7 @@ def test_a_thought_that_is_sent_back_chooses_the_sample(thought, by):
     (trajectory,) = play(run, engine=engine)
     assert ERROR not in trajectory.turns[-1].info, trajectory.turns[-1].info
     (last,) = [turn for turn in trajectory.turns if turn.info[CALL]["index"] == 1]
-    assert last.info[CALL]["parent"] == [0, THOUGHTS.index(thought)]
+    assert last.info[CALL]["parent"] == [0, thoughts.index(thought) if thought in thoughts else 0]
 
 
 def anthropic_client(base_url: str, api_key: str) -> Any:
