@@ -103,7 +103,7 @@ def lines_of(screen: Any) -> list[Line]:
         while cells and cells[-1].data == " ":
             cells.pop()
         styled = groupby(cells, key=lambda cell: (cell.fg, cell.bold))
-        lines.append(tuple(Span("".join(c.data for c in of), *style) for style, of in styled))
+        lines.append(tuple(Span("".join(c.data for c in run), *style) for style, run in styled))
     return lines
 
 
@@ -148,7 +148,7 @@ def picture(frames: Sequence[tuple[float, list[Line]]], columns: int, speed: flo
     elements = []
     for row in range(height):
         spans = groupby(frames, key=lambda frame: frame[1][row])
-        starts = [(next(of)[0] / speed, line) for line, of in spans]
+        starts = [(next(run)[0] / speed, line) for line, run in spans]
         ends = [moment for moment, _ in starts[1:]] + [float(duration)]
         for (begin, line), end in zip(starts, ends):
             if line:

@@ -159,7 +159,7 @@ class HostedEnvironment:
 
     def _call(self, owner: str, part: str, _: Any, argument: Any) -> Any:
         """Call a function of the solver or narrator in the host, where it may copy the environment
-        and see all of it.
+        and read its private attributes.
         """
         return self._ask("part", owner, part, argument)
 
@@ -266,7 +266,8 @@ def _act(environments: dict[int, Any], key: int, kind: str, *request: Any) -> An
             is_solver = isinstance(value, Solver)
             answer = _METHOD if callable(value) else _SOLVER if is_solver else value
             if isinstance(value, Narrator):  # whose functions may not be picklable
-                answer = replace(value, describe=_METHOD, explain=value.explain and _METHOD)
+                there: Any = _METHOD
+                answer = replace(value, describe=there, explain=value.explain and there)
     pickle.dumps(answer)
     return answer
 

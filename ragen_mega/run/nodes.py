@@ -35,7 +35,7 @@ _PATIENCE = 600.0
 """Seconds to wait for another node: file systems give every node its programs in their own time."""
 _CONNECT_SECONDS = 30.0
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Of a file by which two nodes know that they have the same."""
+"""Samples that two nodes compare of a file, and the bytes of a sample."""
 
 
 def num_nodes() -> int:
