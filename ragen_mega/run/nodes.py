@@ -271,7 +271,9 @@ def _files(config: StarPOConfig) -> dict[str, str]:
     nodes read.
     """
     model, tasks = config.model, "tasks:"
-    named = {"load": model.load, "critic_load": model.critic_load, **model.teachers}
+    named = {"load": model.load, "critic_load": model.critic_load}
+    named |= {f"teacher_load {name}".strip(): path for name, path in model.teachers.items()}
+    named["boards"] = config.evaluation.boards
     named["sft_file"] = config.warm_start.sft_file
     named["prompt_examples_file"] = config.environment.prompt_examples_file
     named |= {
