@@ -124,6 +124,7 @@ from tests.support.sockets import listening
 PARTS = {
     "flags": {"train.lr": 1e-6, "rollout.num_groups": 8},
     "code": {"ragen_mega.train": "1f", "world": "2e"},
+    "files": {"load": "3e", "sft_file": "not there"},
     "packages": {"torch": "2.11.0", "sglang": "none"},
     "hardware": {"device": "8 x NVIDIA H100"},
 }
@@ -136,6 +137,7 @@ PARTS = {
         ({"flags": PARTS["flags"] | {"train.lr": 1e-5}}, "train.lr is 1e-06"),
         ({"code": {"ragen_mega.train": "1e"}}, "ragen_mega.train is 1f"),
         ({"code": {"ragen_mega.train": "1f", "plugin": "3d"}}, None),
+        ({"files": PARTS["files"] | {"load": "4d"}}, "load is 3e"),
         ({"packages": PARTS["packages"] | {"torch": "2.11.1"}}, "torch is 2.11.0"),
         ({"hardware": {"device": "8 x NVIDIA H200"}}, "nodes of one kind"),
     ],
