@@ -418,24 +418,13 @@ def _check_guard(config: Sections) -> None:
             "guard react goes back to a checkpoint, and save_interval 0 writes none; set"
             " --save-interval"
         )
-    if (
-        config.guard.guard == "react"
-        and config.rollout.group_size == 1
-        and config.guard.guard_filter < 1
-    ):
-        raise ValueError(
-            "guard_filter ranks groups by the spread of their returns, but group_size is 1;"
-            " raise --group-size or set --guard-filter 1"
-        )
-    if (
-        config.guard.guard == "react"
-        and not config.advantage.reward_terms
-        and config.guard.guard_filter < 1
-    ):
-        raise ValueError(
-            "guard_filter ranks groups by the spread of their returns, and reward teacher alone"
-            " gives none; set --guard-filter 1"
-        )
+    if config.guard.guard != "react" or config.guard.guard_filter >= 1:
+        return
+    rule = "guard_filter ranks groups by the spread of their returns"
+    if config.rollout.group_size == 1:
+        raise ValueError(f"{rule}, but group_size is 1; raise --group-size or set --guard-filter 1")
+    if not config.advantage.reward_terms:
+        raise ValueError(f"{rule}, and reward teacher alone gives none; set --guard-filter 1")
 
 
 def _divisor(number: int, limit: int) -> int:

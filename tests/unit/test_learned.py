@@ -80,13 +80,15 @@ def test_a_repetition_is_compared_without_its_clocks(tmp_path: Path) -> None:
     assert said["repetition"]["first_differing_step"] == 2 and not said["repetition"]["repeats"]
 
 
+SHAPE = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_the_trainer_alone_is_timed(estimator: str, tmp_path: Path) -> None:
-    shape = {
-        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     flags = f"--length 48 --trajectories 3 --repetitions 1 --json {tmp_path / 'out.json'}".split()
     estimate = ["--", "--advantage-estimator", estimator]
     bench_update.main(["--model", str(tmp_path), *flags, *estimate])
@@ -102,11 +104,7 @@ def test_the_trainer_alone_is_timed(estimator: str, tmp_path: Path) -> None:
 def test_adapters_are_timed_beside_all_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {
-        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     trained = list[int]()
     update = MegatronPolicy.update
 
@@ -130,11 +128,7 @@ def test_adapters_are_timed_beside_all_weights(
 
 def test_a_common_prompt_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four trajectories in one microbatch: 32 common positions, and 16 of each."""
-    shape = {
-        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     batches = list[TokenBatch]()
     update = MegatronPolicy.update
 
