@@ -221,6 +221,12 @@ def _check_placement(config: Sections) -> None:
             " success of the step before, which placement separate samples ahead of; drop one of"
             " them"
         )
+    if config.parallel.weight_senders and rollout.rollout_engine != "sglang":
+        raise ValueError(
+            f"weight_senders {config.parallel.weight_senders} send to SGLang, and the embedded"
+            " engine takes weights from the first rank that trains; drop --weight-senders or add"
+            " --rollout-engine sglang"
+        )
     own = [name for name in _OWN_SERVERS if getattr(rollout, name) not in (None, False, "auto")]
     if rollout.given_engines and config.parallel.placement == "colocated" and own:
         raise ValueError(

@@ -69,6 +69,14 @@ class StarPOConfig(Sections):
         """Return whether a process group carries weights to ranks that only sample."""
         return self.parallel.placement == "separate" and self.rollout.rollout_engine == "sglang"
 
+    def senders(self, trainers: int) -> list[int]:
+        """Return the ranks, of those that train, which send weights to ranks that only sample; far
+        apart, so that they are of several nodes.
+        """
+        most = max(1, min(trainers // 8, 8)) if self.fetches_weights else 1
+        count = self.parallel.weight_senders or most
+        return [index * trainers // count for index in range(count)]
+
     @property
     def shares_prefixes(self) -> bool:
         """Return whether trajectories may share their beginnings."""

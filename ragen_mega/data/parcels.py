@@ -28,12 +28,15 @@ class Parcel:
         dtype: torch.dtype | None = None,
     ) -> Parcel:
         """Copy named tensors into a parcel on `device`, as `dtype`, or each as it is."""
+        empty = torch.empty(0, dtype=torch.uint8, device=device)  # there may be no tensors
         there = [(name, part.detach().to(device, dtype)) for name, part in tensors]
         return Parcel(
             [name for name, _ in there],
             [str(part.dtype).removeprefix("torch.") for _, part in there],
             [[*part.shape] for _, part in there],
-            torch.cat([part.contiguous().view(-1).view(torch.uint8) for _, part in there]),
+            torch.cat(
+                [empty, *(part.contiguous().view(-1).view(torch.uint8) for _, part in there)]
+            ),
         )
 
     @property

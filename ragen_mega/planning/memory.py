@@ -54,8 +54,8 @@ TILE_ROWS = 128
 # what their checksum is computed with
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
 ON_DEVICE = 16 * GIB
-"""Most bytes of weights that wait on the device of the first rank that trains until ranks that
-sample fetch them; others wait in host memory (`ragen_mega.run.separate`).
+"""Most bytes of weights that wait on the device of a rank that trains until ranks that sample fetch
+them; others wait in host memory (`ragen_mega.run.separate`).
 """
 CACHE_BLOCK = 32
 """Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""
@@ -94,8 +94,10 @@ class Setting:
     """Its linear weights in FP8."""
     weights_on_host: bool = False
     """A copy of the engine's weights in host memory."""
-    weights_are_fetched: bool = False
-    """A copy of the whole weights on the device, for ranks that only sample."""
+    senders: int = 0
+    """Ranks with a share of the whole weights, which process groups carry to ranks that sample."""
+    versions: int = 0
+    """Most versions of the whole weights that wait for ranks that only sample."""
     sharing: float = 1.0
     """Tokens of trajectories per position that is computed."""
     on_host: bool = False
@@ -135,7 +137,9 @@ class Setting:
             engine_tp=rollout.rollout_tensor_parallel_size,
             engine_ep=rollout.rollout_expert_parallel_size,
             engine_fp8=rollout.rollout_fp8,
-            weights_are_fetched=config.fetches_weights,
+            senders=len(config.senders(num_ranks)) * config.fetches_weights,
+            versions=(1 if config.lora.lora_sync == "adapter" else rollout.max_staleness + 1)
+            * (config.parallel.rollout_ranks > 0),
             weights_on_host=rollout.rollout_engine == "sglang"
             and rollout.weight_transfer == "file",
             sharing=sharing if config.shares_prefixes else 1.0,
@@ -511,9 +515,9 @@ def stage_phases(
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
         base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
-        if setting.weights_are_fetched:
-            fetched = shape.engine_weights(setting.itemsize, 1)
-            base["weights on their way"] = min(ON_DEVICE, fetched)
+        if setting.senders:
+            share = shape.engine_weights(setting.itemsize, 1) // setting.senders
+            base["weights on their way"] = min(ON_DEVICE, share)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter":
@@ -603,16 +607,25 @@ class Capacity(NamedTuple):
 
 def host_bytes(shape: ModelShape, setting: Setting, node: int = 1) -> int:
     """Count the bytes of host memory of the node of so many GPUs that needs most: copies of its
-    ranks, their engines' weights if copies are kept, and a checkpoint on its way to the disk, of
-    which one data-parallel rank writes every part. An export goes tensor by tensor.
+    ranks, their engines' weights if copies are kept, weights for ranks that only sample, and a
+    checkpoint on its way to the disk, of which one data-parallel rank writes every part. An export
+    goes tensor by tensor.
     """
     cut, ranks = setting.parallel.cut, min(node, setting.num_ranks)
     stages = max(1, ranks * cut.pp // setting.num_ranks)
     writers = min(ranks, stages * max(cut.tp, cut.ep))
     kept = engine_bytes(shape, setting)[0] if setting.weights_on_host else 0
-    return ranks * kept + max(
-        ranks * host_copies(shape, setting, stage) + writers * staged_bytes(shape, setting, stage)
-        for stage in _largest(shape, setting)
+    senders = setting.senders or 1
+    waiting = setting.versions * shape.engine_weights(setting.itemsize, 1) // senders
+    waiting *= -(-senders * ranks // setting.num_ranks)  # senders are spread over the nodes
+    return (
+        ranks * kept
+        + waiting
+        + max(
+            ranks * host_copies(shape, setting, stage)
+            + writers * staged_bytes(shape, setting, stage)
+            for stage in _largest(shape, setting)
+        )
     )
 
 

@@ -40,8 +40,8 @@ CONNECTION = 1e9
 connection between processes, with its copies (docs/benchmarks/placement.md).
 """
 BROADCAST = 20e9
-"""Assumed: bytes a second of the same weights over NCCL, as SGLang's servers get them; other
-projects reach 14 to 44 GB/s (docs/asynchrony.md).
+"""Assumed: bytes a second of the same weights over NCCL from each rank that sends, as SGLang's
+servers get them; other projects reach 14 to 44 GB/s (docs/asynchrony.md).
 """
 SPREAD = 0.5
 """Assumed standard deviation of the logarithm of the tokens per turn."""
@@ -561,8 +561,10 @@ def sampling(
     if config.parallel.rollout_ranks:
         whole = shape.engine_weights(setting.itemsize, 1)
         # all of them fetch whole weights, or the first passes them on to the others
-        passed = whole / BROADCAST if setting.weights_are_fetched else whole / CONNECTION
-        passed *= setting.weights_are_fetched or samplers > 1
+        if setting.senders:
+            passed = whole / (setting.senders * BROADCAST)
+        else:
+            passed = whole / CONNECTION * (samplers > 1)
         weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)
         terms["weights into engine"] = passed + weights / machine.constants.sync
     return terms
@@ -606,10 +608,11 @@ def step_seconds(
     whole = shape.engine_weights(setting.itemsize, 1)
     phases = {"sync": hand_over(machine, shape, setting)}
     if config.parallel.rollout_ranks:  # they leave from the copy, beside the next step
-        stays = min(whole, ON_DEVICE) if setting.weights_are_fetched else 0
+        part = whole // (setting.senders or 1)
+        stays = min(part, ON_DEVICE) if setting.senders else 0
         phases["sync"] = {
             "copy on the device": 2 * stays / machine.hardware.memory,
-            "copy to the host": (whole - stays) / machine.host_link,
+            "copy to the host": (part - stays) / machine.host_link,
         }
     phases["rollout"] = sampling(machine, shape, config, num_gpus, play)
     trained = (config.filter.num_kept(rolled.num_groups) or rolled.num_groups) * rolled.group_size
@@ -656,7 +659,7 @@ def step_seconds(
     phases["other"] = {"overhead": machine.constants.overhead * tokens}
     if config.parallel.placement == "separate":
         played = sum(phases.pop("rollout").values())
-        own, sent = total(phases), 0.0 if setting.weights_are_fetched else whole / CONNECTION
+        own, sent = total(phases), 0.0 if setting.senders else whole / CONNECTION
         step = max(own, played, sent, (own + sent + played) / (1 + rolled.max_staleness))
         phases["rollout"] = {"waiting for the ranks that sample": step - own}
     return phases

@@ -1,29 +1,30 @@
-"""Weights from the first rank that trains to all ranks that sample, through a process group: over
-NCCL between devices, elsewhere over gloo.
+"""Weights from ranks that train to all ranks that sample, through process groups: over NCCL between
+devices, elsewhere over gloo. Several ranks may send, each a share of the tensors through a group of
+its own (`StarPOConfig.senders`).
 
-    ranks that sample, in an engine's stream        first rank that trains, in a thread
-    ========================================        ===================================
+    ranks that sample, in an engine's stream        each rank that sends, in a thread
+    ========================================        =================================
     Receiver.receive(version)
-      Fetch(group, version, first part)  -- link -->  Sender
-      _Group, if it is new                <-------->    _Group
-      header of a part                    <-- link --    Weights without their bytes
-      meet                                <-- gloo -->   meet
-      bytes, compared with their checksum <-- NCCL --    bytes
-      ... until the last part
+      Fetch(groups, version, first round) -- store -->  Sender
+      a _Group for each sender, if new    <--------->   _Group, if it is new
+      a round: a part from each sender
+        header of a part                  <-- gloo --     Weights without their bytes
+        meet                              <-- gloo -->    meet
+        bytes, compared with a checksum   <-- NCCL --     bytes
+      ... until each sender has sent its last part
 
 Nobody on a device waits for a rank that is not there: all meet over gloo before each part. What
-fails, or takes more than `_PATIENCE` seconds, costs the group. The ranks that sample then agree to
-ask for the same part through another one, and the stream to the engine goes on.
+fails, or takes more than `_PATIENCE` seconds, costs the groups. The ranks that sample then agree to
+ask for the same round through others, and the stream to the engine goes on.
 """
 
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -31,29 +32,33 @@ from torch import Tensor
 
 from ragen_mega.data.checksums import checksum
 from ragen_mega.models.layout import group_by_size
-from ragen_mega.ranks import collectives, groups
+from ragen_mega.ranks import collectives, groups, watch
 from ragen_mega.ranks.collectives import device
 from ragen_mega.ranks.waits import here
 from ragen_mega.rollout.engine import EngineError
-from ragen_mega.run.link import Link
-from ragen_mega.run.messages import Fetch, Weights, decode, encode, is_fetch
+from ragen_mega.run.messages import Fetch, Weights, decode, encode
 
 PART_BYTES = 64 * 2**20
 """Most bytes of a part of weights on their way, unless one tensor has more."""
 _PATIENCE = 60.0
 _MOST_FAILURES = 3
-"""Groups in a row that may fail."""
+"""Rounds in a row that may fail."""
 _SECONDS_TO_END = 5.0
+_SECONDS_TO_REPORT = 10.0
 _POLL_SECONDS = 5e-4
+_SECONDS_BETWEEN_LOOKS = 0.02
+"""Seconds after which a sender looks again whether it was asked."""
 
 
 class _Group:
-    """The first rank that trains, which is rank 0 here, and all ranks that sample."""
+    """A rank that sends, which is rank 0 here, and all ranks that sample."""
 
-    def __init__(self, store: dist.Store, number: int, rank: int, size: int) -> None:
-        """Form it. Collective; raises RuntimeError where not all come."""
+    def __init__(self, store: dist.Store, number: int, sender: int, rank: int, size: int) -> None:
+        """Form it: group `number` of the sender of that index. Collective; raises RuntimeError
+        where not all come.
+        """
         self.number, self._formed = number, list[tuple[dist.ProcessGroup, str]]()
-        self._rank, self._size, self._name = rank, size, f"weights-{number}"
+        self._rank, self._size, self._name = rank, size, f"weights-{number}-{sender}"
         self._store = dist.PrefixStore("weights", _patient(store))
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
@@ -70,20 +75,42 @@ class _Group:
         self._formed.append((group, backend))
         return group
 
+    def tell(self, message: bytes) -> None:
+        """Send a message from rank 0 to all others, which `hear` it. Raises RuntimeError."""
+        dist.broadcast(torch.tensor([len(message)]), src=0, group=self._host)
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._host)
+
+    def hear(self) -> bytes:
+        """Return the message that rank 0 sends. Raises RuntimeError where none comes."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self._host)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._host)
+        return data.numpy().tobytes()
+
     def meet(self) -> None:
         """Return once all are here. Raises RuntimeError where one does not come."""
         dist.all_reduce(torch.zeros(1), group=self._host)
 
-    def broadcast(self, memory: Tensor) -> None:
-        """Fill `memory`, [bytes] uint8, with the bytes of rank 0. Raises RuntimeError."""
+    def broadcast(self, memory: Tensor) -> Callable[[], None]:
+        """Begin to fill `memory`, [bytes] uint8, with the bytes of rank 0; returns the call that
+        waits for them. Both raise RuntimeError.
+        """
         work = dist.broadcast(memory, src=0, group=self._over, async_op=True)
         assert work is not None  # this rank is in the group
-        end = time.monotonic() + _PATIENCE
-        while not work.is_completed():  # NCCL's own patience would end the process
-            if time.monotonic() > end:
-                raise RuntimeError(f"{len(memory)} bytes of weights took over {_PATIENCE:.0f} s")
-            time.sleep(_POLL_SECONDS)
-        work.wait()
+
+        def wait() -> None:
+            end = time.monotonic() + _PATIENCE
+            while not work.is_completed():  # NCCL's own patience would end the process
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"{len(memory)} bytes of weights took over {_PATIENCE:.0f} s"
+                    )
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+
+        return wait
 
     def leave(self) -> None:
         """Leave it, though others may hang."""
@@ -101,75 +128,75 @@ def _patient(store: dist.Store) -> dist.Store:
 
 
 class Sender:
-    """Sends what is asked for on the link, beside training. On the first rank that trains."""
+    """Sends what is asked for, beside training. On each rank that sends."""
 
     def __init__(
         self,
-        link: Link,
         store: dist.Store,
+        index: int,
         num_samplers: int,
         find: Callable[[Fetch], dict[str, Tensor]],
     ) -> None:
-        """`find` returns the whole weights that are asked for. A part that was sent stays there in
-        host memory.
+        """Sender `index` of the job. `find` returns its share of the weights that are asked for. A
+        part that was sent stays there in host memory.
         """
         self.seconds = 0.0
         """Seconds that sending took, beside other work, waits for the other ranks included."""
-        self._link, self._store, self._find = link, _patient(store), find
+        self._store, self._index, self._find = _patient(store), index, find
         self._size = 1 + num_samplers
         self._group: _Group | None = None
-        self._asked: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._num_asked = 0
+        self._is_closed = threading.Event()
         self._device = device()  # which a thread does not inherit
-        link.divert = self._take
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weights")
         self._thread.start()
 
     def close(self) -> None:
         """End the thread, unless it hangs."""
-        self._asked.put(None)
+        self._is_closed.set()
         self._thread.join(_SECONDS_TO_END)
-
-    def _take(self, frame: bytes) -> bool:
-        """Take a message from the link, if it asks for weights."""
-        is_mine = is_fetch(frame)
-        if is_mine:
-            self._asked.put(decode(frame))
-        return is_mine
 
     def _serve(self) -> None:
         with ExitStack() as stack:
             if torch.cuda.is_available():  # not on the stream that trains
                 torch.cuda.set_device(self._device)
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-            while (fetch := self._asked.get()) is not None:
-                start = time.monotonic()
-                try:
-                    self._send(fetch)
-                except (RuntimeError, ValueError, OSError) as error:
-                    self._leave()
-                    said = " ".join(str(error).split())[:200]
-                    warnings.warn(f"a group that carries weights was left: {said}", stacklevel=2)
-                self.seconds += time.monotonic() - start
+            with suppress(RuntimeError):  # the store has ended with the job
+                while (frame := self._next()) is not None:
+                    start = time.monotonic()
+                    try:
+                        self._send(decode(frame))
+                    except (RuntimeError, ValueError, OSError) as error:
+                        self._leave()
+                        said = " ".join(str(error).split())[:200]
+                        warnings.warn(
+                            f"a group that carries weights was left: {said}", stacklevel=2
+                        )
+                    self.seconds += time.monotonic() - start
             self._leave()
+
+    def _next(self) -> bytes | None:
+        """Wait for the next request; None at the end. Raises RuntimeError if the store is gone."""
+        key = _request(self._num_asked)
+        while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
+            if self._store.check([key]):
+                self._num_asked += 1
+                return self._store.get(key)
+        return None
 
     def _send(self, fetch: Fetch) -> None:
         if self._group is None or self._group.number != fetch.group:
             self._leave()
-            self._group = _Group(self._store, fetch.group, 0, self._size)
+            self._group = _Group(self._store, fetch.group, self._index, 0, self._size)
         held = self._find(fetch)
         parts = [*group_by_size(held, lambda name: held[name].nbytes, PART_BYTES)]
         for names in parts[fetch.first :]:
-            part = Weights.of(
-                [(name, held[name]) for name in names],
-                is_last=names is parts[-1],
-                rollbacks=fetch.rollbacks,
-                device=self._group.device,
-                group=fetch.group,
-            )
-            self._link.send(encode(replace(part, memory=None)))
-            self._group.meet()
+            tensors, is_last = [(name, held[name]) for name in names], names is parts[-1]
+            part = Weights.of(tensors, is_last=is_last, device=self._group.device)
             assert part.memory is not None  # it was packed here
-            self._group.broadcast(part.memory)
+            self._group.tell(encode(replace(part, memory=None)))
+            self._group.meet()
+            self._group.broadcast(part.memory)()
             for name in names:
                 held[name] = held[name].to("cpu")
 
@@ -183,46 +210,40 @@ class Receiver:
     """Receives weights on every rank that samples. Methods are collective over them."""
 
     def __init__(
-        self,
-        store: dist.Store,
-        ask: Callable[[Fetch], None],
-        header: Callable[[], Weights],
-        has_hung_up: Callable[[], bool],
+        self, store: dist.Store, num_senders: int, *, stop_if_alone: Callable[[], None]
     ) -> None:
-        """`ask` sends a message from the first rank; `header` receives the next description of a
-        part, on all ranks, and raises what ends the job once nothing more can come. `has_hung_up`
-        returns, on all ranks, whether the trainers are gone.
-        """
-        self._store, self._ask, self._header = _patient(store), ask, header
-        self._has_hung_up = has_hung_up
-        self._group: _Group | None = None
+        """`stop_if_alone` raises, on all ranks, what ends the job if the trainers are gone."""
+        self._store, self._num_senders = _patient(store), num_senders
+        self._stop_if_alone = stop_if_alone
+        self._groups: list[_Group] = []
         self._number = 1
+        self._num_asked = 0
         self._why = ""  # the last failure
 
-    def receive(
-        self, version: int, *, is_base: bool, rollbacks: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, version: int, *, is_base: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all weights of a version, on this rank's device. Raises
-        EngineError, on all ranks, where several groups in a row fail, and what `header` raises.
+        EngineError, on all ranks, where several rounds in a row fail, and what `stop_if_alone`
+        raises.
         """
         collectives.barrier()  # an engine may be started anew meanwhile
         first, failures, is_asked = 0, 0, False
-        while True:
+        left = [*range(self._num_senders)]  # senders that have more
+        while left:
             if not is_asked:
-                self._ask(Fetch(self._number, version, first, is_base, rollbacks))
+                self._ask(Fetch(self._number, version, first, is_base))
                 is_asked = self._on_all(self._join)
-            if is_asked and (found := self._next_part()) is not None:
-                part, memory = found
-                yield from part.tensors(memory.to(device()))
-                if part.is_last:
-                    return
+            if is_asked and (parts := self._next_round(left)) is not None:
+                for sender, (part, memory) in parts.items():
+                    yield from part.tensors(memory.to(device()))
+                    if part.is_last:
+                        left.remove(sender)
                 first, failures = first + 1, 0
                 continue
             self.leave()
-            while self._has_hung_up():  # nobody would come to another group
-                self._header()
+            self._stop_if_alone()  # nobody would come to another group
             self._number, failures, is_asked = self._number + 1, failures + 1, False
             if failures == _MOST_FAILURES:
+                collectives.on_main(lambda: watch.ask(_SECONDS_TO_REPORT))  # one may hang
                 raise EngineError(
                     f"the weights of {version} steps did not come through {failures} groups in a"
                     f" row ({self._why or 'another rank failed'}); --resume goes on from the last"
@@ -230,31 +251,41 @@ class Receiver:
                 )
 
     def leave(self) -> None:
-        """Leave the group. Safe to call again."""
-        if self._group is not None:
-            self._group.leave()
-        self._group = None
+        """Leave the groups. Safe to call again."""
+        while self._groups:
+            self._groups.pop().leave()
+
+    def _ask(self, fetch: Fetch) -> None:
+        if collectives.is_main():
+            text = encode(fetch)
+            self._store.set(_request(self._num_asked), text)  # type: ignore[arg-type] # bytes are taken too
+        self._num_asked += 1
 
     def _join(self) -> None:
-        if self._group is None:
-            rank, size = collectives.rank() + 1, collectives.world_size() + 1
-            self._group = _Group(self._store, self._number, rank, size)
+        rank, size = collectives.rank() + 1, collectives.world_size() + 1
+        for sender in range(len(self._groups), self._num_senders):
+            self._groups.append(_Group(self._store, self._number, sender, rank, size))
 
-    def _next_part(self) -> tuple[Weights, Tensor] | None:
-        """Return the next part and its bytes; None if the group has failed on a rank."""
-        group = self._group
-        assert group is not None  # `receive` has joined it
-        while (part := self._header()).group != self._number:
-            continue  # it was for a group that was left
-        memory = torch.empty(sum(part.sizes), dtype=torch.uint8, device=group.device)
+    def _next_round(self, senders: Sequence[int]) -> dict[int, tuple[Weights, Tensor]] | None:
+        """Return the next part of each sender and its bytes; None if a group fails on a rank."""
+        parts: dict[int, tuple[Weights, Tensor]] = {}
 
         def fill() -> None:
-            group.meet()
-            group.broadcast(memory)
-            if checksum(memory) != part.checksum:
-                raise ValueError(f"the weights from {part.names[0]} on have changed on their way")
+            waits = []
+            for sender in senders:
+                group = self._groups[sender]
+                part = decode(group.hear())
+                memory = torch.empty(sum(part.sizes), dtype=torch.uint8, device=group.device)
+                group.meet()
+                waits.append(group.broadcast(memory))  # in the same order on all ranks
+                parts[sender] = part, memory
+            for wait in waits:
+                wait()
+            for part, memory in parts.values():
+                if checksum(memory) != part.checksum:
+                    raise ValueError(f"weights have changed on their way, from {part.names[0]} on")
 
-        return (part, memory) if self._on_all(fill) else None
+        return parts if self._on_all(fill) else None
 
     def _on_all(self, work: Callable[[], None]) -> bool:
         """Return whether `work` has raised on no rank."""
@@ -265,3 +296,8 @@ class Receiver:
         except (RuntimeError, ValueError, OSError) as error:
             failed, self._why = 1, " ".join(str(error).split())[:200]
         return not collectives.max_over_ranks(torch.tensor([failed]))
+
+
+def _request(number: int) -> str:
+    """Return the key under which a request for weights is in the store."""
+    return f"fetch-{number}"

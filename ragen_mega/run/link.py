@@ -78,8 +78,6 @@ class Link:
         """When the other side last gave a sign of life."""
         self.is_closed = False
         """Whether the other side has closed it, perhaps after messages that are still to read."""
-        self.divert: Callable[[bytes], bool] | None = None
-        """Takes a message on the thread that reads, and returns whether it was for it."""
         self._connection = connection
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.seconds_sending = 0.0
@@ -153,7 +151,7 @@ class Link:
                 if len(message) < length:
                     break
                 self.last_heard = time.monotonic()
-                if message and not (self.divert and self.divert(message)):
+                if message:
                     self._incoming.put(message)
         self.is_closed = True
         self._incoming.put(None)

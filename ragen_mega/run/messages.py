@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -62,9 +61,8 @@ class Weights(Parcel):
     checksum: int
     """Checksum of `memory`."""
     is_last: bool
-    rollbacks: int
-    group: int = 0
-    """Number of the group, if one brings the bytes."""
+    rollbacks: int = 0
+    """Number of the order, if they follow one on the connection."""
 
     @classmethod
     def of(
@@ -72,9 +70,8 @@ class Weights(Parcel):
         tensors: Sequence[tuple[str, Tensor]],
         *,
         is_last: bool,
-        rollbacks: int,
+        rollbacks: int = 0,
         device: torch.device = _HOST,
-        group: int = 0,
     ) -> Weights:
         """Copy tensors into a message whose bytes are on `device`."""
         parcel = Parcel.packed(tensors, device)
@@ -87,23 +84,20 @@ class Weights(Parcel):
             checksum=checksum(parcel.memory),
             is_last=is_last,
             rollbacks=rollbacks,
-            group=group,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The ranks that sample want weights through a process group."""
+    """The ranks that sample want weights through process groups."""
 
     group: int
-    """Number of the group; another one than the last after a failure, and then formed anew."""
+    """Number of the groups; another one than the last after a failure, and then formed anew."""
     version: int
     first: int
-    """The first part that they lack."""
+    """The first round of parts that they lack, one part from each sender."""
     is_base: bool
     """Whether they want the frozen weights beside which adapters stand."""
-    rollbacks: int
-    """Number of the order that the weights are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +146,9 @@ def decode(frame: bytes | bytearray) -> Any:
     sends. Raises ValueError if the bytes are none.
     """
     try:
-        kind, about, has_data, start = _head(frame)  # ValueError
+        (length,) = _LENGTH.unpack_from(frame)
+        start = _LENGTH.size + length
+        kind, about, has_data = json.loads(frame[_LENGTH.size : start])  # ValueError
         if kind == "Weights":
             data = memoryview(frame)[start:]
             return _weights(data, about) if has_data else Weights(memory=None, **about)
@@ -166,21 +162,6 @@ def decode(frame: bytes | bytearray) -> Any:
         return {"Begin": Begin, "Order": Order, "Fetch": Fetch, "End": End}[kind](**about)
     except (TypeError, KeyError, AttributeError, struct.error) as error:
         raise ValueError(f"a message between the parts of the job is damaged: {error}") from None
-
-
-def is_fetch(frame: bytes) -> bool:
-    """Return whether bytes are a `Fetch`, without reading what else they may be."""
-    with suppress(ValueError, TypeError, struct.error):
-        return _head(frame)[0] == "Fetch"
-    return False
-
-
-def _head(frame: bytes | bytearray) -> tuple[str, dict[str, Any], bool, int]:
-    """Return the kind of a message, its values, whether bytes follow them, and where."""
-    (length,) = _LENGTH.unpack_from(frame)
-    start = _LENGTH.size + length
-    kind, about, has_data = json.loads(frame[_LENGTH.size : start])
-    return kind, about, has_data, start
 
 
 def _weights(data: memoryview, about: dict[str, Any]) -> Weights:

@@ -7,9 +7,9 @@ every other message stays within a part.
     ================================               =================================
     rollouts.request(step)                         sampler.orders()
       Samplers.order, collective                     inbox of rank 0, broadcast to the others
-      rank 0 copies whole weights --- Order ------>  sampler.load_weights(order)
-      into _weights, until no     --- Weights ---->    in parts, made while training goes on;
-      rollout needs them          --- ... -------->    for SGLang fetched by a group (`fetching`)
+      each rank that sends copies --- Order ------>  sampler.load_weights(order)
+      its share into _weights,    --- Weights ---->    in parts, made while training goes on;
+      until no rollout needs it   --- ... -------->    for SGLang fetched by groups (`fetching`)
                                                        each engine cuts its part
                                                      sampler.sample(step)
                                                        engines and environments of all ranks
@@ -101,8 +101,9 @@ from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 
-WEIGHTS = "weights_{:08d}.safetensors"
-"""File of a checkpoint: weights of that many steps, under which rollouts are still to be sampled.
+_WEIGHTS = "weights_{:08d}"
+"""Beginning of the names of a checkpoint's files with weights of that many steps, under which
+rollouts are still to be sampled.
 """
 _POLL_SECONDS = 0.2
 _SECONDS_TO_REPORT = 10.0
@@ -122,6 +123,8 @@ class Role(NamedTuple):
     """Alarm of every rank, if there are two parts."""
     store: dist.Store | None = None
     """Store that both parts see."""
+    senders: Sequence[int] = (0,)
+    """Ranks of those that train which send weights to those that sample, each a share."""
 
 
 def divide(config: StarPOConfig) -> Role:
@@ -129,12 +132,13 @@ def divide(config: StarPOConfig) -> Role:
     num_samplers = config.parallel.rollout_ranks
     if not num_samplers:
         return Role(samples=False)
-    samples = collectives.rank() >= collectives.world_size() - num_samplers
+    num_trainers = collectives.world_size() - num_samplers
+    samples, senders = collectives.rank() >= num_trainers, config.senders(num_trainers)
     store, link = collectives.divide(num_samplers), None
     if is_main():
         shared = config.run_directory.parent.absolute()
         link = connect(store, shared) if samples else listen(store, shared, own_address())
-    return Role(samples, link, Alarm(store), store)
+    return Role(samples, link, Alarm(store), store, senders)
 
 
 class Samplers:
@@ -161,16 +165,18 @@ class Samplers:
         self._config, self._tasks, self._base = config, tasks, base
         self._link, self._alarm = role.link, role.alarm
         self._by_group = role.store is not None and config.fetches_weights
-        self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if a group carries it
+        self._num_senders, rank = len(role.senders), collectives.rank()
+        self._index = role.senders.index(rank) if rank in role.senders else None  # of this sender
+        self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if groups carry it
         self._sender: Sender | None = None
-        if self._by_group and role.link and role.store is not None:
+        if self._by_group and role.store is not None and self._index is not None:
             num_samplers = config.parallel.rollout_ranks
-            self._sender = Sender(role.link, role.store, num_samplers, self._asked_for)
+            self._sender = Sender(role.store, self._index, num_samplers, self._asked_for)
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
         self._digests: dict[int, str] = {}  # digests of recent weights
-        # by version in `_ordered`, on the first rank; elsewhere without tensors
+        # by version in `_ordered`: on a rank that sends its share, elsewhere without tensors
         self._weights: dict[int, dict[str, Tensor]] = {}
         self._sending = 0.0  # seconds of sending when a rollout was taken
         self._oldest = 0  # the first version since the run went back
@@ -239,25 +245,43 @@ class Samplers:
         if version == step and step not in self._weights:
             for held in self._weights.values():  # one version at most is on the device
                 held.update({name: tensor.to("cpu") for name, tensor in held.items()})
-            self._weights[step] = copied(weights, on_device=ON_DEVICE * self._by_group)
+            self._weights[step] = self._copied(weights, on_device=ON_DEVICE * self._by_group)
         if version not in self._weights:
             return False
         self._ordered[rollout] = version, origin
         has_base, is_new = self._sent is not None, version != self._sent
         parts, self._sent = self._weights[version], version
         if self._base and self._by_group and self._frozen is None:
-            self._frozen = copied(self._base())
+            self._frozen = self._copied(self._base())
         elif self._base and not (self._by_group or has_base):
-            parts = copied(self._base()) | parts
+            parts = self._copied(self._base()) | parts
+        collectives.barrier()  # each sender has its share before anybody asks for it
         self._send(Order(rollout, version, is_new, self._rollbacks))
         if is_new and self._link and not self._by_group:
             for make in parts_of(parts, self._rollbacks):
                 self._link.send(make)
         return True
 
+    def _copied(
+        self, weights: Iterable[tuple[str, Tensor]], *, on_device: int = 0
+    ) -> dict[str, Tensor]:
+        """Copy a stream of weights, on each rank that sends it about the same number of bytes: the
+        first `on_device` of them where they are and others into host memory. Collective.
+        """
+        held, totals = dict[str, Tensor](), [0] * self._num_senders
+        for name, tensor in weights:
+            index = totals.index(min(totals))
+            totals[index] += tensor.nbytes
+            if index == self._index:
+                where = tensor.device if totals[index] <= on_device else torch.device("cpu")
+                held[name] = tensor.to(where, copy=True).contiguous()
+        if torch.cuda.is_available():  # another stream will read them
+            torch.cuda.current_stream().synchronize()
+        return held
+
     def _asked_for(self, fetch: Fetch) -> dict[str, Tensor]:
-        """Return the weights that the samplers want, in another thread. Weights of an order that
-        is void may be gone: then any serve.
+        """Return this rank's share of the weights that the samplers want, in another thread.
+        Weights of an order that is void may be gone: then any serve.
         """
         if fetch.is_base and self._frozen is not None:
             return self._frozen
@@ -307,16 +331,20 @@ class Samplers:
 
     def staged(self) -> dict[str, dict[str, Tensor]]:
         """Name -> weights of the files with which a checkpoint of the present weights repeats the
-        rollouts that are to come; nothing but on the first rank. Not collective.
+        rollouts that are to come; each rank that sends has its share of them. Collective.
         """
-        if not self._link:
-            return {}
+        arrived = on_main(lambda: {*self._arrived})
         missing = {
             version
             for rollout, (version, _) in self._ordered.items()
-            if rollout not in self._arrived and version != max(self._digests)
+            if rollout not in arrived and version != max(self._digests)
         }
-        return {WEIGHTS.format(version): self._weights[version] for version in missing}
+        suffix = f"_{collectives.rank()}.safetensors"
+        return {
+            _WEIGHTS.format(version) + suffix: self._weights[version]
+            for version in missing
+            if self._weights[version]
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record of the weights for a checkpoint: version -> digest of its weights; and
@@ -330,12 +358,13 @@ class Samplers:
         self._digests = {int(version): state[version] for version in state if version != "oldest"}
 
     def read_staged(self, directory: Path) -> None:
-        """Read the files that `staged` has left in a checkpoint."""
-        paths = {version: directory / WEIGHTS.format(version) for version in self._digests}
-        there = on_main(lambda: [version for version, path in paths.items() if path.exists()])
-        self._weights = {
-            version: load_file(paths[version]) if is_main() else {} for version in there
-        }
+        """Read the files that `staged` has left in a checkpoint, with as many senders or others."""
+        patterns = {version: f"{_WEIGHTS.format(version)}*" for version in self._digests}
+        files = on_main(lambda: {each: sorted(directory.glob(p)) for each, p in patterns.items()})
+        for version, paths in files.items():
+            if paths:
+                mine = [] if self._index is None else paths[self._index :: self._num_senders]
+                self._weights[version] = {n: t for path in mine for n, t in load_file(path).items()}
 
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
@@ -437,7 +466,7 @@ class Sampler:
         self._receiver: Receiver | None = None
         if role.store is not None and config.fetches_weights:
             self._receiver = Receiver(
-                role.store, self._ask, self._next_part, lambda: on_main(self._has_hung_up)
+                role.store, len(role.senders), stop_if_alone=self._stop_if_alone
             )
         self._has_begun = self._has_told = False
         self._open: dict[int, range] = {}  # rollouts that are not complete: their tasks
@@ -531,13 +560,13 @@ class Sampler:
         self._gbytes += sum(part.sizes) / 1e9
         return part
 
-    def _ask(self, fetch: Fetch) -> None:
-        """Ask the trainers for weights, from the first rank."""
-        if self._link:
-            self._link.send(encode(fetch))
+    def _stop_if_alone(self) -> None:
+        """Raise what ends the job if the trainers have hung up."""
+        if on_main(self._has_hung_up):
+            self._next_part()
 
     def _has_hung_up(self) -> bool:
-        """Return whether the trainers have, as the first rank knows a second after a failure."""
+        """Return whether they have, as the first rank knows a second after a failure."""
         end = time.monotonic() + _SECONDS_TO_HANG_UP
         while self._link and not self._link.is_closed and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
@@ -681,27 +710,12 @@ class Sampler:
     def _stream(self, *, are_adapters: bool) -> Iterator[tuple[str, Tensor]]:
         if self._receiver:
             is_base = self._config.lora.lora_sync == "adapter" and not are_adapters
-            yield from self._receiver.receive(
-                self._version, is_base=is_base, rollbacks=self._rollbacks
-            )
+            for name, tensor in self._receiver.receive(self._version, is_base=is_base):
+                self._gbytes += tensor.nbytes / 1e9
+                yield name, tensor
         for name, tensor in self._weights.items():
             if (".lora_" in name) == are_adapters:
                 yield name, tensor.to(device())
-
-
-def copied(weights: Iterable[tuple[str, Tensor]], *, on_device: int = 0) -> dict[str, Tensor]:
-    """Copy a stream of weights on the first rank, the first `on_device` bytes where they are and
-    others into host memory; nothing elsewhere. Collective.
-    """
-    held, total = dict[str, Tensor](), 0
-    for name, tensor in weights:
-        total += tensor.nbytes
-        if is_main():
-            where = tensor.device if total <= on_device else torch.device("cpu")
-            held[name] = tensor.to(where, copy=True).contiguous()
-    if torch.cuda.is_available():  # another stream will read them
-        torch.cuda.current_stream().synchronize()
-    return held
 
 
 def parts_of(weights: Mapping[str, Tensor], rollbacks: int) -> Iterator[Callable[[], bytes]]:

@@ -1,5 +1,5 @@
-"""Weights that ranks that only sample fetch through a process group: every bit, from two versions
-and again, whatever fails on the way, and what ends the job.
+"""Weights that ranks that only sample fetch through process groups: every bit, from two versions
+and again, from one rank that trains or several, whatever fails on the way, and what ends the job.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -83,7 +86,7 @@ class Recorder(RolloutEngine):
 def assert_holds(engine: Recorder, version: int) -> None:
     """Each tensor of the version once, to the bit."""
     expected = weights(version)
-    assert [name for name, _ in engine.weights] == [*expected]
+    assert sorted(name for name, _ in engine.weights) == sorted(expected)
     for name, tensor in engine.weights:
         assert tensor.device == collectives.device() and tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.cpu(), expected[name]), name
@@ -102,10 +105,14 @@ def job(
     folder: Path,
     *,
     sampler: Callable[[Sampler, Recorder], None] = lambda sampler, engine: None,
+    senders: int = 1,
 ) -> Callable[[], None]:
-    """What each of three ranks does, two of which sample; `sampler` after each weights."""
+    """What each rank does, of which the last two sample and the others train; `sampler` after each
+    weights.
+    """
     flags = "--environments bandit --placement separate --rollout-ranks 2 --rollout-engine sglang"
     flags += f" --max-staleness 1 --importance-cap 2 --num-steps {NUM_STEPS}"
+    flags += f" --weight-senders {senders}"
     config = parse([*flags.split(), "--output", str(folder)])
 
     def rank() -> None:
@@ -129,66 +136,84 @@ def job(
         for step in range(NUM_STEPS):
             present = {name: each.to(collectives.device()) for name, each in weights(step).items()}
             samplers.order(step, f"{step}", present.items())
+            held = samplers._weights.get(step, {})  # no rollout needs the last ones
+            expected = shares_of(senders)[collectives.rank()] if held else {}
+            assert held.keys() == expected.keys()
             taken, _ = samplers.take(step, Metrics())
-            assert taken[0].trajectories[0].tokens == [1, step]
+            assert collectives.rank() or taken[0].trajectories[0].tokens == [1, step]
         samplers.close(0)
 
     return rank
 
 
-def test_every_bit_of_every_version_arrives_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("senders", [1, 2, 3])
+def test_every_bit_of_every_version_arrives_on_all_ranks(senders: int, tmp_path: Path) -> None:
     """Also once more, for a server that was lost. Sockets listen on the loopback."""
 
     def fetch_again(sampler: Sampler, engine: Recorder) -> None:
-        version, group = sampler._version, sampler._receiver._group
+        version, groups = sampler._version, [*sampler._receiver._groups]
         size = sum(tensor.nbytes for tensor in weights(0).values()) / 1e9
         assert sampler._gbytes in (pytest.approx(size), 0.0)  # 0: the order has none
         sampler._sync.send(again=True)
         assert_holds(engine, version)
-        assert sampler._receiver._group is group
+        assert sampler._receiver._groups == groups and len(groups) == senders
 
     with all_listening(psutil.Process()) as addresses:
-        on_ranks(job(tmp_path, sampler=fetch_again), 3)
+        on_ranks(job(tmp_path, sampler=fetch_again, senders=senders), senders + 2)
     assert addresses and all(map(is_loopback, addresses)), addresses
 
 
 @pytest.mark.parametrize("what", ["lost", "changed"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_what_fails_in_a_part_costs_the_group_alone(
-    what: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("senders", "victim"), [(1, 0), (1, 1), (1, 2), (2, 0), (2, 3)])
+def test_what_fails_in_a_part_costs_the_groups_alone(
+    what: str, senders: int, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third part of the second version, on the rank that sends or on one that receives."""
+    """In the second version, on a rank that sends or on one that receives: in the third round, and
+    with two senders in the last one, which the second of them does not need.
+    """
     broadcast, counts = fetching._Group.broadcast, []
-    num_parts = sum(1 for _ in parts_of_one())
 
-    def fail_once(self: fetching._Group, memory: Tensor) -> None:
+    def fail_once(self: fetching._Group, memory: Tensor) -> Callable[[], None]:
         counts.append(1)
-        is_time = os.environ["RANK"] == str(victim) and len(counts) == num_parts + 3
+        is_time = os.environ["RANK"] == str(victim) and len(counts) == fails_at
         if is_time and what == "lost":
             raise RuntimeError("the cable is cut")
-        if is_time and victim == 0:
+        if is_time and victim < senders:
             memory[5] ^= 1
-        broadcast(self, memory)
-        if is_time and victim:
+        wait = broadcast(self, memory)
+        if is_time and victim >= senders:
+            wait()
             memory[5] ^= 1
+        return wait
 
     monkeypatch.setattr(fetching._Group, "broadcast", fail_once)
+    parts = [len(list(parts_of(share))) for share in shares_of(senders)]
+    mine = sum(parts) if victim >= senders else parts[victim]  # broadcasts of a version
+    fails_at = mine + (3 if senders == 1 else mine)
+    assert senders == 1 or parts[0] > parts[1]
 
     def check(sampler: Sampler, engine: Recorder) -> None:
         assert sampler._receiver._number == (1 if sampler._version == 0 else 2)
 
-    on_ranks(job(tmp_path, sampler=check), 3)
+    on_ranks(job(tmp_path, sampler=check, senders=senders), senders + 2)
 
 
-def parts_of_one() -> Iterator[list[str]]:
-    held = weights(0)
+def shares_of(senders: int) -> list[dict[str, Tensor]]:
+    """Each tensor is of the sender that has the fewest bytes so far."""
+    shares: list[dict[str, Tensor]] = [{} for _ in range(senders)]
+    for name, tensor in weights(0).items():
+        min(shares, key=lambda share: sum(each.nbytes for each in share.values()))[name] = tensor
+    return shares
+
+
+def parts_of(held: dict[str, Tensor]) -> Iterator[list[str]]:
     return group_by_size(held, lambda name: held[name].nbytes, 4096)
 
 
 def test_groups_that_always_fail_end_the_job_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: fetching._Group, memory: Tensor) -> None:
+    def fail(self: fetching._Group, memory: Tensor) -> Callable[[], None]:
         raise RuntimeError("the cable\nis cut")
 
     monkeypatch.setattr(fetching._Group, "broadcast", fail)
@@ -221,10 +246,10 @@ def test_a_rank_that_dies_in_a_part_ends_the_job(
         formed.append(number)
         init(self, store, number, *about)
 
-    def die(self: fetching._Group, memory: Tensor) -> None:
+    def die(self: fetching._Group, memory: Tensor) -> Callable[[], None]:
         if os.environ["RANK"] == str(victim):
             os.kill(os.getpid(), signal.SIGKILL)
-        broadcast(self, memory)
+        return broadcast(self, memory)
 
     monkeypatch.setattr(fetching._Group, "broadcast", die)
     monkeypatch.setattr(fetching._Group, "__init__", noting)
@@ -243,10 +268,14 @@ def test_a_rank_that_dies_in_a_part_ends_the_job(
     assert codes.pop(victim) == -signal.SIGKILL and codes == [0, 0]
 
 
-def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("senders", [1, 2])
+def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(
+    senders: int, tmp_path: Path
+) -> None:
+    """With two senders the second one has no adapter to send."""
     flags = f"""--environments bandit --placement separate --rollout-ranks 2 --max-staleness 1
         --importance-cap 2 --num-steps {NUM_STEPS} --rollout-engine sglang --lora-rank 4
-        --lora-sync adapter --output {tmp_path}"""
+        --lora-sync adapter --weight-senders {senders} --output {tmp_path}"""
     config = parse(flags.split())
 
     def adapter(version: int) -> dict[str, Tensor]:
@@ -278,7 +307,7 @@ def test_adapters_are_fetched_beside_a_base_that_is_fetched_once(tmp_path: Path)
             samplers.take(step, Metrics())
         samplers.close(0)
 
-    on_ranks(rank, 3)
+    on_ranks(rank, senders + 2)
 
 
 def test_nobody_waits_on_a_device_for_a_rank_that_is_not_there(
@@ -296,3 +325,57 @@ def test_nobody_waits_on_a_device_for_a_rank_that_is_not_there(
         assert calls == ["meet", "bytes"] * (len(calls) // 2) and calls
 
     on_ranks(job(tmp_path, sampler=check), 3)
+
+
+def test_a_sender_that_copies_more_slowly_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for a share that is not there."""
+    copied = Samplers._copied
+
+    def slowly(self: Samplers, *about: object, **options: object) -> dict[str, Tensor]:
+        held = copied(self, *about, **options)
+        time.sleep(0.5 * collectives.rank())
+        return held
+
+    def check(sampler: Sampler, engine: Recorder) -> None:
+        assert sampler._receiver._number == 1
+
+    monkeypatch.setattr(Samplers, "_copied", slowly)
+    on_ranks(job(tmp_path, sampler=check, senders=2), 4)
+
+
+@pytest.mark.parametrize(("before", "after"), [([0], [0, 1]), ([0, 1], [0]), ([0, 1], [0, 1])])
+def test_weights_of_a_checkpoint_are_of_any_number_of_senders(
+    before: list[int], after: list[int], tmp_path: Path
+) -> None:
+    """Each tensor has one sender, before and after a resume."""
+    flags = "--environments bandit --placement separate --rollout-ranks 1 --max-staleness 2"
+    config = parse([*flags.split(), "--importance-cap", "2", "--output", str(tmp_path)])
+
+    def samplers(senders: list[int]) -> Samplers:
+        return Samplers(
+            config, Role(samples=False, senders=senders), TaskSampler(config),
+            recall=lambda *about: None, keep=lambda *about: None,
+            stop_if_asked=lambda: None, say=print,
+        )  # fmt: skip
+
+    def rank() -> None:
+        collectives.start()
+        first, second = samplers(before), samplers(after)
+        for step in range(2):
+            first.order(step, f"{step}", weights(step).items())
+        staged = first.staged()
+        assert bool(staged) == (collectives.rank() in before)
+        for name, content in staged.items():
+            save_file(content, tmp_path / name)
+        collectives.barrier()
+        second.load_state_dict(first.state_dict())
+        second.read_staged(tmp_path)
+        assert [*second._weights] == [0]
+        held, expected = collectives.gather_objects(second._weights[0]), weights(0)
+        assert sum(map(len, held)) == len(expected)
+        for name, tensor in ChainMap(*held).items():
+            assert torch.equal(tensor, expected[name]), name
+
+    on_ranks(rank, 2)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -294,7 +294,7 @@ def test_what_dies_while_weights_are_on_their_way_loses_nothing(
     def train(*, disturbed: bool) -> None:
         broadcast, versions = fetching._Group.broadcast, []
 
-        def fail(self: fetching._Group, memory: torch.Tensor) -> None:
+        def fail(self: fetching._Group, memory: torch.Tensor) -> Callable[[], None]:
             versions.append(len(memory))  # a small model is one part
             hit = victim if disturbed and len(versions) == 2 else None
             if hit == "trainer" and os.environ["RANK"] == "0":
@@ -302,7 +302,7 @@ def test_what_dies_while_weights_are_on_their_way_loses_nothing(
             if hit == "node" and os.environ["RANK"] == "1":
                 mark.touch()
                 signal.pause()
-            broadcast(self, memory)
+            return broadcast(self, memory)
 
         fetching._Group.broadcast = fail
         main([*TINY, *flags])

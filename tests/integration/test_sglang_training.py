@@ -115,15 +115,15 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
 
 @pytest.mark.slow
 def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> None:
-    """Beside that with which the rank that trains evaluates. It gets the weights of every step, and
-    so does the server that replaces it.
+    """Beside those with which the ranks that train evaluate. It gets the weights of every step, a
+    share from each of them, and so does the server that replaces it.
     """
     flags = "--placement separate --rollout-ranks 1 --num-steps 3 --keep-rollouts 0"
-    flags += " --sglang-start-timeout 600"
-    ranks = start_ranks(tmp_path, "run", 2, *FLAGS, *SERVER, *SHORT, *flags.split())
+    flags += " --sglang-start-timeout 600 --weight-senders 2"
+    ranks = start_ranks(tmp_path, "run", 3, *FLAGS, *SERVER, *SHORT, *flags.split())
     run = tmp_path / "run"
     wait_until((run / "rollouts" / "step_00000000.safetensors").exists)
-    servers_of(run / "sglang" / "rank_00001")[0].kill()
+    servers_of(run / "sglang" / "rank_00002")[0].kill()
     join_ranks(ranks)
     rows = read_metrics(run)
     assert len(rows) == 3 and all(row["mismatch/logprob_max_abs_diff"] < 1e-4 for row in rows)
@@ -133,7 +133,8 @@ def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> Non
     for step in range(3):
         groups = store.read(step).groups
         assert {one.weight_version for group in groups for one in group.trajectories} == {step}
-    assert sorted(path.name for path in (run / "sglang").iterdir()) == ["rank_00000", "rank_00001"]
+    folders = [f"rank_{number:05}" for number in range(3)]
+    assert sorted(path.name for path in (run / "sglang").iterdir()) == folders
 
 
 @pytest.mark.slow

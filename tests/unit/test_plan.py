@@ -618,6 +618,28 @@ def test_a_node_holds_one_copy_of_a_checkpoint_and_what_each_rank_parks(
     assert host_bytes(shape, setting) == pytest.approx(parked + whole / writers, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags", "versions", "parts"),
+    [
+        (8, "", 3, 1),
+        (64, "", 3, 8),
+        (64, "--weight-senders 2", 3, 2),
+        (64, "--weight-senders 16", 3, 8),  # two of a node
+        (64, "--lora-rank 8 --lora-sync adapter", 1, 8),  # the frozen model
+    ],
+)
+def test_a_node_holds_its_share_of_the_weights_for_ranks_that_only_sample(
+    ranks: int, flags: str, versions: int, parts: int
+) -> None:
+    shape = shape_of("Qwen3-8B")
+    base = "--bf16 --rollout-engine sglang --placement separate --rollout-ranks 2".split()
+    base += "--importance-cap 2 --max-staleness 2".split()
+    config = parse([*base, *flags.split()])
+    setting = Setting.from_config(config, ranks)
+    found = host_bytes(shape, setting, 8) - host_bytes(shape, replace(setting, versions=0), 8)
+    assert found == pytest.approx(versions * shape.engine_weights(2, 1) / parts)
+
+
 def test_a_node_without_room_on_the_host_does_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

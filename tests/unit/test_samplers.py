@@ -174,7 +174,7 @@ def test_a_checkpoint_repeats_what_was_under_way_under_the_same_weights(tmp_path
     wait_until(lambda: job.link.num_waiting)
     assert job.order(2) == [(4, 2, 2)]  # under the weights that the checkpoint itself holds
     other = job.restarted(2, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights_00000001.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weights_00000001_0.safetensors"]
     assert other.order(2) == [(3, 1, 1), (4, 2, 2)]
     assert other.take(2)[0].trajectories[0].tokens == [1, 2]  # from the disk
 

@@ -401,9 +401,9 @@ def test_updates_go_once_over_what_is_trained_whatever_a_minibatch_holds(minibat
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0, 20.0])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+@pytest.mark.parametrize(("engine", "senders"), [("sglang", 1), ("sglang", 3), ("embedded", 1)])
 def test_ranks_apart_take_what_their_events_take(
-    seconds: float, staleness: int, engine: str
+    seconds: float, staleness: int, engine: str, senders: int
 ) -> None:
     """Two ranks that sample and six that train, played step by step as the schedule says: the
     weights leave after a step, over one connection or when a rollout fetches them, and a rollout
@@ -413,6 +413,7 @@ def test_ranks_apart_take_what_their_events_take(
     base = ["--bf16", "--rollout-engine", engine, "--importance-cap", "2"]
     base += ["--filter-strategy", "none", "--updates-per-rollout", "8"]
     apart = ["--placement", "separate", "--rollout-ranks", "2", "--max-staleness", f"{staleness}"]
+    apart += ["--weight-senders", f"{senders}"] if senders > 1 else []
 
     def phases(ranks: int, *flags: str) -> dict[str, dict[str, float]]:
         config = parse([*base, *flags])
@@ -421,8 +422,9 @@ def test_ranks_apart_take_what_their_events_take(
 
     whole = shape.engine_weights(2, 1)
     is_fetched = engine == "sglang"
-    passed, sending = whole / (BROADCAST if is_fetched else CONNECTION), 0.0
-    copied = {"copy on the device": 2 * whole / H100.hardware.memory, "copy to the host": 0.0}
+    passed, sending = whole / (senders * BROADCAST if is_fetched else CONNECTION), 0.0
+    share = whole // senders
+    copied = {"copy on the device": 2 * share / H100.hardware.memory, "copy to the host": 0.0}
     if not is_fetched:
         sending = passed
         copied = {"copy on the device": 0.0, "copy to the host": whole / H100.host_link}

@@ -92,6 +92,13 @@ class ParallelConfig(Section):
     """Ranks that only sample (placement separate): as many that both sides take about as long for
     a step. Evaluations are played by those that train.
     """
+    weight_senders: Annotated[
+        Count | None, OnlyWith("placement", "--placement separate --rollout-ranks 1")
+    ] = None
+    """Ranks that train and send weights to those that sample, each a share through a process group
+    of its own (placement separate with SGLang). Default: one for every eight ranks that train, at
+    most eight.
+    """
     sampler_timeout: Annotated[
         Positive, OnlyWith("placement", "--placement separate --rollout-ranks 1")
     ] = 1800.0
@@ -160,6 +167,11 @@ class ParallelConfig(Section):
                 f"rollout_ranks ({self.rollout_ranks}) must leave a rank that trains, and the job"
                 f" has {world_size}; lower --rollout-ranks or start more ranks"
                 f" (NPROC_PER_NODE={self.rollout_ranks + 1})"
+            )
+        if (self.weight_senders or 1) > trainers:
+            raise ValueError(
+                f"weight_senders ({self.weight_senders}) must be at most the number of ranks that"
+                f" train ({trainers}); lower --weight-senders"
             )
         self.check_world(trainers)
         return trainers
