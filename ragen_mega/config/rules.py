@@ -221,7 +221,7 @@ def _check_placement(config: Sections) -> None:
             " success of the step before, which placement separate samples ahead of; drop one of"
             " them"
         )
-    if config.parallel.weight_senders and rollout.rollout_engine != "sglang":
+    if config.parallel.weight_senders > 1 and rollout.rollout_engine != "sglang":
         raise ValueError(
             f"weight_senders {config.parallel.weight_senders} send to SGLang, and the embedded"
             " engine takes weights from the first rank that trains; drop --weight-senders or add"

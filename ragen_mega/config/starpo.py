@@ -73,8 +73,7 @@ class StarPOConfig(Sections):
         """Return the ranks, of those that train, which send weights to ranks that only sample; far
         apart, so that they are of several nodes.
         """
-        most = max(1, min(trainers // 8, 8)) if self.fetches_weights else 1
-        count = self.parallel.weight_senders or most
+        count = self.parallel.weight_senders
         return [index * trainers // count for index in range(count)]
 
     @property

@@ -60,9 +60,9 @@ STEPS = "steps.json"
 """File of a checkpoint: role -> how often its optimizer and its schedule have stepped."""
 
 
-def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path]:
+def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], list[Path]]:
     """Copy the trainers' state to host memory. The returned function writes it to `directory`, from
-    any thread, and returns the path of this rank's file.
+    any thread, and returns the path of this rank's file in a list.
 
     Collective; the returned function is not. The trainers may go on afterwards: what is written is
     their state at this call.
@@ -88,13 +88,13 @@ def stage(directory: Path, trainers: Mapping[str, Trainer]) -> Callable[[], Path
         if is_main_replica(part.replica_id)
     ]
 
-    def write() -> Path:
+    def write() -> list[Path]:
         if collectives.is_main():
             save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
             (directory / STEPS).write_text(json.dumps(steps))
         path = directory / file_name(collectives.rank())
         write_pieces(path, pieces)
-        return path
+        return [path]
 
     return write
 

@@ -562,7 +562,9 @@ def sampling(
         whole = shape.engine_weights(setting.itemsize, 1)
         # all of them fetch whole weights, or the first passes them on to the others
         if setting.senders:
-            passed = whole / (setting.senders * BROADCAST)
+            cards = min(samplers, machine.hardware.node)  # of a node, whose ranks share what comes
+            comes = cards * machine.constants.link * machine.hardware.network
+            passed = whole / min(setting.senders * BROADCAST, comes)
         else:
             passed = whole / CONNECTION * (samplers > 1)
         weights = shape.engine_weights(setting.itemsize, setting.engine_tp, fp8=setting.engine_fp8)

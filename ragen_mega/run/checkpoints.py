@@ -103,17 +103,17 @@ class RunCheckpoints(CheckpointWriter):
         if self._failure is not None:
             self.best_success = self._best_before
 
-    def _stage(self, directory: Path) -> Callable[[], Path]:
+    def _stage(self, directory: Path) -> Callable[[], list[Path]]:
         """Copy the state of a checkpoint and return the function that writes it: trainers, and the
         samples that are still to come under earlier weights.
         """
         write = checkpoint.stage(directory, trainers=self._trainers)
         ahead = self._samplers.staged() if self._samplers else {}
 
-        def write_all() -> Path:
+        def write_all() -> list[Path]:
             for name, content in ahead.items():
                 write_whole(directory / name, save(content))
-            return write()
+            return [*write(), *(directory / name for name in ahead)]
 
         return write_all
 

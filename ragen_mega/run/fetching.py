@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
@@ -62,12 +62,15 @@ class _Group:
         self._store = dist.PrefixStore("weights", _patient(store))
         self._host = self._form("gloo")
         self.device, self._over = torch.device("cpu"), self._host
-        if torch.cuda.is_available() and collectives.ranks_per_device() == 1:
-            try:
+        has_own = torch.tensor([torch.cuda.is_available() and collectives.ranks_per_device() == 1])
+        try:
+            dist.all_reduce(has_own, dist.ReduceOp.MIN, group=self._host)  # nodes may differ
+            if has_own:
                 self.device, self._over = device(), self._form("nccl")
-            except RuntimeError:
-                self.leave()
-                raise
+                self.broadcast(torch.zeros(1, device=self.device))()  # connects
+        except RuntimeError:
+            self.leave()
+            raise
 
     def _form(self, backend: str) -> dist.ProcessGroup:
         name = f"{self._name}-{backend}"
@@ -94,8 +97,8 @@ class _Group:
         dist.all_reduce(torch.zeros(1), group=self._host)
 
     def broadcast(self, memory: Tensor) -> Callable[[], None]:
-        """Begin to fill `memory`, [bytes] uint8, with the bytes of rank 0; returns the call that
-        waits for them. Both raise RuntimeError.
+        """Begin to fill `memory` as on rank 0; returns the call that waits for it. Both raise
+        RuntimeError.
         """
         work = dist.broadcast(memory, src=0, group=self._over, async_op=True)
         assert work is not None  # this rank is in the group
@@ -105,7 +108,7 @@ class _Group:
             while not work.is_completed():  # NCCL's own patience would end the process
                 if time.monotonic() > end:
                     raise RuntimeError(
-                        f"{len(memory)} bytes of weights took over {_PATIENCE:.0f} s"
+                        f"{memory.nbytes} bytes of weights took over {_PATIENCE:.0f} s"
                     )
                 time.sleep(_POLL_SECONDS)
             work.wait()
@@ -161,28 +164,26 @@ class Sender:
             if torch.cuda.is_available():  # not on the stream that trains
                 torch.cuda.set_device(self._device)
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
-            with suppress(RuntimeError):  # the store has ended with the job
-                while (frame := self._next()) is not None:
-                    start = time.monotonic()
-                    try:
-                        self._send(decode(frame))
-                    except (RuntimeError, ValueError, OSError) as error:
-                        self._leave()
-                        said = " ".join(str(error).split())[:200]
-                        warnings.warn(
-                            f"a group that carries weights was left: {said}", stacklevel=2
-                        )
-                    self.seconds += time.monotonic() - start
+            while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
+                start = time.monotonic()
+                try:
+                    if (frame := self._newest()) is None:
+                        continue
+                    self._send(decode(frame))
+                except (RuntimeError, ValueError, KeyError, OSError) as error:
+                    self._leave()
+                    said = " ".join(repr(error).split())[:200]
+                    warnings.warn(f"a group that carries weights was left: {said}", stacklevel=2)
+                self.seconds += time.monotonic() - start
             self._leave()
 
-    def _next(self) -> bytes | None:
-        """Wait for the next request; None at the end. Raises RuntimeError if the store is gone."""
-        key = _request(self._num_asked)
-        while not self._is_closed.wait(_SECONDS_BETWEEN_LOOKS):
-            if self._store.check([key]):
-                self._num_asked += 1
-                return self._store.get(key)
-        return None
+    def _newest(self) -> bytes | None:
+        """Return the newest request, which voids those before it; None if there is no new one."""
+        frame = None
+        while self._store.check([_request(self._num_asked)]):
+            frame = self._store.get(_request(self._num_asked))
+            self._num_asked += 1
+        return frame
 
     def _send(self, fetch: Fetch) -> None:
         if self._group is None or self._group.number != fetch.group:
@@ -191,6 +192,8 @@ class Sender:
         held = self._find(fetch)
         parts = [*group_by_size(held, lambda name: held[name].nbytes, PART_BYTES)]
         for names in parts[fetch.first :]:
+            if self._is_closed.is_set():
+                return
             tensors, is_last = [(name, held[name]) for name in names], names is parts[-1]
             part = Weights.of(tensors, is_last=is_last, device=self._group.device)
             assert part.memory is not None  # it was packed here
@@ -220,7 +223,9 @@ class Receiver:
         self._num_asked = 0
         self._why = ""  # the last failure
 
-    def receive(self, version: int, *, is_base: bool) -> Iterator[tuple[str, Tensor]]:
+    def receive(
+        self, version: int, *, is_base: bool, rollbacks: int
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of all weights of a version, on this rank's device. Raises
         EngineError, on all ranks, where several rounds in a row fail, and what `stop_if_alone`
         raises.
@@ -230,7 +235,7 @@ class Receiver:
         left = [*range(self._num_senders)]  # senders that have more
         while left:
             if not is_asked:
-                self._ask(Fetch(self._number, version, first, is_base))
+                self._ask(Fetch(self._number, version, first, is_base, rollbacks))
                 is_asked = self._on_all(self._join)
             if is_asked and (parts := self._next_round(left)) is not None:
                 for sender, (part, memory) in parts.items():

@@ -98,6 +98,8 @@ class Fetch:
     """The first round of parts that they lack, one part from each sender."""
     is_base: bool
     """Whether they want the frozen weights beside which adapters stand."""
+    rollbacks: int
+    """Number of the order that the weights are for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ every other message stays within a part.
     rollouts.request(step)                         sampler.orders()
       Samplers.order, collective                     inbox of rank 0, broadcast to the others
       each rank that sends copies --- Order ------>  sampler.load_weights(order)
-      its share into _weights,    --- Weights ---->    in parts, made while training goes on;
+      its share into _shares,     --- Weights ---->    in parts, made while training goes on;
       until no rollout needs it   --- ... -------->    for SGLang fetched by groups (`fetching`)
                                                        each engine cuts its part
                                                      sampler.sample(step)
@@ -29,7 +29,7 @@ every other message stays within a part.
 |---|---|---|
 | orders on their way, samplers' inbox | rollouts to sample | max_staleness + 1 |
 | deliveries on their way, _arrived | rollouts to train | the same: each answers an order |
-| _weights of trainers | weights of rollouts that have not come back | max_staleness + 1 |
+| _shares of trainers | weights of rollouts that have not come back | max_staleness + 1 |
 | writer thread | one rollout that is written to disk | `_accept` waits for the last write |
 
 Back-pressure is in the orders alone. Rollout t is ordered under the weights after
@@ -52,9 +52,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -98,13 +96,10 @@ from ragen_mega.run.messages import (
 )
 from ragen_mega.run.nodes import own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
+from ragen_mega.run.shares import Shares
 from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 
-_WEIGHTS = "weights_{:08d}"
-"""Beginning of the names of a checkpoint's files with weights of that many steps, under which
-rollouts are still to be sampled.
-"""
 _POLL_SECONDS = 0.2
 _SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -165,19 +160,17 @@ class Samplers:
         self._config, self._tasks, self._base = config, tasks, base
         self._link, self._alarm = role.link, role.alarm
         self._by_group = role.store is not None and config.fetches_weights
-        self._num_senders, rank = len(role.senders), collectives.rank()
-        self._index = role.senders.index(rank) if rank in role.senders else None  # of this sender
+        # versions in `_ordered`, and those that rollouts may still be ordered under
+        self._shares = Shares(role.senders, on_device=ON_DEVICE * self._by_group)
         self._frozen: dict[str, Tensor] | None = None  # the base of adapters, if groups carry it
         self._sender: Sender | None = None
-        if self._by_group and role.store is not None and self._index is not None:
+        if self._by_group and role.store is not None and self._shares.index is not None:
             num_samplers = config.parallel.rollout_ranks
-            self._sender = Sender(role.store, self._index, num_samplers, self._asked_for)
+            self._sender = Sender(role.store, self._shares.index, num_samplers, self._asked_for)
         self._recall, self._keep, self._stop_if_asked, self._say = recall, keep, stop_if_asked, say
         self._next = 0  # the first rollout that was not asked for
         self._ordered: dict[int, tuple[int, Origin]] = {}  # rollouts not taken yet: version, origin
         self._digests: dict[int, str] = {}  # digests of recent weights
-        # by version in `_ordered`: on a rank that sends its share, elsewhere without tensors
-        self._weights: dict[int, dict[str, Tensor]] = {}
         self._sending = 0.0  # seconds of sending when a rollout was taken
         self._oldest = 0  # the first version since the run went back
         self._rollbacks = 0  # of this process
@@ -201,6 +194,10 @@ class Samplers:
         staleness = self._config.rollout.max_staleness
         last = min(step + staleness, self._config.train.num_steps - 1)
         self._digests[step] = digest
+        self._digests = {
+            version: text for version, text in self._digests.items() if version >= step - staleness
+        }
+        self._shares.keep({*self._digests, *(version for version, _ in self._ordered.values())})
         for rollout in range(max(self._next, step), last + 1):
             due = max(self._oldest, rollout - staleness)
             if due not in self._digests or not self._order(rollout, due, step, weights):
@@ -210,13 +207,6 @@ class Samplers:
                     f" {due} are not in the checkpoint"
                 )
         self._next = last + 1
-        used = {version for version, _ in self._ordered.values()}
-        self._weights = {
-            version: data for version, data in self._weights.items() if version in used
-        }
-        self._digests = {
-            version: text for version, text in self._digests.items() if version >= step - staleness
-        }
 
     def go_back(self, step: int) -> None:
         """Have the next `order`, for `step`, order every rollout from there on anew: the run
@@ -242,19 +232,17 @@ class Samplers:
         may_skip = not (self._config.rollout.carry_over and self._sent is not None)
         if may_skip and on_main(lambda: self._find_stored(rollout, origin)):
             return True
-        if version == step and step not in self._weights:
-            for held in self._weights.values():  # one version at most is on the device
-                held.update({name: tensor.to("cpu") for name, tensor in held.items()})
-            self._weights[step] = self._copied(weights, on_device=ON_DEVICE * self._by_group)
-        if version not in self._weights:
+        if version == step and step not in self._shares:
+            self._shares.add(step, weights)
+        if version not in self._shares:
             return False
         self._ordered[rollout] = version, origin
         has_base, is_new = self._sent is not None, version != self._sent
-        parts, self._sent = self._weights[version], version
+        parts, self._sent = self._shares[version], version
         if self._base and self._by_group and self._frozen is None:
-            self._frozen = self._copied(self._base())
+            self._frozen = self._shares.copied(self._base())
         elif self._base and not (self._by_group or has_base):
-            parts = self._copied(self._base()) | parts
+            parts = self._shares.copied(self._base()) | parts
         collectives.barrier()  # each sender has its share before anybody asks for it
         self._send(Order(rollout, version, is_new, self._rollbacks))
         if is_new and self._link and not self._by_group:
@@ -262,31 +250,15 @@ class Samplers:
                 self._link.send(make)
         return True
 
-    def _copied(
-        self, weights: Iterable[tuple[str, Tensor]], *, on_device: int = 0
-    ) -> dict[str, Tensor]:
-        """Copy a stream of weights, on each rank that sends it about the same number of bytes: the
-        first `on_device` of them where they are and others into host memory. Collective.
-        """
-        held, totals = dict[str, Tensor](), [0] * self._num_senders
-        for name, tensor in weights:
-            index = totals.index(min(totals))
-            totals[index] += tensor.nbytes
-            if index == self._index:
-                where = tensor.device if totals[index] <= on_device else torch.device("cpu")
-                held[name] = tensor.to(where, copy=True).contiguous()
-        if torch.cuda.is_available():  # another stream will read them
-            torch.cuda.current_stream().synchronize()
-        return held
-
     def _asked_for(self, fetch: Fetch) -> dict[str, Tensor]:
         """Return this rank's share of the weights that the samplers want, in another thread.
-        Weights of an order that is void may be gone: then any serve.
+        Weights of an order that is void may be gone: then any serve. Raises ValueError.
         """
         if fetch.is_base and self._frozen is not None:
             return self._frozen
-        weights = self._weights
-        return weights.get(fetch.version) or weights[max(weights)]
+        if fetch.version not in self._shares and fetch.rollbacks < self._rollbacks:
+            return self._shares.newest
+        return self._shares[fetch.version]
 
     def take(self, step: int, metrics: Metrics) -> tuple[list[TrajectoryGroup], float]:
         """Return the rollout of a step, as soon as it has come, and the seconds that it took (0 if
@@ -339,12 +311,7 @@ class Samplers:
             for rollout, (version, _) in self._ordered.items()
             if rollout not in arrived and version != max(self._digests)
         }
-        suffix = f"_{collectives.rank()}.safetensors"
-        return {
-            _WEIGHTS.format(version) + suffix: self._weights[version]
-            for version in missing
-            if self._weights[version]
-        }
+        return self._shares.files(missing)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record of the weights for a checkpoint: version -> digest of its weights; and
@@ -359,12 +326,7 @@ class Samplers:
 
     def read_staged(self, directory: Path) -> None:
         """Read the files that `staged` has left in a checkpoint, with as many senders or others."""
-        patterns = {version: f"{_WEIGHTS.format(version)}*" for version in self._digests}
-        files = on_main(lambda: {each: sorted(directory.glob(p)) for each, p in patterns.items()})
-        for version, paths in files.items():
-            if paths:
-                mine = [] if self._index is None else paths[self._index :: self._num_senders]
-                self._weights[version] = {n: t for path in mine for n, t in load_file(path).items()}
+        self._shares.read(directory, self._digests)
 
     def close(self, exit_code: int) -> None:
         """Tell them how the run has ended. Not collective."""
@@ -710,7 +672,10 @@ class Sampler:
     def _stream(self, *, are_adapters: bool) -> Iterator[tuple[str, Tensor]]:
         if self._receiver:
             is_base = self._config.lora.lora_sync == "adapter" and not are_adapters
-            for name, tensor in self._receiver.receive(self._version, is_base=is_base):
+            weights = self._receiver.receive(
+                self._version, is_base=is_base, rollbacks=self._rollbacks
+            )
+            for name, tensor in weights:
                 self._gbytes += tensor.nbytes / 1e9
                 yield name, tensor
         for name, tensor in self._weights.items():

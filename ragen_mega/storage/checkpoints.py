@@ -50,9 +50,9 @@ _SECONDS_TO_GATHER = 600.0
 """Time that rank 0 waits for the files of the others after its own is written."""
 _NOTHING_OF = "no file of rank"
 
-Stage = Callable[[Path], Callable[[], Path]]
+Stage = Callable[[Path], Callable[[], Sequence[Path]]]
 """Copies the state of this rank, collectively; the function that it returns writes it to the
-directory, from any thread, and returns the path of the file that holds this rank's part.
+directory, from any thread, and returns the paths of the files that hold this rank's part.
 """
 
 
@@ -326,13 +326,17 @@ class CheckpointWriter:
             shutil.rmtree(path)
 
     def _write(
-        self, write: Callable[[], Path], temporary: Path, facts: Mapping[str, Any], state: str
+        self,
+        write: Callable[[], Sequence[Path]],
+        temporary: Path,
+        facts: Mapping[str, Any],
+        state: str,
     ) -> None:
         marker = _marker(temporary, collectives.rank())
         self._error = None
         try:
-            path = write()
-            write_whole(marker, json.dumps({path.name: describe_file(path)}).encode())
+            facts_of = {path.name: describe_file(path) for path in write()}
+            write_whole(marker, json.dumps(facts_of).encode())
             if collectives.is_main():
                 write_whole(temporary / STATE, state.encode())
                 self._publish(temporary, facts)

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("fake_cuda_device", reason="needs the fake CUDA device")
 from ragen_mega.run import fetching  # noqa: E402
-from ragen_mega.run.separate import Sampler, Samplers  # noqa: E402
+from ragen_mega.run.separate import Sampler  # noqa: E402
+from ragen_mega.run.shares import Shares  # noqa: E402
 from tests.distributed.test_fetching import Recorder, job  # noqa: E402
 from tests.support.forked_ranks import on_ranks  # noqa: E402
 
@@ -29,13 +30,13 @@ def test_bytes_go_from_device_to_device(
 ) -> None:
     """The copy waits on the device of each rank that sends, and in host memory once it was sent."""
     kinds: list[str] = []
-    broadcast, copied = fetching._Group.broadcast, Samplers._copied
+    broadcast, copied = fetching._Group.broadcast, Shares.copied
 
     def noting(self: fetching._Group, memory: torch.Tensor) -> Callable[[], None]:
         kinds.append(memory.device.type)
         return broadcast(self, memory)
 
-    def copied_there(self: Samplers, *given: object, **options: object) -> dict[str, torch.Tensor]:
+    def copied_there(self: Shares, *given: object, **options: object) -> dict[str, torch.Tensor]:
         held = copied(self, *given, **options)
         assert held and all(tensor.is_cuda for tensor in held.values())
         copies.append(held)
@@ -43,7 +44,7 @@ def test_bytes_go_from_device_to_device(
 
     copies: list[dict[str, torch.Tensor]] = []
     monkeypatch.setattr(fetching._Group, "broadcast", noting)
-    monkeypatch.setattr(Samplers, "_copied", copied_there)
+    monkeypatch.setattr(Shares, "copied", copied_there)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99" if shares else f"{senders + 2}")
 
     def check(sampler: Sampler, engine: Recorder) -> None:

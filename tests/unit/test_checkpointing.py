@@ -53,10 +53,10 @@ def stage_bytes(content: bytes):
     def stage(directory: Path):
         (directory / "steps.json").write_text(json.dumps(len(content)))
 
-        def write() -> Path:
+        def write() -> list[Path]:
             path = directory / "rank_00000.safetensors"
             path.write_bytes(content)
-            return path
+            return [path]
 
         return write
 
@@ -320,7 +320,7 @@ def test_a_reading_error_is_no_damage(failing_reads: Path, tmp_path: Path) -> No
 
 def test_any_error_of_the_writing_thread_is_told(tmp_path: Path) -> None:
     def stage(directory: Path):
-        def write() -> Path:
+        def write() -> list[Path]:
             raise MemoryError("no room for a copy")
 
         return write
@@ -376,7 +376,7 @@ def test_a_failed_write_is_told_at_once_and_costs_one_checkpoint(
     save_steps(tmp_path, 1)
 
     def stage(directory: Path):
-        def write() -> Path:
+        def write() -> list[Path]:
             (directory / "half").write_bytes(b"x" * 100)
             raise OSError(28, "No space left on device")
 
@@ -409,7 +409,7 @@ def test_a_folder_that_cannot_be_made_costs_one_checkpoint(
         path = Path(file_name(collectives.rank()))
 
         def stage(directory: Path):
-            return lambda: ((directory / path).write_bytes(b"x"), directory / path)[1]
+            return lambda: ((directory / path).write_bytes(b"x"), [directory / path])[1]
 
         writer.save(1, stage, {}, None)
         assert not writer.has(1)
@@ -427,11 +427,11 @@ def test_a_folder_that_cannot_be_made_costs_one_checkpoint(
 def test_the_failed_write_of_another_rank_is_told_at_once(tmp_path: Path) -> None:
     def work() -> None:
         def stage(directory: Path):
-            def write() -> Path:
+            def write() -> list[Path]:
                 if collectives.rank() == 1:
                     raise OSError(28, "No space left on device")
                 (directory / "rank_00000.safetensors").write_bytes(b"0")
-                return directory / "rank_00000.safetensors"
+                return [directory / "rank_00000.safetensors"]
 
             return write
 

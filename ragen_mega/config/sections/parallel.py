@@ -93,11 +93,11 @@ class ParallelConfig(Section):
     a step. Evaluations are played by those that train.
     """
     weight_senders: Annotated[
-        Count | None, OnlyWith("placement", "--placement separate --rollout-ranks 1")
-    ] = None
+        Count, OnlyWith("placement", "--placement separate --rollout-ranks 1")
+    ] = 1
     """Ranks that train and send weights to those that sample, each a share through a process group
-    of its own (placement separate with SGLang). Default: one for every eight ranks that train, at
-    most eight.
+    of its own (placement separate with SGLang): several for large models on several nodes, one for
+    each node.
     """
     sampler_timeout: Annotated[
         Positive, OnlyWith("placement", "--placement separate --rollout-ranks 1")
@@ -168,7 +168,7 @@ class ParallelConfig(Section):
                 f" has {world_size}; lower --rollout-ranks or start more ranks"
                 f" (NPROC_PER_NODE={self.rollout_ranks + 1})"
             )
-        if (self.weight_senders or 1) > trainers:
+        if self.weight_senders > trainers:
             raise ValueError(
                 f"weight_senders ({self.weight_senders}) must be at most the number of ranks that"
                 f" train ({trainers}); lower --weight-senders"
