@@ -2,7 +2,7 @@ r"""An agent on the OpenAI SDK that asks its way to a code with a tool for model
 answer `ask NAME` calls it, any other answer is taken for the code.
 
 A pretrained model learns it from rewards alone. In this folder, with the extra `agents` and after
-`ragen-mega fetch smollm2`:
+`ragen-mega fetch smollm2` in it:
 
     ragen-mega train --agent lookup_agent:run --agent-example lookup_agent:ideal \
         --load models/smollm2 --bf16 --no-think --prompt-style compact \
