@@ -8,6 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.megatron.initialize import shutdown
@@ -148,6 +150,12 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = "none") -> None:
         fail(describe_error(error, output))
     except (ValueError, FloatingPointError, EngineError) as error:
         fail(str(error))
+    except torch.OutOfMemoryError as error:
+        fail(
+            "out of memory in training; lower --max-tokens-per-microbatch, or set --recompute"
+            " selective, then full, or --offload turns, and see ragen-mega plan for what fits; the"
+            f" error was: {' '.join(str(error).split())[:300]}"
+        )
     except RuntimeError as error:
         fail_if_rank_lost(error)
         raise

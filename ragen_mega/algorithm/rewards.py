@@ -21,6 +21,7 @@ from typing import Any
 
 from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.environments.calls import MAX_REWARD
 from ragen_mega.extensions.scalars import as_number
 
 IDENTITY = {"environment": 1.0}
@@ -255,9 +256,9 @@ def _is_row(answer: Any) -> bool:
 def _per_turn(name: str, answer: Any, num_turns: int) -> list[float]:
     parts = answer if _is_row(answer) else [0.0] * (num_turns - 1) + [answer]
     rewards = [math.nan if (part := as_number(each)) is None else part for each in parts]
-    if len(rewards) != num_turns or not all(map(math.isfinite, rewards)):
+    if len(rewards) != num_turns or not all(abs(each) <= MAX_REWARD for each in rewards):
         raise PlugInError(
-            f"reward {name} must return a finite number, or one for each of {num_turns} turns, not"
-            f" {answer!r:.200}; mend it"
+            f"reward {name} must return a number of at most {MAX_REWARD:g} in size, or one for each"
+            f" of {num_turns} turns, not {answer!r:.200}; mend it"
         )
     return rewards

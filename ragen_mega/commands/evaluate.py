@@ -9,7 +9,8 @@
 All other flags are flags of training (ragen-mega train --help): the policy plays as training would
 evaluate it under them, so a command that trains evaluates what it would begin with. Flags that say
 how to learn change nothing here. A run is evaluated under its own settings, and flags replace them.
-With --samples-per-prompt above 1 it also reports pass@k. The embedded engine plays.
+With --samples-per-prompt above 1 it also reports pass@k. The embedded engine plays. As in training
+--boards is for trained environments only: --environments, or the first one of --environment.
 """
 
 import argparse
@@ -62,6 +63,12 @@ def main(arguments: argparse.Namespace) -> None:
     load = arguments.load or settings.get("model", {}).get("load")
     if load is None:
         raise ValueError("--load is needed: the model or run to evaluate; see --help")
+    if adapter := settings.get("lora", {}).get("lora_load"):
+        raise ValueError(
+            f"lora_load {adapter} is evaluated as part of its model; merge them by ragen-mega"
+            f" convert --from {adapter} --base {load} --to merged --format huggingface, then"
+            " --load merged"
+        )
     recorded = read_recorded(Path(load)) if is_run(Path(load)) else {}
     asked, own = settings.get("environment", {}), recorded.get("environment", {})
     if not (asked.get("environments") or own):
@@ -78,9 +85,10 @@ def main(arguments: argparse.Namespace) -> None:
         model = settings.get("model", {}) | {"load": load}
         plan = StarPOConfig.from_dict(settings | {"model": model}).evaluation
     if "environments" in asked:
-        names = EnvironmentConfig(**asked).evaluated
+        environment = EnvironmentConfig(**asked)
+        names, trained = environment.evaluated, [*environment.shares]
     else:
-        names = [*parse_shares(own["environments"])]
+        names = trained = [*parse_shares(own["environments"])]
     for name in names:
         ENVIRONMENTS.get(name)
     if not recorded:
@@ -92,7 +100,7 @@ def main(arguments: argparse.Namespace) -> None:
     results = evaluate_sets(
         load,
         names,
-        boards=plan.boards,
+        boards=dict.fromkeys(trained, plan.boards),
         num_prompts=plan.eval_prompts,
         samples_per_prompt=plan.eval_samples,
         temperature=plan.eval_temperature,

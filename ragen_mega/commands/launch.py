@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ragen_mega.commands.guardian import guarded, is_echo
-from ragen_mega.ranks.launcher import num_processors, refuse_copies
+from ragen_mega.ranks.launcher import SIGNALS, handle_signals, num_processors, refuse_copies
 from ragen_mega.system.outputs import guard_outputs
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PROBE_SECONDS = 20.0
 _last = (0, 0.0)
 """The last signal and its time."""
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         # torchrun leaves a folder of its own choice behind.
         with (
             tempfile.TemporaryDirectory(prefix="ragen-", ignore_cleanup_errors=True) as folder,
-            guarded(folder, _FORWARDED),
+            guarded(folder, SIGNALS),
         ):
             return _launch(argv, folder)
     except (ValueError, OSError) as error:
@@ -111,7 +110,7 @@ def _launch(argv: Sequence[str], folder: str) -> int:
         if is_alone or is_static:
             _use_private_rendezvous(args)
         else:
-            _listen_to_signals()
+            handle_signals(_stop)
         run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -161,7 +160,7 @@ def _use_private_rendezvous(args: Namespace) -> None:
 
         def next_rendezvous(self) -> RendezvousInfo:
             if num_nodes == 1:
-                _listen_to_signals()
+                handle_signals(_stop)
                 return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
             if self.rank == 0 and self._store is None:
                 self._store = TCPStore(
@@ -174,7 +173,7 @@ def _use_private_rendezvous(args: Namespace) -> None:
                     master_listen_fd=_listen(self.master_addr, self.master_port).detach(),
                 )
             found = super().next_rendezvous()  # waits in C++, where only the default action ends it
-            _listen_to_signals()
+            handle_signals(_stop)
             return found
 
     def make(given: RendezvousParameters) -> Private:
@@ -244,13 +243,6 @@ def can_bind(system: Path = Path("/sys")) -> bool:
     num_nodes = len([*(system / "devices" / "system" / "node").glob("node[0-9]*")])
     is_known = all((devices / address / "numa_node").exists() for address in addresses)
     return bool(addresses) and num_nodes > 1 and is_known and shutil.which("numactl") is not None
-
-
-def _listen_to_signals() -> None:
-    for number in _FORWARDED:
-        # Who starts a program by nohup wants it to outlive the terminal.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

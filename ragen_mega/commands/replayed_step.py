@@ -13,6 +13,7 @@ import torch
 
 from ragen_mega.agents.repetition import find_difference
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import read_recorded
 from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -24,7 +25,7 @@ from ragen_mega.ranks.collectives import on_main
 from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics
-from ragen_mega.report.provenance import read_settings
+from ragen_mega.report.provenance import STARTS, read_settings
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models, set_fields
@@ -49,7 +50,20 @@ LAYOUT = (
 )
 OF_LAYOUT = ("per_second", "context_gbytes")
 """Endings of metrics that the clock or the layout decides."""
+OF_COMPUTED = (
+    "computed_share",
+    "routing_unshared",
+    "routing_load",
+    "routing_entropy",
+    "routing_overlap",
+    "routing_drift",
+)
+"""Endings of metrics of the tokens that are computed: each microbatch computes a shared beginning
+once, so another division of the trajectories among ranks computes other tokens.
+"""
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
+MAY_CHANGE = ("logging", "checkpoint", "parallel")
+"""Sections of the configuration that leave the numbers of a step as they are, but for rounding."""
 
 
 class RecordedRollouts(Rollouts):
@@ -73,7 +87,8 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
     if collectives.is_main():
         steps = span([run.step, arguments.step])
         print(f"repeating {steps} from {origin}", file=sys.stderr, flush=True)
-    keys = compare(logged, repeat(run, arguments.step))
+    metrics = repeat(run, arguments.step)
+    keys = compare(logged, metrics, same_layout=has_layout_of_run(arguments))
     worst = max((row["difference"] for row in keys.values()), default=0.0)
     return {
         "run": str(config.run_directory),
@@ -120,6 +135,7 @@ def repeat(run: Run, last_step: int) -> dict[str, float]:
     a rollout is missing.
     """
     on_main(lambda: check_rollouts(run, last_step))
+    on_main(lambda: check_settings(run, last_step))
     run.rollouts = RecordedRollouts(run.rollouts.files, run.tasks)
     for step in range(run.step, last_step + 1):
         log = run.log.begin(step)
@@ -153,6 +169,40 @@ def check_rollouts(run: Run, last_step: int) -> None:
             )
 
 
+def check_settings(run: Run, last_step: int) -> None:
+    """Raise ValueError if a start of the run changed settings on the way to the step: a replay
+    repeats all steps under the settings of the last one.
+    """
+    directory = run.rollouts.files.directory.parent
+    before = _settings_of(directory, run.step)
+    starts = {start["first_step"] for start in read_recorded(directory).get(STARTS, [])}
+    for step in sorted(each for each in starts if run.step < each <= last_step):
+        now = _settings_of(directory, step)
+        changed = [
+            f"{key} was {before.get(key)} and is {value}"
+            for key, value in now.items()
+            if before.get(key) != value
+        ]
+        if changed:
+            raise ValueError(
+                f"step {last_step} would be repeated from step {run.step}, and from step {step} on"
+                f" the run had other settings ({', '.join(changed)}), while a replay has those of"
+                f" step {last_step} in all steps; replay a step up to {step - 1}, or one that a"
+                " later checkpoint begins"
+            )
+
+
+def _settings_of(run: Path, step: int) -> dict[str, Any]:
+    """Return a map: section.flag -> value under which a step was trained, without MAY_CHANGE."""
+    settings, _ = read_settings(run, step)
+    return {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        if section not in MAY_CHANGE
+        for name, value in values.items()
+    }
+
+
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     """Return the configuration that the step was trained under, in the run's current directory,
     with the layout of the run unless the flags change it; and how many ranks it takes.
@@ -176,6 +226,16 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     )
     num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
     return replace(config, logging=logging), num_ranks
+
+
+def has_layout_of_run(arguments: argparse.Namespace) -> bool:
+    """Return whether this job has as many ranks as the step was trained on, in the same layout."""
+    _, start = read_settings(arguments.run, arguments.step)
+    if start is None:  # an older run, which has not recorded its ranks
+        return False
+    return collectives.world_size() == start["world_size"] and all(
+        getattr(arguments, name) in (None, start["parallel"].get(name)) for name in LAYOUT
+    )
 
 
 def check_ranks(start: Mapping[str, Any]) -> int:
@@ -251,14 +311,15 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
 
 
 def compare(
-    logged: Mapping[str, float | None], replayed: Mapping[str, float]
+    logged: Mapping[str, float | None], replayed: Mapping[str, float], *, same_layout: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Return a map: key -> logged, replayed and their difference relative to max(1, |logged|);
-    infinite where only one is a number.
+    infinite where only one is a number. Without `same_layout` it leaves out OF_COMPUTED.
     """
+    left_out = OF_LAYOUT if same_layout else (*OF_LAYOUT, *OF_COMPUTED)
     keys = {}
     for key in sorted(logged.keys() | replayed.keys()):
-        if not key.startswith(STAGES) or key.endswith(OF_LAYOUT) or key in EXCLUDED:
+        if not key.startswith(STAGES) or key.endswith(left_out) or key in EXCLUDED:
             continue
         before, now = logged.get(key), replayed.get(key)
         if now is not None and not math.isfinite(now):

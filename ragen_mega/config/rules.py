@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Self, get_type_hints
 
-from ragen_mega.algorithm.tables import find_filter
+from ragen_mega.algorithm.tables import find_filter, is_judge
 from ragen_mega.config.sections.advantage import AdvantageConfig
 from ragen_mega.config.sections.agent import AgentConfig, is_agent
 from ragen_mega.config.sections.checkpoint import CheckpointConfig
@@ -215,9 +215,10 @@ _OWN_SERVERS = ("sglang_python", "sglang_arguments", "rollout_deterministic", "w
 def _check_placement(config: Sections) -> None:
     """Check that samples of earlier weights can be trained on."""
     rollout, loss, staleness = config.rollout, config.loss, config.rollout.max_staleness
-    if config.parallel.placement == "separate" and config.environment.curriculum_success:
+    least = config.environment.curriculum_success
+    if config.parallel.placement == "separate" and least is not None:
         raise ValueError(
-            f"curriculum_success {config.environment.curriculum_success} chooses tasks by the"
+            f"curriculum_success {least} chooses tasks by the"
             " success of the step before, which placement separate samples ahead of; drop one of"
             " them"
         )
@@ -292,15 +293,15 @@ def _check_critic(config: Sections) -> None:
         raise ValueError(
             f"critic_load does nothing: advantage_estimator {name} has no critic; drop it"
         )
-    if (
-        config.warm_start.warm_start_critic_steps > 0
-        and config.advantage.reward_normalization != "identity"
-    ):
-        raise ValueError(
-            "warm_start_critic_steps teaches the critic whole returns, but"
-            f" reward_normalization {config.advantage.reward_normalization} subtracts the group's"
-            " mean; drop one of them"
-        )
+    if config.warm_start.warm_start_critic_steps > 0:
+        normalization = f"reward_normalization {config.advantage.reward_normalization}"
+        of_groups = {"group_relative", normalization} - {"reward_normalization identity"}
+        names = [*config.advantage.reward_terms, normalization]
+        if lacks := [name for name in names if is_judge(name) or name in of_groups]:
+            raise ValueError(
+                "warm_start_critic_steps teaches the critic returns of single scripted episodes,"
+                f" without the group or the judge of {lacks[0]}; drop one of them"
+            )
 
 
 def _check_lora(config: Sections) -> None:
@@ -395,15 +396,15 @@ def _check_agents(config: Sections) -> None:
     if not agents:
         return
     for name, value in (
-        ("context_window", config.rollout.context_window),
-        ("prompt_examples", config.environment.prompt_examples),
+        ("context_window", config.rollout.context_window or None),
+        ("prompt_examples", config.environment.prompt_examples or None),
         ("teacher_prompt_examples", config.model.teacher_prompt_examples),
         ("teacher_system_prompt", config.model.teacher_system_prompt),
     ):
-        if value:
+        if value is not None:
             raise ValueError(
-                f"{name} {value} is for environments, and {agents[0]} writes its own prompts; drop"
-                f" {flag_of(name)}"
+                f"{name} {value!r} is for environments, and {agents[0]} writes its own prompts;"
+                f" drop {flag_of(name)}"
             )
     if config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence":
         raise ValueError(

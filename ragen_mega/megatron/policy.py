@@ -107,7 +107,8 @@ class MegatronPolicy(Scorer):
         self._records_routes = train.routing_replay == "policy"
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
-        self._traffic = Traffic()
+        self.traffic = Traffic()
+        """Traffic of the last export."""
 
     def load_weights(self, read: Callable[[str], Tensor | None]) -> None:
         """Start from the Hugging Face tensors that `read` returns; they are also the reference
@@ -128,8 +129,8 @@ class MegatronPolicy(Scorer):
         """
         self.trainer.memory.require("parameters")
         own = {slot.parameter: parameter for slot, parameter in trained(self.chunks)}
-        self._traffic = Traffic()
-        return export_weights(self.chunks, self.groups, tensors=own, traffic=self._traffic)
+        self.traffic = Traffic()
+        return export_weights(self.chunks, self.groups, tensors=own, traffic=self.traffic)
 
     def local_weights(self) -> list[nn.Parameter]:
         """Return this rank's part of the weights."""
@@ -145,14 +146,10 @@ class MegatronPolicy(Scorer):
         The weights must be on the device when the first is asked for.
         """
         self.trainer.memory.require("parameters")
-        self._traffic = Traffic()
+        self.traffic = Traffic()
         yield from export_weights(
-            self.chunks, self.groups, part, traffic=self._traffic, is_merged=is_merged
+            self.chunks, self.groups, part, traffic=self.traffic, is_merged=is_merged
         )
-
-    def sync_metrics(self) -> dict[str, float]:
-        """Report the size and the speed of the last export."""
-        return self._traffic.metrics()
 
     def with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
         """Add the old log-probabilities with their entropies. Under `--routing-replay policy` the

@@ -187,20 +187,24 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def _among_ranks(what: str, operation: Callable[..., Any], *operands: Any, **options: Any) -> None:
+    """Call a collective of torch.distributed where there are several ranks; `what` says for what
+    this rank waits meanwhile.
+    """
+    if world_size() > 1:
+        with here.waiting("ranks", what):
+            operation(*operands, group=_control_group, **options)
+
+
 def barrier() -> None:
     """Return once every rank has come here."""
-    if world_size() > 1:
-        with here.waiting("ranks", "all ranks"):
-            dist.barrier(group=_control_group)
+    _among_ranks("all ranks", dist.barrier)
 
 
 def gather_objects(value: Any) -> list[Any]:
     """Return the `value` of every rank, in rank order, on every rank."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * world_size()
-    with here.waiting("ranks", "a word of every rank"):
-        dist.all_gather_object(values, value, group=_control_group)
+    values: list[Any] = [value] * world_size()
+    _among_ranks("a word of every rank", dist.all_gather_object, values, value)
     return values
 
 
@@ -214,9 +218,7 @@ def on_main(function: Callable[[], T]) -> T:
             outcome[0] = function()
         except (ValueError, OSError) as error:
             outcome[1] = error
-    if world_size() > 1:
-        with here.waiting("ranks", "the answer of rank 0"):
-            dist.broadcast_object_list(outcome, src=0, group=_control_group)
+    _among_ranks("the answer of rank 0", dist.broadcast_object_list, outcome, src=0)
     result, failure = outcome
     if failure is not None:
         raise failure
@@ -261,17 +263,13 @@ def exchange_bytes(parts: Sequence[bytes]) -> list[memoryview]:
 def from_main(memory: Tensor | None, num_bytes: int) -> Tensor:
     """Return the bytes [num_bytes] uint8 that rank 0 has as `memory`, on every rank. Collective."""
     held = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory
-    if world_size() > 1:
-        with here.waiting("ranks", "bytes of rank 0"):
-            dist.broadcast(held, src=0, group=_control_group)
+    _among_ranks("bytes of rank 0", dist.broadcast, held, src=0)
     return held
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """Return the element-wise maximum of a CPU tensor over all ranks."""
-    if world_size() > 1:
-        with here.waiting("ranks", "a maximum over ranks"):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=_control_group)
+    _among_ranks("a maximum over ranks", dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
     return tensor
 
 
@@ -279,9 +277,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of a CPU tensor over all ranks. With disjoint contributions and zeros
     elsewhere it is an exact exchange.
     """
-    if world_size() > 1:
-        with here.waiting("ranks", "a sum over ranks"):
-            dist.all_reduce(tensor, group=_control_group)
+    _among_ranks("a sum over ranks", dist.all_reduce, tensor)
     return tensor
 
 

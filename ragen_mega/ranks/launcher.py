@@ -8,16 +8,22 @@ import atexit
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from types import FrameType
 
 from ragen_mega.system.paths import expanded
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time
+limit.
+"""
 PROGRAM = "ragen_mega.commands.program"
 """The module that is `ragen-mega`."""
 JOB = "RAGEN_JOB"
@@ -258,3 +264,11 @@ def run_ranks(num_ranks: int, script: Path | str, *flags: object) -> None:
     if launcher.returncode:
         print(said[-6000:], end="", file=sys.stderr)
         raise SystemExit(launcher.returncode)
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Let a handler receive SIGNALS."""
+    for number in SIGNALS:
+        # Who starts a program by nohup wants it to outlive the terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)

@@ -34,7 +34,7 @@ class RecordedRun:
         An episode has kind, step, environment, group, seed, kept (whether it was trained on),
         reward, success, ended ("terminated", or the limit that cut it), and turns. A turn has
         prompt (what came before its answer, since the last one), answer, reward and info; for an
-        agent info["call"] has the messages of the request.
+        agent info["call"] has the messages that are new.
         """
         for path, its_kind, step, _ in traces(self.directory / TRACES):
             if kind not in (None, its_kind):

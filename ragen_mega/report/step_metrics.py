@@ -67,7 +67,8 @@ def evaluation_metrics(
     results: Mapping[str, Mapping[str, Any]], trained: Sequence[str], prefix: str = ""
 ) -> dict[str, float]:
     """Return evaluated sets, as they are logged: with the set's name unless it alone is trained; of
-    several that are, also their mean success. Unknown values are left out.
+    several that are, also their mean success if all have a result: one that a resumed run has
+    added was not evaluated before its first step. Unknown values are left out.
     """
     found = {
         f"{prefix}{what}" + ("" if [name] == [*trained] else f"_{name}"): value
@@ -75,7 +76,7 @@ def evaluation_metrics(
         for what in EVALUATED
         if (value := result.get(what)) is not None and (value or what != "starts_met")
     }
-    if len(trained) > 1:
+    if len(trained) > 1 and results.keys() >= {*trained}:
         found[f"{prefix}success"] = fmean(results[name]["success"] for name in trained)
     return found
 

@@ -75,7 +75,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         engine has lost them.
         """
         self._collection = Collection(engine, renderer, (), settings, advance=advance)
-        self._engine, self._send_again = engine, send_again
+        self._send_again = send_again
         self._slots = collectives.gather_objects(engine.num_slots)
         self._num_tasks = 0
         self._waiting: deque[tuple[int, Task]] = deque()

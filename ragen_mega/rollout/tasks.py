@@ -31,7 +31,7 @@ from ragen_mega.environments.protocol import Observation, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import ENVIRONMENTS
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.rollout.curriculum import Levels
+from ragen_mega.rollout.curriculum import LEAST_SHARE, Levels
 from ragen_mega.rollout.player import PlaySettings, Task, no_room
 from ragen_mega.rollout.renderer import ChatRenderer
 
@@ -49,6 +49,10 @@ _PROBED = 256
 """Training seeds whose difficulties are looked at before the first step."""
 _MOST_DRAWS = 1000
 """Seeds that are tried for an initial state that is not held out."""
+_MOST_DRAWS_OF_LEVEL = 4000
+"""Seeds that are tried for one that is also of a level of the curriculum by success, which may be
+rarer than the states that were looked at say, see `LEAST_SHARE`.
+"""
 
 
 def episode_config(config: EnvironmentConfig) -> EpisodeConfig:
@@ -210,21 +214,22 @@ class TaskSampler:
         self.levels: dict[str, Levels] = {}
         """Levels of difficulty of each environment that has several."""
         if world.curriculum_success is not None:
-            found = {name: _levels(world, name) for name in world.worlds}
-            self.levels = {
-                name: Levels(levels, world.curriculum_success)
-                for name, levels in found.items()
-                if len(set(levels)) > 1
+            found = {
+                name: Levels(_difficulties(world, name), world.curriculum_success)
+                for name in world.worlds
             }
+            self.levels = {name: levels for name, levels in found.items() if len(levels.levels) > 1}
             if not self.levels:
                 raise ValueError(
                     f"curriculum_success needs an environment whose states have an attribute"
-                    f" difficulty with several values, and {', '.join(found)} has none; drop"
-                    " --curriculum-success"
+                    f" difficulty with several values, each in {LEAST_SHARE:.1%} of the states or"
+                    f" more, and {', '.join(found)} has none; drop --curriculum-success"
                 )
         self._drawn: dict[int, int] = {}  # level of each group of the latest rollout
         self.has_changed = False
-        """Whether the hardest level changed when success was last observed."""
+        """Whether a harder level opened when success was last observed. One that closes does not
+        count: a collapse closes levels itself, and `--guard` has to see it.
+        """
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Record the success of the rollout that was sampled last; returns its metrics. Collective:
@@ -233,11 +238,11 @@ class TaskSampler:
         if not self.levels:
             return {}
         results = on_main(lambda: self._results(groups))
-        before = [levels.hardest_open for levels in self.levels.values()]
+        before = {name: levels.hardest_open for name, levels in self.levels.items()}
         for name, levels in self.levels.items():
             levels.observe(results[name])
         hardest = {name: levels.hardest_open for name, levels in self.levels.items()}
-        self.has_changed = before != [*hardest.values()]
+        self.has_changed = any(level > before[name] for name, level in hardest.items())
         return {f"level/{name}": float(level) for name, level in hardest.items()}
 
     def _results(self, groups: Sequence[TrajectoryGroup]) -> dict[str, dict[int, list[bool]]]:
@@ -311,14 +316,15 @@ class TaskSampler:
         held_out: frozenset[Observation],
         generator: np.random.Generator,
     ) -> tuple[int, int | None]:
-        """Return a training seed whose initial state is not an evaluation board, and whose
-        difficulty, which is returned too, the curriculum by success admits. `opened`: an episode to
-        look at states with, if any seed may be wrong. Raises ValueError if environment `name` seems
-        to draw none, or fails.
+        """Return a training seed whose initial state is not an evaluation board, and whose level,
+        which is returned too, the curriculum by success admits. `opened`: an episode to look at
+        states with, if any seed may be wrong. Raises ValueError if environment `name` seems to draw
+        none, or fails.
         """
         levels = self.levels.get(name)
         wanted = levels.wanted(generator.random()) if levels else frozenset()
-        for _ in range(_MOST_DRAWS):
+        most = _MOST_DRAWS_OF_LEVEL if levels else _MOST_DRAWS
+        for _ in range(most):
             seed = int(generator.integers(*TRAINING_SEEDS))
             if opened is None:
                 return seed, None
@@ -335,17 +341,17 @@ class TaskSampler:
             if levels is None:
                 return seed, None
             assert hasattr(episode.environment, "difficulty")  # else there are no levels
-            level = int(episode.environment.difficulty)
+            level = levels.level_of.get(int(episode.environment.difficulty))
             if level in wanted:
                 return seed, level
         others = f", or no state of difficulty {max(wanted)}" if wanted else ""
         raise ValueError(
-            f"{_MOST_DRAWS} training seeds of {name} drew only boards that it is evaluated"
+            f"{most} training seeds of {name} drew only boards that it is evaluated"
             f" on{others}; evaluate on other ones (--boards), or let reset draw from more"
         )
 
 
-def _levels(config: EnvironmentConfig, name: str) -> list[int]:
+def _difficulties(config: EnvironmentConfig, name: str) -> list[int]:
     """Return the difficulties of some training seeds of environment `name`; none if its states have
     none.
     """

@@ -11,7 +11,6 @@ objects:
 import asyncio
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ import httpx2
 from ragen_mega.algorithm.rewards import VERDICTS
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
+from ragen_mega.environments.calls import MAX_REWARD
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
@@ -80,7 +80,7 @@ class Verifier:
                 async with room, asyncio.timeout(self._timeout):
                     answer = await client.post(self.url, content=body)
                 score = float(json.loads(answer.raise_for_status().content)["score"])
-                if math.isfinite(score):
+                if abs(score) <= MAX_REWARD:
                     return score
                 reason = f"score {score}"
             except TimeoutError:

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def evaluate(
     (result,) = evaluate_sets(
         load,
         [environment],
-        boards=boards,
+        boards={environment: boards},
         num_prompts=num_prompts,
         samples_per_prompt=samples_per_prompt,
         temperature=temperature,
@@ -201,14 +202,16 @@ def evaluate_sets(
     load: str | Path,
     environments: Sequence[str],
     *,
-    boards: str | None = None,
+    boards: Mapping[str, str | None] = MappingProxyType({}),
     num_prompts: int = 256,
     samples_per_prompt: int = 8,
     temperature: float = 0.5,
     seed: int = 0,
     rules: Mapping[str, Any] | None = None,
 ) -> dict[str, EvaluationResult]:
-    """`evaluate` for several environments with one engine: name -> result."""
+    """`evaluate` for several environments with one engine: name -> result. `boards`: name -> file
+    of initial states; an environment without a file has its own states.
+    """
     if num_prompts < 1 or samples_per_prompt < 1:
         raise ValueError(
             f"num_prompts ({num_prompts}) and samples_per_prompt ({samples_per_prompt}) must be"
@@ -223,8 +226,9 @@ def evaluate_sets(
             f"environment_options names {', '.join(sorted(unknown))}, which is not evaluated"
             f" ({', '.join(environments)}); drop it or add it to --environment"
         )
-    load, boards = expanded(str(load)), boards and os.path.abspath(expanded(boards))
+    load = expanded(str(load))
     load = os.path.abspath(load) if os.path.exists(load) else load  # worlds may change directories
+    files = {name: os.path.abspath(expanded(file)) for name, file in boards.items() if file}
     collectives.start()
     console = Console(is_writer=collectives.is_main(), num_steps=0)
     of_run = is_run(Path(load))
@@ -243,7 +247,7 @@ def evaluate_sets(
     sets = {}
     for name, config in settings.items():
         config = replace(config, rollout=rollout)
-        prompts = evaluation_prompts(config.environment, name, num_prompts, boards)
+        prompts = evaluation_prompts(config.environment, name, num_prompts, files.get(name))
         if note := held_out_note(name, len(prompts), num_prompts):
             console.say(note)
         console.say(f"{name}: random and optimal play of {len(prompts)} initial states", "dim")

@@ -262,8 +262,8 @@ class Receiver:
 
     def _ask(self, fetch: Fetch) -> None:
         if collectives.is_main():
-            text = encode(fetch)
-            self._store.set(_request(self._num_asked), text)  # type: ignore[arg-type] # bytes are taken too
+            key, text = _request(self._num_asked), encode(fetch)
+            self._store.set(key, text)  # type: ignore[arg-type] # bytes are taken too
         self._num_asked += 1
 
     def _join(self) -> None:

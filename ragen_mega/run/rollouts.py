@@ -117,7 +117,7 @@ class Rollouts:
         tasks, _ = self._due
         groups = self.sampling.sample(step, tasks)
         self._timers.sampled_tokens = count_sampled(groups)
-        log.add("time", self._policy.sync_metrics())
+        log.add("time", self._policy.traffic.metrics())
         return groups
 
     def receive(self, step: int, log: StepLog) -> list[TrajectoryGroup]:

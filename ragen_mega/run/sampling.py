@@ -10,7 +10,6 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from ragen_mega import __version__
-from ragen_mega.algorithm.filters import CONSTANT_SCORE, group_uncertainty
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import TrajectoryGroup
@@ -21,7 +20,7 @@ from ragen_mega.rollout.player import Advance, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, play_settings
 from ragen_mega.rollout.verifier import Verifiers
-from ragen_mega.run.selection import shape_on_main
+from ragen_mega.run.selection import choose_groups, shape_on_main
 
 _ATTEMPTS = 2
 """Times that a trajectory is played at most: what fails twice is mostly not worth the wait."""
@@ -124,11 +123,13 @@ class Sampling:
         return groups
 
     def _are_enough(self, groups: Sequence[TrajectoryGroup]) -> bool:
-        """Return whether as many groups earned differently as the filter keeps of a rollout."""
+        """Return whether the filter, which divides what it keeps among the environments, keeps as
+        many of these groups as of a rollout in which none is constant.
+        """
         _, samples, _ = shape_on_main(groups, self.config.advantage.reward_terms)
-        spread = group_uncertainty([group.total_rewards for group in samples])
+        kept = choose_groups(samples, self.config, len(groups), share=1.0)
         wanted = self.config.filter.num_kept(self.config.rollout.num_groups)
-        return wanted is not None and int((spread > CONSTANT_SCORE).sum()) >= wanted
+        return wanted is not None and len(kept) >= wanted
 
     def together(self, show: Advance | None = None) -> JointCollection:
         """Return a collection of trajectories, of one rollout or several; `show` gets to know

@@ -303,7 +303,7 @@ class Samplers:
 
     def staged(self) -> dict[str, dict[str, Tensor]]:
         """Name -> weights of the files with which a checkpoint of the present weights repeats the
-        rollouts that are to come; each rank that sends has its share of them. Collective.
+        rollouts that are to come; each rank that sends has its share. Collective.
         """
         arrived = on_main(lambda: {*self._arrived})
         missing = {

@@ -83,7 +83,7 @@ class Shares:
         return {name: self[version] for version, name in names.items() if self[version]}
 
     def read(self, directory: Path, versions: Iterable[int]) -> None:
-        """Read those of the versions that a checkpoint has, whichever ranks have sent there."""
+        """Read the versions that are in a checkpoint, whichever ranks have written them."""
         patterns = {version: f"{_FILE.format(version)}*" for version in versions}
         paths = on_main(lambda: {each: sorted(directory.glob(p)) for each, p in patterns.items()})
         for version, there in paths.items():

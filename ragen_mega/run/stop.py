@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -19,15 +18,11 @@ import torch
 from torch.distributed import DistError
 
 from ragen_mega.ranks import collectives, watch
-from ragen_mega.ranks.launcher import JOB, SECONDS_TO_WAIT, is_rank, seconds_to_stop
+from ragen_mega.ranks.launcher import JOB, SECONDS_TO_WAIT, handle_signals, is_rank, seconds_to_stop
 from ragen_mega.report.console import fail
 from ragen_mega.rollout.engine import Interrupted
 from ragen_mega.storage.integrity import describe_error
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run: a scheduler, Ctrl-C, the end of the terminal, a warning before the time
-limit.
-"""
 RANK_LOST = (
     "another rank of this job has ended or does not answer; --resume goes on from the last"
     " checkpoint"
@@ -50,7 +45,7 @@ class StopSignal:
         """Remember the first of SIGNALS; a second one ends the process without a checkpoint, unless
         it is SIGUSR1, or the same within a moment: schedulers send it to launcher and ranks alike.
         """
-        _handle(self._receive)
+        handle_signals(self._receive)
 
     def agreed(self) -> bool:
         """Return whether any rank has received such a signal. Collective."""
@@ -79,7 +74,7 @@ def exit_on_signal() -> None:
     """Let any of SIGNALS end this process until a run listens: there is nothing to keep yet. Their
     default action ends it in C++ code too, where Python runs no handler.
     """
-    _handle(signal.SIG_DFL)
+    handle_signals(signal.SIG_DFL)
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -91,13 +86,6 @@ def end_process(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _handle(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for number in SIGNALS:
-        # Who starts a program by nohup wants it to outlive the terminal.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -37,6 +37,7 @@ from ragen_mega.models.shape import ModelShape, check_config
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import check_files, read_manifest
 from ragen_mega.storage.shard_files import DTYPES, PATTERN, MappedFiles, PieceReader
+from ragen_mega.system.json_lines import distinct
 
 ROLE = "actor."
 FORMAT = "ragen_mega megatron model"
@@ -176,7 +177,7 @@ class HuggingFaceReader:
             try:
                 self._files = {
                     name: directory / file
-                    for name, file in json.loads(index.read_text(), object_pairs_hook=_unique)[
+                    for name, file in json.loads(index.read_text(), object_pairs_hook=distinct)[
                         "weight_map"
                     ].items()
                 }
@@ -421,15 +422,6 @@ def _verify_manifest(directory: Path) -> None:
             f"{directory} is damaged or no {FORMAT!r} of version {VERSION}: {error}; copy the"
             " directory again or convert it with the program that wrote it"
         ) from None
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the object of these entries. Raises ValueError if two have one key."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is there twice")
-    return entries
 
 
 def _and_more(names: list[str]) -> str:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ragen_mega.agents.examples import example_play, example_texts
 from ragen_mega.algorithm.credit import estimate_advantages
+from ragen_mega.algorithm.filters import has_return
 from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import ModelConfig, StarPOConfig, TrainConfig
 from ragen_mega.config.sections.agent import is_agent
@@ -220,9 +221,11 @@ def warm_start_critic(
     loss = replace(config.loss, value_clip=None)
     critic = MegatronCritic(hf, groups, config.parallel, schedule, loss)
     critic.load_weights(open_model(start))
-    episodes = [shape_trajectory(episode, config.advantage.reward_terms) for episode in episodes]
+    terms = config.advantage.reward_terms
+    episodes = [shape_trajectory(each, terms) for each in episodes if has_return(each)]
     batch = pack(episodes)
-    batch = batch.with_fields(values=torch.zeros(batch.num_positions))
+    zeros = torch.zeros(batch.num_positions)
+    batch = batch.with_fields(values=zeros, old_logprobs=zeros)
     # Its policy is the reference, so that a KL in the reward is 0.
     plain = replace(
         config.advantage, lam=1.0, turn_lam=None, kl_in_reward="none", kl_reward_coef=0.0
@@ -249,6 +252,7 @@ def _fit(
     losses.
     """
     losses: list[float] = []
+    stages = [stage for stage in stages if stage[1]] or stages[-1:]
     # Positions of a step, by which it takes its time.
     costs = [size * batch.num_positions / batch.num_trajectories for batch, _, size in stages]
     total = sum(num_steps for _, num_steps, _ in stages)

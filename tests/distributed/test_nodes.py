@@ -161,7 +161,7 @@ def test_nodes_that_cannot_meet_are_told_before_ranks_start(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
-    handlers = {number: signal.getsignal(number) for number in launch._FORWARDED}
+    handlers = {number: signal.getsignal(number) for number in launch.SIGNALS}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         argv = ["--nnodes", "2", *flags.split(), "--master-port", str(port), "none.py"]

@@ -177,6 +177,26 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
         replayed_step.replay(replay_arguments(tmp_path, 0))
 
 
+def test_a_replay_does_not_cross_a_start_with_other_settings(output: Path, crashed: Path) -> None:
+    for flags in ((), ("--lr", "5e-4", "--gamma", "0.9")):
+        run = output / f"resumed_with_{len(flags)}"
+        shutil.copytree(crashed, run)
+        finish(open_run(output, run.name, "--resume", "--trace-groups", "2", *flags))
+        assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
+        shutil.rmtree(run / "checkpoints" / "step_00000002")
+        assert replayed_step.replay(replay_arguments(run, 1))["largest_difference"] == 0.0
+        if not flags:  # only its logs changed
+            assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
+            continue
+        said = (
+            "step 3 would be repeated from step 0, and from step 2 on .* other settings"
+            r" \(advantage.gamma was 1.0 and is 0.9, train.lr was 0.001 and is 0.0005\)"
+            ".* replay a step up to 1, or"
+        )
+        with pytest.raises(ValueError, match=said):
+            replayed_step.replay(replay_arguments(run, 3))
+
+
 def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
     output: Path, tmp_path: Path
 ) -> None:
@@ -206,7 +226,7 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     context: int,
 ) -> None:
     """A process that knows nothing of ranks becomes the launcher of as many as the run had. What
-    two context-parallel ranks computed, one rank repeats to rounding.
+    two ranks computed, one rank repeats to rounding, but for the tokens that ranks compute each.
     """
     flags = [*FLAGS, "--load", str(start_of(output)), "--num-steps", "2", "--overwrite"]
     flags += ["--context-parallel-size", str(context)]
@@ -227,10 +247,12 @@ def test_a_run_on_two_ranks_is_replayed_on_two_by_its_own_record(
     result = json.loads(out.read_text())
     assert result["world_size"] == 2 and result["largest_difference"] == 0.0
     assert "on 2 ranks" in capfd.readouterr().out and digest(run) == before
-    if context == 2:
-        on_ranks(lambda: replay_command([*words, "--context-parallel-size", "1"]), 1)
-        result = json.loads(out.read_text())
-        assert result["world_size"] == 1 and 0 < result["largest_difference"] < 1e-4
+    assert {"actor/computed_share", "critic/computed_share"} <= result["keys"].keys()
+    one = ["--num-ranks", "1", "--context-parallel-size", "1"]
+    on_ranks(lambda: replay_command([*words, *one]), 1)
+    result = json.loads(out.read_text())
+    assert result["world_size"] == 1 and 0 < result["largest_difference"] < 1e-4
+    assert not any(key.endswith("computed_share") for key in result["keys"])
 
     config = json.loads((run / "config.json").read_text())
     (start,) = config["provenance"]

@@ -374,6 +374,26 @@ def test_weights_that_are_sent_again_come_back_and_leave_again(mode: str, case: 
 
 
 @pytest.mark.forks
+def test_no_memory_in_an_update_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*about: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("ragen_mega.train.train_step", run_out)
+    flags = """
+        --recipe bandit --hidden-size 16 --ffn-hidden-size 32 --num-layers 1 --eval-interval 0
+        --warm-start-first-turn-steps 1 --warm-start-steps 1 --warm-start-trajectories 4
+    """.split()
+    (rank,) = start_ranks(tmp_path, "run", 1, *flags)
+    rank.join()
+    (error,) = capfd.readouterr().err.splitlines()
+    assert rank.exitcode == 2
+    assert error.startswith("error: out of memory in training; lower --max-tokens-per-microbatch")
+    assert error.endswith("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.forks
 def test_no_memory_at_wake_is_one_line_of_a_rank_and_ends_every_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

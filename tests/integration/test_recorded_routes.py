@@ -83,14 +83,15 @@ def test_routes_are_recorded_stored_and_replayed(
     stored = RolloutStore(straight / "rollouts").read(1).groups
     routes = [np.asarray(t.further_fields[ROUTES]) for g in stored for t in g.trajectories]
     assert {row.shape[1:] for row in routes} == {(2, 3)} and max(map(np.max, routes)) == 4
-    if num_ranks == 1:
-        TOKEN_FIELDS.pop(ROUTES)  # which the command adds by itself
-        layout = dict.fromkeys(replayed_step.LAYOUT)
-        arguments = argparse.Namespace(
-            run=straight, step=1, tolerance=0.0, num_ranks=None, json=None, **layout
-        )
-        replayed = replayed_step.replay(arguments)
-        assert replayed["equal"] and "actor/routing_overlap" in replayed["keys"]
+    TOKEN_FIELDS.pop(ROUTES)  # which the command adds by itself
+    layout, tolerance = dict.fromkeys(replayed_step.LAYOUT), 0.0 if num_ranks == 1 else 1e-4
+    arguments = argparse.Namespace(
+        run=straight, step=1, tolerance=tolerance, num_ranks=1, json=None, **layout
+    )
+    replayed = replayed_step.replay(arguments)
+    assert replayed["equal"], replayed["keys"]
+    # ranks compute equal beginnings each, and routes are counted over what is computed
+    assert ("actor/routing_overlap" in replayed["keys"]) == (num_ranks == 1)
 
 
 def test_what_no_run_can_replay(tmp_path: Path) -> None:

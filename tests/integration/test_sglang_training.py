@@ -116,7 +116,7 @@ def test_servers_lost_in_rollouts_get_their_weights_from_all_ranks(
 @pytest.mark.slow
 def test_a_rank_that_only_samples_has_a_server_of_its_own(tmp_path: Path) -> None:
     """Beside those with which the ranks that train evaluate. It gets the weights of every step, a
-    share from each of them, and so does the server that replaces it.
+    share from each sender, and so does the server that replaces it.
     """
     flags = "--placement separate --rollout-ranks 1 --num-steps 3 --keep-rollouts 0"
     flags += " --sglang-start-timeout 600 --weight-senders 2"

@@ -20,6 +20,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.boards import held_out_seeds
 from ragen_mega.environments.episode import Episode, EpisodeConfig, TurnResult
 from ragen_mega.environments.registry import make
+from ragen_mega.report.console import Console
 from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
@@ -27,7 +28,8 @@ from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.summary import summarize
 from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler, tasks_for_group
-from ragen_mega.run.sampling import origin_of
+from ragen_mega.run.sampling import Sampling, origin_of
+from ragen_mega.run.selection import choose_groups, shape_on_main
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
@@ -394,6 +396,40 @@ def test_every_step_and_round_has_tasks_of_its_own() -> None:
     assert min(seeds) >= TRAINING_SEEDS[0] > max(held_out_seeds("bandit", make("bandit"), 10_000))
     assert drawn(0) == drawn(0)
     assert not {seed for groups in drawn(1) for _, seed in groups} & set(seeds)
+
+
+def one_lake_varies(group: TrajectoryGroup) -> list[float]:
+    """Returns that differ in every group of the bandit, and of the lake in group 9 alone."""
+    varies = group.trajectories[0].environment == "bandit" or group.group_id == 9
+    return [float(varies and index == 0) for index in range(len(group.trajectories))]
+
+
+@pytest.mark.parametrize(("bound", "rounds"), [(2, 2), (5, 3)])
+def test_groups_are_sampled_until_enough_of_each_environment_have_spread(
+    bound: int, rounds: int, renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Varied groups of one environment do not replace constant groups of another environment."""
+    flags = "--environments bandit,frozen_lake --max-turns 1 --num-groups 4 --group-size 2"
+    flags += f" --filter-strategy top_fraction --filter-value 0.5 --max-sampling-rounds {bound}"
+    config = parse([*flags.split(), "--reward", f"{__name__}:one_lake_varies"])
+    engine, tasks = ScriptedEngine(tokenizer, lambda session, turn: "?"), TaskSampler(config)
+    engine.num_slots, engine.shard = 8, None
+    sampling = Sampling(
+        config,
+        engine,
+        renderer,
+        tasks,
+        Console(is_writer=False, num_steps=0),
+        say=lambda text: None,
+        interrupt=lambda: None,
+        stop_if_asked=lambda: None,
+        send_again=lambda: None,
+    )
+    groups = sampling.sample(0, tasks.sample(0))
+    assert [group.group_id for group in groups] == [*range(4 * rounds)]
+    _, samples, _ = shape_on_main(groups, config.advantage.reward_terms)
+    kept = choose_groups(samples, config, len(groups), share=1.0)
+    assert [group.group_id for group in kept] == [0, 9][: rounds - 1]
 
 
 @pytest.mark.parametrize(

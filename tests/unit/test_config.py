@@ -141,6 +141,28 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "--advantage-estimator grpo --kl-in-reward k1 --kl-reward-coef 0.1",
             "per-token KL reward does nothing",
         ),
+        *(
+            (f"--reward teacher --advantage-estimator none --filter-strategy none {flags}", said)
+            for flags, said in (
+                ("--kl-in-reward k1 --kl-reward-coef 0.1", "kl_in_reward k1 does nothing with"),
+                ("--reward-placement turn", "reward_placement turn does nothing with"),
+                ("--reward-normalization mean", "reward_normalization mean does nothing with"),
+            )
+        ),
+        (
+            "--recipe frozen_lake --reward environment+0.1*group_relative",
+            "without the group or the judge of group_relative; drop one",
+        ),
+        (
+            f"{AGENT} --reward environment+0.1*teacher --teacher-prompt-examples 0",
+            "writes its own prompts; drop --teacher-prompt-examples",
+        ),
+        ("--curriculum-success 0 --placement separate --rollout-ranks 1", "drop one of them"),
+        ("--weight-senders 2", "weight_senders does nothing with placement colocated"),
+        (
+            "--placement separate --rollout-ranks 1 --weight-senders 2",
+            "embedded engine takes weights from the first rank that trains",
+        ),
         ("--kl-coef 0.1", "need each other"),
         ("--kl-in-reward k1", "need each other"),
         ("--group-size 1 --filter-strategy none --advantage-estimator grpo", "group_size is 1"),
@@ -224,7 +246,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         (
             "--warm-start-critic-steps 9 --reward-normalization mean",
-            "reward_normalization mean subtracts the group's mean; drop one",
+            "without the group or the judge of reward_normalization mean; drop one",
         ),
         (f"{ADAPTED} --critic-load m/n", r"\(m/n\) is another than load \(m/m\); drop"),
         (f"{ADAPTED} --warm-start-critic-steps 9", "another one for the critic; drop it"),

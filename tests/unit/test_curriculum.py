@@ -21,7 +21,8 @@ from ragen_mega.environments.worlds.reverse.world import Reverse
 from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import Task
-from ragen_mega.rollout.tasks import TaskSampler
+from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler
+from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.storage.rollouts import RolloutStore
 
 WORDS = '{"reverse": {"min_words": 2, "max_words": 5}}'
@@ -70,6 +71,62 @@ def test_a_level_opens_when_the_one_below_is_solved() -> None:
     assert levels.hardest_open == 2, "what is forgotten is practised again"
 
 
+def test_rare_difficulties_share_a_level() -> None:
+    """Levels are named by their hardest difficulty; those that are common stay as they are."""
+    common = Levels([2] * 4 + [3] * 126 + [4] * 126, 0.75)
+    assert common.levels == (2, 3, 4) and common.level_of == {2: 2, 3: 3, 4: 4}
+    for numbers, levels in (
+        ({1: 3, 2: 125, 3: 128}, {1: 2, 2: 2, 3: 3}),
+        ({1: 126, 2: 3, 3: 127}, {1: 1, 2: 3, 3: 3}),
+        ({1: 128, 2: 125, 3: 3}, {1: 1, 2: 3, 3: 3}),
+        ({1: 2, 2: 2, 3: 2, 4: 2, 5: 248}, {1: 2, 2: 2, 3: 4, 4: 4, 5: 5}),
+        ({1: 253, 2: 3}, {1: 2, 2: 2}),
+    ):
+        merged = Levels([*Counter(numbers).elements()], 0.75)
+        assert merged.level_of == levels and merged.levels == tuple(sorted({*levels.values()}))
+
+
+class Steps:
+    """A world of three difficulties, of which those in `rare` come by one seed of all."""
+
+    actions = ("Go",)
+    rare: tuple[int, ...] = ()
+
+    def reset(self, seed: int) -> str:
+        common = [level for level in (1, 2, 3) if level not in self.rare]
+        place = seed - TRAINING_SEEDS[0]
+        is_rare = place < len(self.rare)
+        self.difficulty = self.rare[place] if is_rare else common[seed % len(common)]
+        return f"{self.difficulty} steps from {seed}"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, bool]]:
+        return "", 0.0, True, False, {"success": False}
+
+
+@pytest.mark.parametrize(("rare", "levels"), [(1, (2, 3)), (2, (1, 3)), (3, (1, 3))])
+def test_a_difficulty_that_hardly_comes_does_not_end_the_run(
+    rare: int, levels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not a run that is resumed from where tasks of this difficulty alone were drawn."""
+    monkeypatch.setattr(Steps, "rare", (rare,))
+    name = f"{__name__}:Steps"
+    flags = ["--recipe", "none", "--environments", name, "--curriculum-success", "0.75"]
+    sampler = TaskSampler(parse([*flags, "--num-groups", "40", "--group-size", "2"]))
+    for solved in range(rare):
+        sampler.load_state_dict({name: {str(each): (9, 9) for each in range(1, solved + 1)}})
+        seeds = [group[0].seed for group in sampler.sample(0)]
+        assert [group[0].seed for group in sampler.sample(0)] == seeds
+        assert {*sampler._drawn.values()} <= {*levels} and len(sampler._drawn) == 40
+    assert sampler.levels[name].levels == levels
+
+
+def test_a_world_of_one_common_difficulty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "rare", (2, 3))
+    flags = ["--recipe", "none", "--environments", f"{__name__}:Steps"]
+    with pytest.raises(ValueError, match="several values, each in 1.6% of the states"):
+        TaskSampler(parse([*flags, "--curriculum-success", "0.75"]))
+
+
 def test_half_of_the_tasks_are_of_the_hardest_open_level_and_none_is_above() -> None:
     sampler = TaskSampler(parse(FLAGS))
     drawn = Counter()
@@ -88,6 +145,43 @@ def test_half_of_the_tasks_are_of_the_hardest_open_level_and_none_is_above() -> 
     assert set(drawn) == {2, 3}
     # Half are of level 3, and half of the others: 75% of 800, within five deviations.
     assert abs(drawn[3] / 800 - 0.75) < 5 * (0.75 * 0.25 / 800) ** 0.5
+
+
+def test_only_a_level_that_opens_is_another_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = "reverse,lookup,frozen_lake"  # the last one has no levels
+    options = json.dumps(json.loads(WORDS) | {"lookup": {"min_people": 2, "max_people": 4}})
+    flags = ["--recipe", "none", "--environments", environments, "--environment-options", options]
+    flags += ["--curriculum-success", "0.75", "--num-groups", "12", "--group-size", "2"]
+    sampler, solved, failed = TaskSampler(parse(flags)), [True] * 9, [False] * 9
+    assert sampler.levels.keys() == {"reverse", "lookup"}
+    for reverse, lookup, hardest, has_changed in (
+        ({}, {}, (3, 3), False),
+        ({3: solved}, {}, (4, 3), True),
+        ({2: failed}, {}, (2, 3), False),
+        ({2: failed}, {3: failed}, (2, 3), False),
+        ({2: failed}, {3: solved}, (2, 4), True),
+    ):
+        sampler.load_state_dict({name: {"2": (9, 9)} for name in ("reverse", "lookup")})
+        results = {"reverse": reverse, "lookup": lookup}
+        monkeypatch.setattr(sampler, "_results", lambda groups, results=results: results)
+        assert (*sampler.observe([]).values(),) == hardest
+        assert sampler.has_changed == has_changed
+
+
+def test_the_guard_sees_a_collapse_that_closes_levels() -> None:
+    """The loop of a run: `Run.advance`, then `Run.roll_back_if_collapsed`."""
+    sampler, guard = TaskSampler(parse(FLAGS)), CollapseGuard(parse(["--guard", "warn"]).guard)
+    levels, said = [], []
+    for step in range(30):
+        groups = played(sampler.sample(step), {2} if step < 15 else set())
+        levels.append(sampler.observe(groups)["level/reverse"])
+        success = [one.success for group in groups for one in group.trajectories]
+        rate = {"success_rate": sum(success) / len(success)}
+        said.append(guard.observe(rate, is_last=False))
+        if sampler.has_changed:
+            guard.task_changed()
+    assert {*levels[:15]} == {3.0} and levels[-1] == 2.0
+    assert not any(said[:15]) and any(said[15:])
 
 
 def test_episodes_that_failed_count_for_no_level() -> None:

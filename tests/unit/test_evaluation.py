@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ragen_mega.commands import evaluate
+from ragen_mega.commands import evaluate, make_boards
 from ragen_mega.config import parse
 from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
@@ -266,6 +266,34 @@ def test_flags_of_training_set_what_an_evaluation_plays(
     assert given["names"] == ["bandit"]
     with pytest.raises(SystemExit):
         evaluate.main([*model, "--agent-reward", "a:b"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--environments", "sokoban", "--eval-environments", "bandit,frozen_lake"],
+        ["--environment", "sokoban,bandit,frozen_lake"],
+    ],
+)
+def test_boards_are_for_trained_environments(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, played = saved_model(tmp_path / "model", spare_rows=8), {}
+    (board,) = make_boards.draw_boards("sokoban", {}, 5000, 1)
+    (tmp_path / "rooms.jsonl").write_text(json.dumps(board))
+
+    def note(engine: object, renderer: object, console: object, sets: dict, **_: object) -> dict:
+        return played.setdefault("sets", sets) and {}
+
+    monkeypatch.setattr(evaluation, "evaluate_each", note)
+    boards = ["--boards", str(tmp_path / "rooms.jsonl"), "--num-prompts", "2"]
+    evaluate.main(["--load", str(directory), *boards, *flags])
+    prompts = {name: each.prompts for name, each in played["sets"].items()}
+    lake = evaluation_prompts(parse([]).environment, "frozen_lake", 2)
+    assert [*prompts] == ["sokoban", "bandit", "frozen_lake"]
+    assert [seed for seed, _ in prompts["sokoban"]] == [board["seed"]]
+    assert [rows for _, rows in prompts["bandit"]] == [None, None]
+    assert prompts["frozen_lake"] == lake and len(lake) == 2
 
 
 def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:

@@ -374,6 +374,12 @@ def test_evaluations_of_several_trained_environments_have_a_mean() -> None:
     assert one["success"] == 0.2
 
 
+def test_without_the_result_of_an_added_environment_there_is_no_mean() -> None:
+    """A run that was stopped in its first step and goes on with one more environment."""
+    found = evaluation_metrics({"a": {"success": 0.2}}, ["a", "b"], "initial_")
+    assert found == {"initial_success_a": 0.2}
+
+
 def test_the_engine_is_compared_with_the_policy_on_what_was_sampled() -> None:
     """k3 estimates KL(engine || policy) from the engine's samples: r - 1 - log r, r = p / q."""
     one, other = Trajectory(group_id=0), Trajectory(group_id=1)

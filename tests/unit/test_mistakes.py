@@ -177,6 +177,8 @@ OTHERS = {
     "evaluate --load MODEL --environment sokobann": "(did you mean sokoban?)",
     "evaluate --load MODEL --environment bandit --num-prompts 0": "must be at least 1, not 0",
     "evaluate --load empty --environment bandit": "holds no config.json",
+    "evaluate --load MODEL --lora-rank 8 --lora-load DIR --environment bandit": "merge them by"
+    " ragen-mega convert",
     "view runs/none": "runs/none does not exist; give a run directory",
     "replay --run runs/none --step 1": "runs/none does not exist; give a run directory",
     "report runs/none": "runs/none does not exist; give a run directory",
@@ -186,6 +188,10 @@ OTHERS = {
     "make-boards --environment sokoban --output none/b.jsonl": "none/b.jsonl must be a file in an"
     " existing folder; make the folder first",
     "launch nothing.py": "nothing.py must be a file, the script that each rank runs, and is none;",
+    "study bandit_seeds --seeds 0": "--seeds, --jobs and --ranks must be at least 1",
+    "convert --from m --to n --max-shard-size huge": "'huge' is no size; write",
+    "evaluate --load MODEL --environment bandit --samples-per-prompt 0": "must be at least 1",
+    "evaluate --load MODEL --environment bandit --temperature -1": "eval_temperature must be",
     "fetch nosuch": "invalid choice: 'nosuch' (choose from 'smollm2')",
 }
 

@@ -622,10 +622,9 @@ def test_a_node_holds_one_copy_of_a_checkpoint_and_what_each_rank_parks(
     ("ranks", "flags", "versions", "parts"),
     [
         (8, "", 3, 1),
-        (64, "", 3, 8),
         (64, "--weight-senders 2", 3, 2),
         (64, "--weight-senders 16", 3, 8),  # two of a node
-        (64, "--lora-rank 8 --lora-sync adapter", 1, 8),  # the frozen model
+        (64, "--lora-rank 8 --lora-sync adapter", 1, 1),  # the frozen model
     ],
 )
 def test_a_node_holds_its_share_of_the_weights_for_ranks_that_only_sample(

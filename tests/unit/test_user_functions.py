@@ -150,10 +150,12 @@ def test_rewards_and_metrics_may_be_numbers_of_libraries(named: Callable[..., st
         name = named(METRICS, lambda groups, value=value: {"half": value})
         assert custom_metrics(groups, [name]) == {"half": 0.5}
     for value in (*NO_NUMBERS, math.nan, np.float32("inf"), {0: 1.0, 1: 1.0, 2: 1.0}, "123"):
-        with pytest.raises(PlugInError, match="finite number"):
+        with pytest.raises(PlugInError, match="at most 1e"):
             shape_rewards(groups, {named(REWARDS, lambda trajectory, value=value: value): 1.0})
         with pytest.raises(PlugInError, match="finite number"):
             custom_metrics(groups, [named(METRICS, lambda groups, value=value: {"x": value})])
+    with pytest.raises(PlugInError, match="at most 1e"):  # infinite in float32
+        shape_rewards(groups, {named(REWARDS, lambda trajectory: 1e39): 1.0})
     for answer in (np.array(1.0), torch.tensor(1.0), {0: 1.0, 1: 1.0}, 1.0):
         with pytest.raises(PlugInError, match="an answer for each"):
             shape_rewards(groups, {named(REWARDS, lambda group, answer=answer: answer): 1.0})

@@ -10,7 +10,7 @@ from ragen_mega.algorithm.tables import (
     find_estimator,
     parse_reward,
 )
-from ragen_mega.config.sections.section import Natural, OnlyWith, Section, Share
+from ragen_mega.config.sections.section import Natural, OnlyWith, Section, Share, flag_of
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,17 @@ class AdvantageConfig(Section):
                 f"reward {self.reward} leaves advantage_estimator {name} no rewards; set"
                 ' --advantage-estimator none, or --reward "environment + 0.1*teacher"'
             )
+        for setting, default in (
+            ("kl_in_reward", "none"),
+            ("reward_normalization", "identity"),
+            ("reward_placement", "trajectory"),
+        ):
+            if name == "none" and getattr(self, setting) != default:
+                raise ValueError(
+                    f"{setting} {getattr(self, setting)} does nothing with advantage_estimator"
+                    f" none, which reads no rewards; drop {flag_of(setting)}; a KL in the loss is"
+                    " --kl-kind"
+                )
         if name == "none" and not is_alone:
             raise ValueError(
                 f"advantage_estimator none makes nothing of the rewards {self.reward}; set --reward"

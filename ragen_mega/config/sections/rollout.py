@@ -93,8 +93,8 @@ class RolloutConfig(Section):
     max_staleness: Annotated[Natural, _SEPARATE] = 0
     """Steps by which the weights that sample a rollout may be behind those that train on it
     (placement separate): rollout t is sampled under the weights after t - k steps. With 1 sampling
-    and training overlap whole; more evens out steps of unequal length and keeps as many weights in
-    host memory; with 0 each side waits for the other.
+    and training overlap whole; more evens out steps of unequal length; with 0 each side waits for
+    the other. k + 1 versions of the weights wait in host memory.
     """
     carry_over: Annotated[BelowOne, _SEPARATE] = 0.0
     """Share of a rollout's trajectories that may be unfinished when its ranks go on to the next

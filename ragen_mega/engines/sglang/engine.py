@@ -114,7 +114,7 @@ class SGLangEngine(RolloutEngine):
         self._active: set[int] = set()  # sessions that wait for a completion
         self._restarts_in_a_row = 0
         self._num_pauses = 0  # each aborts what the server works on
-        self._requests = Requests(self.server.is_healthy, hang_timeout=settings.hang_timeout)
+        self._requests = Requests(settings.is_healthy, hang_timeout=settings.hang_timeout)
 
     @contextmanager
     def awake(self) -> Iterator[None]:

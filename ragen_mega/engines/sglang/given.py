@@ -63,14 +63,6 @@ class GivenServer:
         """Forget the connection."""
         self._client = None
 
-    def is_healthy(self, client: JSONClient) -> bool:
-        """Return whether the server generates a token."""
-        try:
-            client.call("GET", "/health_generate", timeout=self.settings.hang_timeout)
-        except (ConnectionLost, RequestRefused):
-            return False
-        return True
-
     def failure(self, what: str) -> ServerFailed:
         """Return an error that says what happened."""
         return ServerFailed(f"{what}; look at the log of the engine at {self.settings.address}")

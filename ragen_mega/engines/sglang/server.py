@@ -178,6 +178,14 @@ class ServerSettings:
                     f"{name} needs kernels that SGLang has for GPUs only; leave it off on a CPU"
                 )
 
+    def is_healthy(self, client: JSONClient) -> bool:
+        """Return whether the server of `client` generates a token in time."""
+        try:
+            client.call("GET", "/health_generate", timeout=self.hang_timeout + 5)
+        except (ConnectionLost, RequestRefused):
+            return False
+        return True
+
     def arguments(self, model: Path, port: int) -> list[str]:
         """Return the server's command line. Weights are random until the first update."""
         on_cpu = self.device == "cpu"
@@ -405,14 +413,6 @@ class SGLangServer:
             self._process.wait()
         self._process, self._client = None, None
 
-    def is_healthy(self, client: JSONClient) -> bool:
-        """Return whether the server of `client` generates a token."""
-        try:
-            client.call("GET", "/health_generate", timeout=self.settings.hang_timeout + 5)
-        except (ConnectionLost, RequestRefused):
-            return False
-        return True
-
     def failure(self, what: str) -> ServerFailed:
         """Return an error that says what happened and what the server's log ends with."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -426,7 +426,7 @@ class SGLangServer:
                 status = None if self._process is None else self._process.returncode
                 self.stop()
                 raise self.failure(f"the SGLang server ended with status {status} while it started")
-            if self._listens(client.port) and self.is_healthy(client):
+            if self._listens(client.port) and self.settings.is_healthy(client):
                 return
             time.sleep(_POLL_SECONDS)
         self.stop()
