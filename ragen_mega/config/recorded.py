@@ -8,8 +8,6 @@ from ragen_mega.system.paths import named
 
 CONFIG_FILE = "config.json"
 _MOST_RUNS = 8
-_MOVED = {"max_response_length": ("rollout", "environment")}
-"""Name of a setting -> the section that older runs recorded it in, and its present one."""
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
@@ -20,23 +18,13 @@ def read_recorded(directory: Path) -> dict[str, Any]:
         what = f"holds no run (no {CONFIG_FILE} of one)" if directory.is_dir() else "does not exist"
         raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
-    recorded = read_object(directory / CONFIG_FILE, remedy)
-    for settings in (recorded, *recorded.get("provenance", ())):
-        _move(settings)
-    return recorded
+    return read_object(directory / CONFIG_FILE, remedy)
 
 
 def is_run(directory: Path) -> bool:
     """Check if a directory has the config.json of a run, which a model's `model_type` is not in."""
     config = directory / CONFIG_FILE
     return config.exists() and '"model_type"' not in config.read_text(errors="replace")
-
-
-def _move(settings: dict[str, Any]) -> None:
-    """Put the settings of an older run into their present sections."""
-    for name, (old, new) in _MOVED.items():
-        if name in settings.get(old, {}):
-            settings[new][name] = settings[old].pop(name)
 
 
 def beside(directory: Path) -> str:

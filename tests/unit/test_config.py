@@ -277,6 +277,11 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         ("--num-query-groups 3", r"num_attention_heads \(4\) must be a multiple"),
         ("--num-experts 8 --ffn-hidden-size 129", r"must divide ffn_hidden_size \(129\)"),
+        ("--num-experts 4 --experts-per-token 8", r"\(8\) must be at most num_experts \(4\)"),
+        (
+            "--lora-rank 8 --warm-start-critic-steps 9 --load a/b",
+            "warm_start_critic_steps makes another one for the critic; drop it",
+        ),
         ('--curriculum {"soon":{}}', "'soon' is no step"),
         (
             "--environments sokoban --eval-environments sokoban",
@@ -601,3 +606,17 @@ def test_groups_that_a_filter_keeps_are_a_whole_number(flags: str, expected: int
     words = f"--num-groups 8 --minibatch-size 16 --filter-strategy {flags}"
     kept = parse(words.split()).filter.num_kept(8)
     assert kept == expected and type(kept) is type(expected)
+
+
+def test_each_sender_of_weights_is_a_rank_that_trains() -> None:
+    flags = "--placement separate --rollout-ranks 2 --importance-cap 2 --rollout-engine sglang"
+    config = parse([*flags.split(), "--max-staleness", "1", "--weight-senders", "3"])
+    assert config.parallel.num_trainers(5) == 3 and config.senders(3) == [0, 1, 2]
+    assert config.senders(8) == [0, 2, 5]
+    with pytest.raises(ValueError, match=r"weight_senders \(3\) must be at most .* train \(2\)"):
+        config.parallel.num_trainers(4)
+
+
+def test_settings_of_another_version_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown keys \['nosuch'\] in 'train'; load it with"):
+        StarPOConfig.from_dict({"train": {"nosuch": 1}})

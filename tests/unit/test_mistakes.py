@@ -169,6 +169,13 @@ TRAIN = {
     f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "parameters (docs/agents.md)",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
+FOLDERS = {
+    "saved/state.json": "{}",
+    "several/step_00000002/state.json": "{}",
+    "hub/snapshots/1a/config.json": "{}",
+    "half/config.json": '{"model_type": ',
+}
+"""Folders that are no models."""
 OTHERS = {
     "trian --recipe bandit": "no command 'trian' (did you mean train?)",
     "evaluate": "--load is needed: the model or run to evaluate",
@@ -177,6 +184,12 @@ OTHERS = {
     "evaluate --load MODEL --environment sokobann": "(did you mean sokoban?)",
     "evaluate --load MODEL --environment bandit --num-prompts 0": "must be at least 1, not 0",
     "evaluate --load empty --environment bandit": "holds no config.json",
+    "evaluate --load saved --environment bandit": "is a checkpoint of a run; give the run's",
+    "evaluate --load several --environment bandit": "holds the checkpoints of a run; give",
+    "evaluate --load hub --environment bandit": "the hub's cache of a model; give hub/snapshots/1a",
+    "evaluate --load half --environment bandit": "half/config.json is no JSON object",
+    "baselines --environment bandit --option arm": "--option takes NAME=VALUE, not 'arm'",
+    "baselines --environment bandit --option nosuch=1": "nosuch",
     "evaluate --load MODEL --lora-rank 8 --lora-load DIR --environment bandit": "merge them by"
     " ragen-mega convert",
     "view runs/none": "runs/none does not exist; give a run directory",
@@ -205,6 +218,9 @@ def folder(tmp_path_factory):
     (place / "wide.jsonl").write_bytes(ROWS.encode("utf-16"))
     (place / "latin.jsonl").write_bytes(ROWS.replace("c", "\u00e9").encode("latin-1"))
     (place / "empty").mkdir()
+    for path, text in FOLDERS.items():
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_text(text)
     model = place / "MODEL"
     model.mkdir()
     (model / "config.json").write_text(
