@@ -177,7 +177,7 @@ def median(errors: Tensor) -> float:
     [
         pytest.param("llama", root_mean_square, marks=pytest.mark.slow),
         ("qwen3", root_mean_square),
-        ("all experts", root_mean_square),
+        pytest.param("all experts", root_mean_square, marks=pytest.mark.slow),
         # where rounding decides between two experts, an error is a jump
         pytest.param("two of eight experts", median, marks=pytest.mark.slow),
     ],

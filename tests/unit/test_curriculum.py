@@ -14,16 +14,18 @@ import pytest
 
 from ragen_mega.commands.replayed_step import RecordedRollouts
 from ragen_mega.config import parse
+from ragen_mega.data.compact import outlined, outlines_of
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.environments.registry import make
 from ragen_mega.environments.worlds.reverse.world import Reverse
-from ragen_mega.ranks.launcher import run_ranks
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.storage.rollouts import RolloutStore
+from tests.support.forked_ranks import on_ranks
 
 WORDS = '{"reverse": {"min_words": 2, "max_words": 5}}'
 FLAGS = ["--recipe", "none", "--environments", "reverse", "--environment-options", WORDS]
@@ -204,44 +206,32 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
     assert seeds[0] == seeds[1] != seeds[2]
 
 
-ON_TWO_RANKS = """
-import json, sys
-from pathlib import Path
-from ragen_mega.data.compact import outlined, outlines_of
-from ragen_mega.data.types import TrajectoryGroup
-from ragen_mega.ranks import collectives
-from tests.unit.test_curriculum import FLAGS, TaskSampler, parse, played
-
-collectives.start()
-sampler, seeds = TaskSampler(parse(FLAGS)), []
-for step in range(4):
-    tasks = sampler.sample(step)
-    groups = played(tasks, {2})
-    if collectives.rank() == 1:  # which has played the second half
-        members = [outlined(outlines_of(group.trajectories)) for group in groups[:20]]
-        groups[:20] = [TrajectoryGroup(one[0].group_id, one) for one in members]
-    sampler.observe(groups)
-    seeds.append([group[0].seed for group in tasks])
-Path(sys.argv[1], str(collectives.rank())).write_text(json.dumps([seeds, sampler.state_dict()]))
-collectives.stop()
-"""
-
-
-def test_all_ranks_draw_the_tasks_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.forks
+def test_all_ranks_draw_the_tasks_of_one(tmp_path: Path) -> None:
     """Ranks have the success of trajectories that they played themselves, and the first one of
     all.
     """
-    (tmp_path / "script.py").write_text(ON_TWO_RANKS)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    run_ranks(2, tmp_path / "script.py", tmp_path)
-    alone, seeds = TaskSampler(parse(FLAGS)), []
-    for step in range(4):
-        tasks = alone.sample(step)
-        alone.observe(played(tasks, {2}))
-        seeds.append([group[0].seed for group in tasks])
-    expected = json.loads(json.dumps([seeds, alone.state_dict()]))
-    for rank in ("0", "1"):
-        assert json.loads((tmp_path / rank).read_text()) == expected
+
+    def seeds_and_levels() -> list[Any]:
+        sampler, seeds = TaskSampler(parse(FLAGS)), []
+        for step in range(4):
+            tasks = sampler.sample(step)
+            groups = played(tasks, {2})
+            if collectives.rank() == 1:  # which has played the second half
+                members = [outlined(outlines_of(group.trajectories)) for group in groups[:20]]
+                groups[:20] = [TrajectoryGroup(one[0].group_id, one) for one in members]
+            sampler.observe(groups)
+            seeds.append([group[0].seed for group in tasks])
+        return [seeds, sampler.state_dict()]
+
+    def rank() -> None:
+        collectives.start()
+        (tmp_path / str(collectives.rank())).write_text(json.dumps(seeds_and_levels()))
+
+    on_ranks(rank, 2)
+    expected = json.loads(json.dumps(seeds_and_levels()))
+    for name in ("0", "1"):
+        assert json.loads((tmp_path / name).read_text()) == expected
 
 
 def test_a_rollout_from_the_disk_is_observed_as_the_one_that_was_sampled(tmp_path: Path) -> None:
