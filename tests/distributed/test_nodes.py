@@ -289,7 +289,7 @@ def test_what_dies_while_weights_are_on_their_way_loses_nothing(
     flags = f"""--load {start_of(output)} --num-steps {steps} --save-interval 1
         --placement separate --rollout-ranks 1 --max-staleness 1 --importance-cap 2
         --rollout-engine sglang --sglang-python {PYTHON} --sglang-start-timeout 900
-        --sampler-timeout 60 --output {output} --name {name} --resume""".split()
+        --output {output} --name {name} --resume""".split()
 
     def train(*, disturbed: bool) -> None:
         broadcast, versions = fetching._Group.broadcast, []
@@ -305,7 +305,8 @@ def test_what_dies_while_weights_are_on_their_way_loses_nothing(
             return broadcast(self, memory)
 
         fetching._Group.broadcast = fail
-        main([*TINY, *flags])
+        # a server of a busy machine takes longer than a minute to start
+        main([*TINY, *flags, "--sampler-timeout", "60" if disturbed else "1800"])
 
     with two_nodes(output) as nodes:
         ranks = fork_on_nodes(nodes, lambda: train(disturbed=True))
