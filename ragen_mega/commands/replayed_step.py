@@ -13,7 +13,7 @@ import torch
 
 from ragen_mega.agents.repetition import find_difference
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.recorded import WITHOUT_EFFECT, flat, read_recorded
 from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -62,8 +62,6 @@ OF_COMPUTED = (
 once, so another division of the trajectories among ranks computes other tokens.
 """
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
-MAY_CHANGE = ("logging", "checkpoint", "parallel")
-"""Sections of the configuration that leave the numbers of a step as they are, but for rounding."""
 
 
 class RecordedRollouts(Rollouts):
@@ -193,14 +191,11 @@ def check_settings(run: Run, last_step: int) -> None:
 
 
 def _settings_of(run: Path, step: int) -> dict[str, Any]:
-    """Return a map: section.flag -> value under which a step was trained, without MAY_CHANGE."""
+    """Return a map: section.flag -> value under which a step was trained, but for sections
+    WITHOUT_EFFECT.
+    """
     settings, _ = read_settings(run, step)
-    return {
-        f"{section}.{name}": value
-        for section, values in settings.items()
-        if section not in MAY_CHANGE
-        for name, value in values.items()
-    }
+    return flat({name: settings[name] for name in settings if name not in WITHOUT_EFFECT})
 
 
 def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:

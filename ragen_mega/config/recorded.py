@@ -1,12 +1,15 @@
 """The record that a run leaves of itself: its config.json, and JSON objects of other files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ragen_mega.system.paths import named
 
 CONFIG_FILE = "config.json"
+WITHOUT_EFFECT = ("logging", "checkpoint", "parallel")
+"""Sections of the settings that leave the numbers of a step as they are, but for rounding."""
 _MOST_RUNS = 8
 
 
@@ -19,6 +22,15 @@ def read_recorded(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
     return read_object(directory / CONFIG_FILE, remedy)
+
+
+def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a map: section.name -> value, from section -> name -> value."""
+    return {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        for name, value in values.items()
+    }
 
 
 def is_run(directory: Path) -> bool:

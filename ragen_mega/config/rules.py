@@ -294,10 +294,11 @@ def _check_critic(config: Sections) -> None:
             f"critic_load does nothing: advantage_estimator {name} has no critic; drop it"
         )
     if config.warm_start.warm_start_critic_steps > 0:
-        normalization = f"reward_normalization {config.advantage.reward_normalization}"
-        of_groups = {"group_relative", normalization} - {"reward_normalization identity"}
-        names = [*config.advantage.reward_terms, normalization]
-        if lacks := [name for name in names if is_judge(name) or name in of_groups]:
+        terms, normalization = config.advantage.reward_terms, config.advantage.reward_normalization
+        lacks = [name for name in terms if is_judge(name) or name == "group_relative"]
+        if normalization != "identity":
+            lacks.append(f"reward_normalization {normalization}")
+        if lacks:
             raise ValueError(
                 "warm_start_critic_steps teaches the critic returns of single scripted episodes,"
                 f" without the group or the judge of {lacks[0]}; drop one of them"

@@ -55,7 +55,7 @@ TILE_ROWS = 128
 SYNC_BUCKET = (2 * 128 + 256) * 2**20
 ON_DEVICE = 16 * GIB
 """Most bytes of weights that wait on the device of a rank that trains until ranks that sample fetch
-them; others wait in host memory (`ragen_mega.run.separate`).
+them; others wait in host memory (`ragen_mega.run.shares`).
 """
 CACHE_BLOCK = 32
 """Positions of a page of the embedded engine's cache (`ragen_mega.engines.embedded.kernels`)."""

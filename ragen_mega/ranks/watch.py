@@ -231,6 +231,10 @@ def end() -> None:
         _watch.end()
 
 
+SECONDS_TO_REPORT = 10.0
+"""Time that all ranks have to print where they are, before a timeout ends the job."""
+
+
 def ask(seconds: float = 0.0) -> None:
     """Have all ranks of the job print where they are, and wait for that so many seconds."""
     if _watch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ragen_mega.config.recorded import CONFIG_FILE, read_json, read_recorded
+from ragen_mega.config.recorded import CONFIG_FILE, flat, read_json, read_recorded
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
 from ragen_mega.storage.integrity import sync, write_whole
@@ -314,9 +314,8 @@ class RunLogger:
 def _flat(settings: Settings) -> dict[str, Any]:
     """Flatten hyperparameters for TensorBoard: section.name -> number, switch or text."""
     return {
-        f"{section}.{name}": value if isinstance(value, (bool, int, float)) else str(value)
-        for section, values in settings.items()
-        for name, value in values.items()
+        key: value if isinstance(value, (bool, int, float)) else str(value)
+        for key, value in flat(settings).items()
     }
 
 

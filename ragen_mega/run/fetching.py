@@ -44,7 +44,6 @@ _PATIENCE = 60.0
 _MOST_FAILURES = 3
 """Rounds in a row that may fail."""
 _SECONDS_TO_END = 5.0
-_SECONDS_TO_REPORT = 10.0
 _POLL_SECONDS = 5e-4
 _SECONDS_BETWEEN_LOOKS = 0.02
 """Seconds after which a sender looks again whether it was asked."""
@@ -248,7 +247,7 @@ class Receiver:
             self._stop_if_alone()  # nobody would come to another group
             self._number, failures, is_asked = self._number + 1, failures + 1, False
             if failures == _MOST_FAILURES:
-                collectives.on_main(lambda: watch.ask(_SECONDS_TO_REPORT))  # one may hang
+                collectives.on_main(lambda: watch.ask(watch.SECONDS_TO_REPORT))  # one may hang
                 raise EngineError(
                     f"the weights of {version} steps did not come through {failures} groups in a"
                     f" row ({self._why or 'another rank failed'}); --resume goes on from the last"

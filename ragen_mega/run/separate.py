@@ -101,7 +101,6 @@ from ragen_mega.run.stop import StopSignal
 from ragen_mega.run.timers import Timers
 
 _POLL_SECONDS = 0.2
-_SECONDS_TO_REPORT = 10.0
 _SECONDS_BETWEEN_BEATS = 1.0
 _SECONDS_TO_HANG_UP = 1.0
 """Seconds within which the end of a part that has died closes the link."""
@@ -252,7 +251,8 @@ class Samplers:
 
     def _asked_for(self, fetch: Fetch) -> dict[str, Tensor]:
         """Return this rank's share of the weights that the samplers want, in another thread.
-        Weights of an order that is void may be gone: then any serve. Raises ValueError.
+        Weights of an order that is void may be gone: then any serve. Raises KeyError or ValueError
+        where there are none.
         """
         if fetch.is_base and self._frozen is not None:
             return self._frozen
@@ -359,7 +359,7 @@ class Samplers:
             self._failure = self._alarm.given() if self._alarm else None
             silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
-                watch.ask(_SECONDS_TO_REPORT)
+                watch.ask(watch.SECONDS_TO_REPORT)
                 raise LinkLost(
                     f"{SAMPLERS} have finished no turn for {silent:.0f} s; mend what they wait for"
                     " or raise --sampler-timeout; --resume goes on from the last checkpoint"

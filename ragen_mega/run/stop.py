@@ -29,7 +29,6 @@ RANK_LOST = (
 )
 ASK = {signal.SIGUSR1, signal.SIGUSR2}
 """Signals after which all ranks print where they are; SIGUSR2 does nothing else."""
-_SECONDS_TO_REPORT = 10.0
 _POLL_SECONDS = 1.0
 _SECONDS_OF_ECHO = 0.5
 
@@ -129,7 +128,7 @@ def _watch(reader: int, launcher: int, limit: float) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         passed += _POLL_SECONDS if first else 0.0
         if passed > (min(limit, SECONDS_TO_WAIT) if is_orphan else limit):
-            watch.ask(_SECONDS_TO_REPORT)
+            watch.ask(watch.SECONDS_TO_REPORT)
             _leave(first, None)
 
 

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import WITHOUT_EFFECT, flat
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import (
     check_files,
@@ -162,14 +163,7 @@ def check_config(
     """Return the settings that differ from the checkpoint's, one line each. Raises ValueError if
     one may not differ. A model may have moved: `models` is the content of the present ones.
     """
-    before, now = (
-        {
-            f"{section}.{name}": value
-            for section, entries in values.items()
-            for name, value in entries.items()
-        }
-        for values in (checkpoint.config, json.loads(json.dumps(config)))
-    )
+    before, now = flat(checkpoint.config), flat(json.loads(json.dumps(config)))
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     moved = {
         f"model.{flag}" for flag, digest in models.items() if checkpoint.models.get(flag) == digest
@@ -190,7 +184,7 @@ def check_config(
     return [
         f"{key} was {before.get(key)} and is {now.get(key)} now"
         for key in changed
-        if not key.startswith(("logging.", "checkpoint.", "parallel."))
+        if key.partition(".")[0] not in WITHOUT_EFFECT
     ]
 
 

@@ -141,8 +141,8 @@ def test_ranks_exchange_keys_and_their_gradients(size: int) -> None:
         initialize(ParallelConfig(context_parallel_size=size))
         group = parallel_state.get_context_parallel_group()
         rank, num_repeated = group.rank(), 0
-        cases = (1, 2, True), (1, 40, False), (9, 20, True), (9, 20, False), (14, 90, True)
-        for seed, (count, longest, again) in enumerate(cases):
+        cases = itertools.product(((1, 2), (1, 40), (9, 20), (14, 90)), (True, False))
+        for seed, ((count, longest), again) in enumerate(cases):
             batch = batch_of(branching(seed, count, longest))
             share = share_of(batch)
             whole = part_of(batch, share).forest

@@ -356,7 +356,7 @@ def test_a_search_leaves_engines_out_that_a_given_size_does_not_go_with() -> Non
     }
     assert sizes == {(8, 8)}
     room = Capacity(80 * GIB, 8, 2000 * GIB)
-    fastest = best(shape, config, 8, room, fixed=fixed)
+    fastest = best(shape, config, 8, room)
     assert fastest is not None and fits(shape, fastest, 8, room)
 
 
