@@ -74,6 +74,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except _Stopped as stopped:
         return 128 + stopped.args[0]
+    except UnboundLocalError as error:
+        # torchrun's `prof` may be interrupted before its first line, which its `finally` relies on.
+        if isinstance(error.__context__, _Stopped):
+            return 128 + error.__context__.args[0]
+        raise
 
 
 def _launch(argv: Sequence[str], folder: str) -> int:

@@ -171,18 +171,39 @@ def test_a_signal_that_its_sender_doubles_counts_once(tmp_path):
     assert process.returncode == 143
 
 
-def patch_launcher(tmp_path, monkeypatch) -> None:
-    """Have `job` start a launcher whose guardian waits two seconds."""
+def patch_launcher(tmp_path, monkeypatch, patch="guardian.SECONDS_TO_WAIT = 2.0") -> None:
+    """Have `job` start a launcher after the statements of `patch`."""
     launcher = tmp_path / "patched.py"
     launcher.write_text(
         "import sys\nfrom ragen_mega.commands import guardian, launch\n"
-        "guardian.SECONDS_TO_WAIT = 2.0\nsys.exit(launch.main(sys.argv[1:]))\n"
+        f"{textwrap.dedent(patch)}\nsys.exit(launch.main(sys.argv[1:]))\n"
     )
     monkeypatch.setattr(
         sys.modules[__name__],
         "LAUNCH",
         (sys.executable, "-P", str(launcher), "--nproc-per-node", "2"),
     )
+
+
+@pytest.mark.timeout(180)
+def test_a_signal_before_the_first_line_of_what_torchrun_times(tmp_path, monkeypatch):
+    """Its `prof` reads the clock inside its `try`, and subtracts that time in its `finally`."""
+    patch = """
+        import os, signal
+        from torch.distributed.elastic.metrics import api
+
+        class Clock:
+            def time():
+                if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return 0.0
+
+        api.time = Clock
+    """
+    patch_launcher(tmp_path, monkeypatch, patch)
+    with job(tmp_path, "import time; time.sleep(600)") as process:
+        said = process.communicate()[1]
+    assert process.returncode == 143 and "Traceback" not in said, said
 
 
 @pytest.mark.slow
