@@ -84,11 +84,10 @@ def main(arguments: argparse.Namespace) -> None:
     else:  # under the rules of training
         model = settings.get("model", {}) | {"load": load}
         plan = StarPOConfig.from_dict(settings | {"model": model}).evaluation
-    if "environments" in asked:
-        environment = EnvironmentConfig(**asked)
-        names, trained = environment.evaluated, [*environment.shares]
-    else:
-        names = trained = [*parse_shares(own["environments"])]
+    if "environments" not in asked:
+        asked["environments"] = own["environments"]
+    environment = EnvironmentConfig(**asked)
+    names, trained = environment.evaluated, [*environment.shares]
     for name in names:
         ENVIRONMENTS.get(name)
     if not recorded:

@@ -296,6 +296,19 @@ def test_boards_are_for_trained_environments(
     assert prompts["frozen_lake"] == lake and len(lake) == 2
 
 
+def test_sets_beside_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(parse(["--recipe", "sokoban"]).to_dict()))
+    played: list[str] = []
+
+    def note(load: str, names: list[str], **settings: Any) -> dict[str, Any]:
+        assert settings["boards"] == {"sokoban": None}
+        return played.extend(names) or {}
+
+    monkeypatch.setattr(evaluation, "evaluate_sets", note)
+    evaluate.main(["--load", str(tmp_path), "--eval-environments", "bandit,frozen_lake"])
+    assert played == ["sokoban", "bandit", "frozen_lake"]
+
+
 def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(10)))
