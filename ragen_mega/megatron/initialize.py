@@ -6,6 +6,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ragen_mega.config import ParallelConfig
 from ragen_mega.megatron import cpu, precision
+from ragen_mega.megatron.cpu import products
 from ragen_mega.ranks import collectives, watch
 
 _groups_are_for: tuple[dist.ProcessGroup | None, int, int, int, int] | None = None
@@ -23,6 +24,8 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
     parallel.check_world(collectives.world_size())
     precision.choose_implementation(parallel, precision.Device.here())
     cpu.install()
+    if parallel.bf16 and products.lacks_bfloat16():
+        products.multiply_in_float32()
     global _groups_are_for
     wanted = (
         dist.group.WORLD,

@@ -241,9 +241,4 @@ def describe(config: TransformerConfig) -> str:
     text = f"{layers} layers in {numbers}"
     if config.fp8:
         text += f", FP8 {config.fp8} with {config.fp8_recipe} scaling"
-    processor = torch.cpu.get_capabilities()
-    has_bfloat16 = processor.get("avx512_bf16") or processor.get("amx_bf16")
-    is_here = config.params_dtype == torch.bfloat16 and not torch.cuda.is_available()
-    if is_here and processor.get("avx2") and not has_bfloat16:
-        text += "; this processor has no instructions for it, and --no-bf16 is many times as fast"
     return text

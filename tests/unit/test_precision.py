@@ -447,19 +447,3 @@ def test_master_copies_of_bfloat16_weights_are_spread_between_their_neighbours()
     moved = ((small + step).float().bfloat16() != weights[2 * 20000]).double().mean()
     assert abs(float(moved) - 0.25) < 4 * (0.25 * 0.75 / 20000) ** 0.5
     assert abs(float((one + minus).mean())) < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("has", [None, "avx512_bf16", "amx_bf16"])
-def test_a_processor_without_bfloat16_is_told(
-    dtype: torch.dtype, has: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, has: True})
-    config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, params_dtype=dtype
-    )
-    is_slow = has is None and dtype == torch.bfloat16
-    assert ("--no-bf16 is many times as fast" in describe(config)) == is_slow
