@@ -19,18 +19,16 @@ class Cost(NamedTuple):
     per_label: int
     """FLOPs of the LM head for a token that is trained on."""
 
-    @classmethod
-    def of_model(cls, matrices: int, channels: int, head: int) -> Cost:
-        """Return the cost of a model whose layers have so many elements of matrices and channels of
-        queries in all, and whose LM head has so many elements. A product takes two operations an
-        element forward and four backward; attention takes two such products for each channel.
-        """
-        return cls(6 * matrices, 12 * channels, 6 * head)
-
     def of(self, length: int, labels: int = 0) -> int:
         """Return the cost of a text of `length` tokens, each of which attends to all before it."""
         pairs = length * (length + 1) // 2
         return self.per_token * length + self.per_pair * pairs + self.per_label * labels
+
+    def flops(self, length: float, labels: float = 1.0) -> float:
+        """Count the FLOPs per token of texts of `length` (causal attention), of whose tokens a
+        share are labels.
+        """
+        return self.per_token + labels * self.per_label + self.per_pair * length / 2
 
 
 TOKENS = Cost(1, 0, 0)

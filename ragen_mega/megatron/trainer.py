@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ragen_mega.algorithm.aggregation import AggregationMode, aggregation_weights
 from ragen_mega.config import ParallelConfig, TrainConfig
-from ragen_mega.data.balance import Cost
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.packing import (
     ContextRank,
@@ -80,12 +79,8 @@ class Passes:
         self.groups = groups
         self.max_tokens = train.microbatch_tokens
         self.alignment = token_alignment(parallel)
-        self.shape = shape = chunks[0].shape
-        self.cost = Cost.of_model(
-            shape.num_layers * shape.active_size,
-            shape.num_layers * shape.q_size,
-            shape.vocab_size * shape.hidden_size,
-        )
+        self.shape = chunks[0].shape
+        self.cost = self.shape.cost
         self.most_nodes = MAX_DISTINCT_SHARE[
             train.shared_prefixes if parallel.fp8 == "none" else "off"
         ]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
+from ragen_mega.data.balance import Cost
 from ragen_mega.models.cuts import HeadSizes, head_rows
 from ragen_mega.models.families import FAMILIES, find_family
 from ragen_mega.models.family import Family, Weight
@@ -175,11 +176,26 @@ class ModelShape(HeadSizes):
         its linear layers count.
         """
         return [
-            self.num_elements(weight, tp)
+            size
             for weight in self.family.layer
             if weight.is_matrix or not matrices
-            for _ in range(self.num_local(weight, ep))
+            for size in [self.num_elements(weight, tp)] * self.num_local(weight, ep)
         ]
+
+    @property
+    def attention_size(self) -> int:
+        """Elements of a layer's matrices around attention."""
+        return 2 * self.hidden_size * (self.q_size + self.kv_size)
+
+    @property
+    def expert_size(self) -> int:
+        """Elements of the matrices of a feed-forward part, of one expert in a mixture."""
+        return 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def head_size(self) -> int:
+        """Elements of the LM head."""
+        return self.vocab_size * self.hidden_size
 
     @property
     def active_size(self) -> int:
@@ -191,6 +207,17 @@ class ModelShape(HeadSizes):
             self.num_elements(weight) * min(chosen, len(self.experts(weight)))
             for weight in self.family.layer
             if weight.is_matrix
+        )
+
+    @property
+    def cost(self) -> Cost:
+        """FLOPs of a token. A product takes two operations an element forward and four backward;
+        attention takes two such products for each channel of queries.
+        """
+        return Cost(
+            6 * self.num_layers * self.active_size,
+            12 * self.num_layers * self.q_size,
+            6 * self.head_size,
         )
 
     def engine_weights(self, itemsize: int, tp: int, *, fp8: bool = False) -> int:

@@ -12,7 +12,6 @@ from ragen_mega.planning.layouts import fits
 from ragen_mega.planning.memory import Capacity
 from ragen_mega.planning.time import (
     Play,
-    Sizes,
     Terms,
     computed_length,
     ranks_usage,
@@ -173,9 +172,9 @@ def cost(
     work = workload(config, play)
     trained = work["trajectories_trained"] * work["updates_per_rollout"]
     computed = computed_length(config, play)
-    flops = Sizes.of(shape).flops(play.text_length, play.sampled / computed)
+    flops = shape.cost.flops(play.text_length, play.sampled / computed)
     flops *= trained * computed
-    updating = sum(sum(phases[phase].values()) for phase in phases if phase == "update actor")
+    updating = sum(phases["update actor"].values())
     trainers = config.parallel.num_trainers(num_gpus)
     phase, term = bound(phases)
     is_fp8, is_half = config.parallel.fp8 != "none", config.parallel.bf16

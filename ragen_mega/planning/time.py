@@ -17,7 +17,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.data.balance import Cost
 from ragen_mega.models.cuts import ROW
 from ragen_mega.models.lora import adapted, expected_adapters
 from ragen_mega.models.shape import ModelShape
@@ -61,76 +60,6 @@ BUCKETS = 32
 """Lengths of trajectories that a rollout distinguishes."""
 Terms = dict[str, float]
 """Term -> seconds."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that decide the time of a transformer with gated feed-forward layers, dense or a
-    mixture of experts.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    """Width of a feed-forward part; of one expert in a mixture."""
-    vocab_size: int
-    is_tied: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Sizes:
-        """Read the sizes of a model that the trainer knows."""
-        return cls(
-            shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, shape.ffn_size, shape.vocab_size, shape.is_tied, shape.num_experts,
-            dict(shape.further).get("moe_router_topk", 0),
-        )  # fmt: skip
-
-    @property
-    def attention_weights(self) -> int:
-        """Count the elements of a layer's matrices around attention."""
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-
-    @property
-    def expert_weights(self) -> int:
-        """Count the elements of one feed-forward part."""
-        return 3 * self.hidden_size * self.ffn_size
-
-    @property
-    def active(self) -> int:
-        """Count the elements of all layers' matrices that a token passes through."""
-        used = self.experts_per_token or 1
-        return self.num_layers * (self.attention_weights + used * self.expert_weights)
-
-    @property
-    def head(self) -> int:
-        """Count the elements of the LM head."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def total(self) -> int:
-        """Count the elements of all matrices."""
-        layer = self.attention_weights + (self.num_experts or 1) * self.expert_weights
-        return self.num_layers * layer + self.head * (1 if self.is_tied else 2)
-
-    @property
-    def cost(self) -> Cost:
-        """Count the FLOPs, forward and backward, of a token, of its attention to one token, and of
-        the LM head for it.
-        """
-        channels = self.num_layers * self.num_heads * self.head_dim
-        return Cost.of_model(self.active, channels, self.head)
-
-    def flops(self, length: float, labels: float = 1.0) -> float:
-        """Count the FLOPs per token, forward and backward, in trajectories of `length` (causal
-        attention), of whose tokens a share are labels.
-        """
-        cost = self.cost
-        return cost.per_token + labels * cost.per_label + cost.per_pair * length / 2
 
 
 class AdapterSizes(NamedTuple):
@@ -195,17 +124,17 @@ def product(
 
 
 def layer(
-    machine: Machine, sizes: Sizes, cut: TrainingLayout, tokens: float, length: float
+    machine: Machine, shape: ModelShape, cut: TrainingLayout, tokens: float, length: float
 ) -> Terms:
     """Compute the seconds of a layer's forward pass over `tokens` positions in trajectories of
     `length`.
     """
-    h, tp, itemsize = sizes.hidden_size, cut.tp, cut.itemsize
-    heads, keys = (n * sizes.head_dim / tp for n in (sizes.num_heads, sizes.num_kv_heads))
+    h, tp, itemsize = shape.hidden_size, cut.tp, cut.itemsize
+    heads, keys = (n * shape.head_dim / tp for n in (shape.num_heads, shape.num_kv_heads))
     # an expert is whole, and each rank sends its own tokens to it
-    used, experts = sizes.experts_per_token or 1, sizes.num_experts / cut.ep or 1
-    ffn = sizes.ffn_size if sizes.num_experts else sizes.ffn_size / tp
-    routed = tokens * used / tp if sizes.num_experts else tokens
+    used, experts = shape.experts_per_token or 1, shape.num_experts / cut.ep or 1
+    ffn = shape.ffn_size if shape.num_experts else shape.ffn_size / tp
+    routed = tokens * used / tp if shape.num_experts else tokens
     products = (
         (1.0, tokens, h, heads + 2 * keys),
         (1.0, tokens, heads, h),
@@ -214,9 +143,9 @@ def layer(
     )
     # two norms and two additions; split and rotated queries and keys; the gate; sorted tokens
     passes = 10 * tokens * h / tp + 4 * tokens * (heads + keys) + 3 * routed * ffn
-    passes += machine.constants.permute * routed * h * bool(sizes.num_experts)
+    passes += machine.constants.permute * routed * h * bool(shape.num_experts)
     # the exponentials of a narrow head take as long (figures 5 and 6 of arXiv:2407.08608)
-    attended = ATTENTION * 1.5 * sizes.head_dim / (sizes.head_dim + 64)
+    attended = ATTENTION * 1.5 * shape.head_dim / (shape.head_dim + 64)
     attended *= machine.hardware.peak(itemsize)
     added = 0.0
     for inner, width, columns, _, number in cut.adapters:
@@ -225,7 +154,7 @@ def layer(
         low += product(machine, rows, width, columns, replace(cut, fp8=False))
         added += (number or 1) * (low + rows * columns * itemsize / machine.memory)  # the sum
     waited = EXPOSED if cut.overlaps else 1.0
-    gathered = (2 if sizes.num_experts else 4) * (tp - 1) / tp * tokens * h * itemsize
+    gathered = (2 if shape.num_experts else 4) * (tp - 1) / tp * tokens * h * itemsize
     sent = 2 * routed * (cut.ep - 1) / cut.ep * h * itemsize  # there and back
     received = (cut.cp - 1) / cut.cp * length * 2 * keys * itemsize  # by the last of one text
     return {
@@ -242,19 +171,19 @@ def layer(
     }
 
 
-def head(machine: Machine, sizes: Sizes, cut: TrainingLayout, tokens: float) -> float:
+def head(machine: Machine, shape: ModelShape, cut: TrainingLayout, tokens: float) -> float:
     """Compute the seconds of the forward pass of LM head and loss of so many labels, whose logits
     are read and written, with 3.5 passes in float32.
     """
-    vocab, in_bf16 = sizes.vocab_size / cut.tp, replace(cut, fp8=False)
+    vocab, in_bf16 = shape.vocab_size / cut.tp, replace(cut, fp8=False)
     moved = tokens * vocab * (2 * cut.itemsize + 3.5 * FP32)
-    seconds = product(machine, tokens, sizes.hidden_size, vocab, in_bf16)
+    seconds = product(machine, tokens, shape.hidden_size, vocab, in_bf16)
     return seconds + moved / machine.memory
 
 
 def passes(
     machine: Machine,
-    sizes: Sizes,
+    shape: ModelShape,
     cut: TrainingLayout,
     *,
     tokens: float,
@@ -267,11 +196,11 @@ def passes(
     forward and, if they are trained on, backward. The LM head computes `labels` times as many
     tokens, 0 of a critic.
     """
-    single, layers = layer(machine, sizes, cut, tokens, length), sizes.num_layers / cut.pp
+    single, layers = layer(machine, shape, cut, tokens, length), shape.num_layers / cut.pp
     whole = sum(single.values())
-    mlp = sizes.expert_weights * (sizes.experts_per_token or 1)
+    mlp = shape.expert_size * (shape.experts_per_token or 1)
     beside = whole - single["attention"] - single["context parallelism"]
-    around = mlp / (mlp + sizes.attention_weights) * beside
+    around = mlp / (mlp + shape.attention_size) * beside
     again = {"none": 0.0, "selective": around, "full": whole}[cut.recompute] * is_trained
     frozen = bool(cut.adapters)  # whose gradients nobody computes
     backward = dict.fromkeys(single, 2.0) | {"attention": 2.5, "matrix products": 2.0 - frozen}
@@ -287,11 +216,11 @@ def passes(
     started = micros * layers * (1 + (2 + again / whole) * is_trained) * launches
     terms["launches"] = max(0.0, started - sum(terms.values()))  # the host runs ahead of the GPU
     body = sum(terms.values())
-    last = micros * (1 + (2 - frozen) * is_trained) * head(machine, sizes, cut, labels * tokens)
+    last = micros * (1 + (2 - frozen) * is_trained) * head(machine, shape, cut, labels * tokens)
     most = math.ceil(layers)  # of a stage; the last one has those that are left, and the LM head
-    left = sizes.num_layers - most * (cut.pp - 1)
+    left = shape.num_layers - most * (cut.pp - 1)
     slowest = max(most * body, left * body + last * layers) / layers
-    hop = tokens * sizes.hidden_size * cut.itemsize / cut.tp / machine.link(cut.num_gpus)
+    hop = tokens * shape.hidden_size * cut.itemsize / cut.tp / machine.link(cut.num_gpus)
     hops = (micros + cut.pp - 1) * (1 + is_trained) * (cut.pp > 1)
     return terms | {
         "LM head": last / cut.pp,
@@ -303,7 +232,7 @@ def passes(
 
 def training(
     machine: Machine,
-    sizes: Sizes,
+    shape: ModelShape,
     cut: TrainingLayout,
     *,
     tokens: float,
@@ -315,15 +244,12 @@ def training(
     rank. Gradients are reduced and parameters gathered beside the passes of one microbatch, as far
     as these hide it.
     """
-    terms = passes(machine, sizes, cut, tokens=tokens, length=length, micros=micros, labels=labels)
-    dense = sizes.num_layers * sizes.attention_weights + sizes.head * (2 - sizes.is_tied)
-    experts = sizes.num_layers * sizes.expert_weights * (sizes.num_experts or 1)
-    held = dense / (cut.tp * cut.pp) + experts / (
-        cut.pp * (cut.ep if sizes.num_experts else cut.tp)
-    )
-    updated, itemsize = sizes.total / cut.num_gpus, cut.itemsize
+    terms = passes(machine, shape, cut, tokens=tokens, length=length, micros=micros, labels=labels)
+    layers = shape.num_layers * sum(shape.layer_sizes(cut.tp, cut.ep, matrices=True))
+    held = (layers + shape.head_size * (2 - shape.is_tied) / cut.tp) / cut.pp
+    updated, itemsize = shape.num_parameters / cut.num_gpus, cut.itemsize
     if cut.adapters:  # which are float32
-        held = sizes.num_layers / cut.pp * sum(adapter.elements for adapter in cut.adapters)
+        held = shape.num_layers / cut.pp * sum(adapter.elements for adapter in cut.adapters)
         updated, itemsize = held / cut.dp, FP32
     ring = (cut.dp - 1) / cut.dp * held * (FP32 + itemsize)
     ring /= machine.link(cut.num_gpus // cut.pp, cut.tp)
@@ -337,7 +263,7 @@ def training(
 
 def decode_step(
     machine: Machine,
-    sizes: Sizes,
+    shape: ModelShape,
     *,
     tp: int,
     batch: float,
@@ -349,24 +275,24 @@ def decode_step(
     `context` tokens on average.
     """
     hardware, reached = machine.hardware, machine.constants
-    bandwidth, used = reached.decode_memory * hardware.memory, sizes.experts_per_token
+    bandwidth, used = reached.decode_memory * hardware.memory, shape.experts_per_token
     read = 1.0
-    if sizes.num_experts:  # experts that no token chose are not read; texts on a subject agree
-        met = 1 - (1 - used / sizes.num_experts) ** batch**reached.routing
-        read = met * sizes.num_experts / reached.decode_expert
-    layers = sizes.num_layers * (sizes.attention_weights + read * sizes.expert_weights)
-    weights = (layers * (1 if fp8 else itemsize) + sizes.head * itemsize) / tp
-    width = max(1.0, sizes.num_kv_heads / tp) * sizes.head_dim
-    cache = 2 * sizes.num_layers * width * itemsize * context
+    if shape.num_experts:  # experts that no token chose are not read; texts on a subject agree
+        met = 1 - (1 - used / shape.num_experts) ** batch**reached.routing
+        read = met * shape.num_experts / reached.decode_expert
+    layers = shape.num_layers * (shape.attention_size + read * shape.expert_size)
+    weights = (layers * (1 if fp8 else itemsize) + shape.head_size * itemsize) / tp
+    width = max(1.0, shape.num_kv_heads / tp) * shape.head_dim
+    cache = 2 * shape.num_layers * width * itemsize * context
     peak = reached.product * hardware.peak(itemsize, fp8=fp8)
-    flops = 2 * (sizes.active + sizes.head) / tp
-    reduced = 2 * (tp - 1) / tp * batch * sizes.hidden_size * itemsize / machine.link(tp)
+    flops = 2 * (shape.num_layers * shape.active_size + shape.head_size) / tp
+    reduced = 2 * (tp - 1) / tp * batch * shape.hidden_size * itemsize / machine.link(tp)
     return {
         "reading weights": weights / bandwidth,
         "reading keys and values": batch * cache / bandwidth,
         "products": batch * flops / peak,
-        "host": sizes.num_layers * reached.decode_layer + batch * reached.decode_sequence,
-        "tensor parallelism": 2 * sizes.num_layers * (reduced + ALL_REDUCE) * (tp > 1),
+        "host": shape.num_layers * reached.decode_layer + batch * reached.decode_sequence,
+        "tensor parallelism": 2 * shape.num_layers * (reduced + ALL_REDUCE) * (tp > 1),
     }
 
 
@@ -440,7 +366,7 @@ def sampled_lengths(play: Play, count: int) -> list[float]:
 @lru_cache(maxsize=4096)  # a search asks for the same ones under many layouts of training
 def rollout(
     machine: Machine,
-    sizes: Sizes,
+    shape: ModelShape,
     play: Play,
     *,
     sessions: int,
@@ -457,7 +383,7 @@ def rollout(
     context = (play.text_length + play.prompt_tokens) / 2  # on average over an answer
     peak = machine.constants.product * machine.hardware.peak(itemsize, fp8=fp8)
     terms = {
-        "prompts": sessions * play.read * 2 * sizes.active / tp / peak,
+        "prompts": sessions * play.read * 2 * shape.num_layers * shape.active_size / tp / peak,
         "environment": (play.turns - 1) * play.environment_seconds * math.ceil(sessions / at_once),
     }
     lengths = sampled_lengths(play, min(sessions, BUCKETS))
@@ -465,7 +391,7 @@ def rollout(
         running = sessions * (1 - position / len(lengths))
         batch = min(running, at_once)
         step = decode_step(
-            machine, sizes, batch=batch, context=context, tp=tp, fp8=fp8, itemsize=itemsize
+            machine, shape, batch=batch, context=context, tp=tp, fp8=fp8, itemsize=itemsize
         )
         for name, seconds in step.items():
             spent = (length - shorter) * running / batch * seconds
@@ -552,7 +478,7 @@ def sampling(
     )
     terms = dict(
         rollout(
-            machine, Sizes.of(shape), play, sessions=sessions, room=rolled.kv_cache_size(sessions),
+            machine, shape, play, sessions=sessions, room=rolled.kv_cache_size(sessions),
             tp=setting.engine_tp, fp8=setting.engine_fp8, itemsize=setting.itemsize,
         )
     )  # fmt: skip
@@ -600,7 +526,7 @@ def step_seconds(
     meanwhile only those that they wait for. Raises ValueError for a split that cannot be.
     """
     trainers = config.parallel.num_trainers(num_gpus)
-    setting, sizes, rolled = Setting.from_config(config, trainers), Sizes.of(shape), config.rollout
+    setting, rolled = Setting.from_config(config, trainers), config.rollout
     cut = cut_of(config, shape, setting)
     if (cut.fp8 or setting.engine_fp8) and not machine.hardware.fp8:
         raise ValueError(
@@ -635,10 +561,10 @@ def step_seconds(
         }
 
     def scored(**changes: float) -> Terms:
-        return passes(machine, sizes, cut, is_trained=False, **(micros(trained) | changes))
+        return passes(machine, shape, cut, is_trained=False, **(micros(trained) | changes))
 
     def updated(**changes: float) -> Terms:
-        terms = training(machine, sizes, cut, **(micros(minibatch) | changes))
+        terms = training(machine, shape, cut, **(micros(minibatch) | changes))
         return {name: updates * seconds for name, seconds in terms.items()}
 
     if config.old_logprobs_from(updates) == "pass":
@@ -649,7 +575,7 @@ def step_seconds(
         phases["reference"] = scored() | {"host link": moved / machine.host_link}
     for number, (teacher, share) in enumerate(setting.teachers, 1):
         phases[f"teacher {number}" if number > 1 else "teacher"] = passes(
-            machine, Sizes.of(teacher), cut, is_trained=False, **micros(share * trained)
+            machine, teacher, cut, is_trained=False, **micros(share * trained)
         )
     if setting.has_critic:
         phases["values"] = scored(labels=0.0)

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -63,9 +63,6 @@ class Recorder(RolloutEngine):
     def __init__(self) -> None:
         self.counts = EngineCounts()
 
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], *, again: bool = False) -> None:
         self.weights = list(weights)
         self.weight_version += not again
@@ -77,12 +74,6 @@ class Recorder(RolloutEngine):
     @property
     def has_base(self) -> bool:
         return hasattr(self, "weights")
-
-    def start(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 def assert_holds(engine: Recorder, version: int) -> None:

@@ -22,7 +22,6 @@ from ragen_mega.planning.time import (
     BF16,
     FP32,
     Play,
-    Sizes,
     Terms,
     TrainingLayout,
     decode_step,
@@ -71,23 +70,23 @@ class Point:
     measured: float
     is_fitted: bool
     """Whether constants may be fitted on it; else it judges them."""
-    sizes: Sizes
+    shape: ModelShape
 
     @property
     def group(self) -> str:
         """Name its kind, and the kind of model."""
-        return f"{self.kind}, {'mixture' if self.sizes.num_experts else 'dense'}"
+        return f"{self.kind}, {'mixture' if self.shape.num_experts else 'dense'}"
 
 
 def read_points() -> list[Point]:
     """Read the published numbers. Every other row of a kind judges, and those that say so."""
     content = json.loads(ROWS.read_text())
-    sizes = {name: Sizes.of(ModelShape.from_config(shape)) for name, shape in SHAPES.items()}
-    sizes |= {name: Sizes(**values) for name, values in content["models"].items()}
+    models = SHAPES | content["models"]
+    shapes = {name: ModelShape.from_config(values) for name, values in models.items()}
     return [
         Point(
             kind, row, quantity, value,
-            position % 2 == 0 and not row.get("judges"), sizes[row["model"]],
+            position % 2 == 0 and not row.get("judges"), shapes[row["model"]],
         )
         for kind in FITTED
         for position, row in enumerate(content[kind])
@@ -97,15 +96,15 @@ def read_points() -> list[Point]:
 
 def predicted(point: Point, constants: Constants) -> float:
     """Predict a number, in its unit."""
-    row, sizes = point.row, point.sizes
+    row, shape = point.row, point.shape
     machine = replace(find_machine(row.get("hardware", "H100")), constants=constants)
     if point.kind == "decode":
         prompt, answer, batch, tp = (
             row[name] for name in ("prompt_tokens", "output_tokens", "batch", "tp")
         )
-        step = decode_step(machine, sizes, tp=tp, batch=batch, context=prompt + answer / 2)
+        step = decode_step(machine, shape, tp=tp, batch=batch, context=prompt + answer / 2)
         # while a sequence is answered, the prompts of the others are read
-        read = (batch - 1) * prompt / answer * 2 * sizes.active / tp
+        read = (batch - 1) * prompt / answer * 2 * shape.num_layers * shape.active_size / tp
         read /= machine.constants.product * machine.hardware.bf16
         return batch / (sum(step.values()) + read)
     cut = TrainingLayout(**row["cut"])
@@ -114,16 +113,16 @@ def predicted(point: Point, constants: Constants) -> float:
         return rl_phases(machine, point, cut)[point.quantity]
     micro, length = row["sequences_per_microbatch"], row["sequence"]
     micros = row["batch"] / micro / cut.dp
-    terms = training(machine, sizes, cut, tokens=micro * length, length=length, micros=micros)
+    terms = training(machine, shape, cut, tokens=micro * length, length=length, micros=micros)
     rate = row["batch"] * length / row["gpus"] / sum(terms.values())
-    return rate * (sizes.flops(length) / 1e12 if point.quantity == "tflops" else 1)
+    return rate * (shape.cost.flops(length) / 1e12 if point.quantity == "tflops" else 1)
 
 
 def sampling(machine: Machine, point: Point) -> float:
     """Predict the seconds in which the engines of a published step play its trajectories. Engines
     that play trajectories of several steps at once have no end at which only the longest are left.
     """
-    row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
+    row, shape, tp = point.row, point.shape, point.row["engine_tp"]
     apart, ahead, turns = row.get("rollout_gpus", 0), row.get("staleness", 1), row.get("turns", 1)
     prompt, sampled, most = (
         row[name] / turns for name in ("prompt_tokens", "mean_tokens", "max_tokens")
@@ -132,11 +131,11 @@ def sampling(machine: Machine, point: Point) -> float:
     play = play if ahead == 1 else replace(play, spread=0.0)
     is_fp8, share = row.get("engine_fp8", False), ENGINE_SHARE["separate" if apart else "colocated"]
     # tokens whose keys and values fit beside the weights
-    held = 2 * sizes.num_layers * max(tp, sizes.num_kv_heads) * sizes.head_dim * BF16
+    held = 2 * shape.num_layers * max(tp, shape.num_kv_heads) * shape.head_dim * BF16
     space = share * tp * machine.hardware.gpu_gib * 2**30
-    room = (space - sizes.total * (1 if is_fp8 else BF16)) / held
+    room = (space - shape.num_parameters * (1 if is_fp8 else BF16)) / held
     sessions = math.ceil(ahead * row["samples"] * tp / (apart or row["gpus"]))
-    terms = rollout(machine, sizes, play, sessions=sessions, tp=tp, fp8=is_fp8, room=room)
+    terms = rollout(machine, shape, play, sessions=sessions, tp=tp, fp8=is_fp8, room=room)
     return sum(terms.values()) / ahead
 
 
@@ -144,7 +143,7 @@ def rl_phases(machine: Machine, point: Point, cut: TrainingLayout) -> Terms:
     """Predict phase -> seconds of a published step of reinforcement learning. Where some GPUs only
     sample it takes as long as the slower side, and the weights' way between them.
     """
-    row, sizes, tp = point.row, point.sizes, point.row["engine_tp"]
+    row, shape, tp = point.row, point.shape, point.row["engine_tp"]
     length = row["mean_tokens"] + row["prompt_tokens"]
 
     def micros(samples: float) -> dict[str, float]:
@@ -153,20 +152,20 @@ def rl_phases(machine: Machine, point: Point, cut: TrainingLayout) -> Terms:
         return {"tokens": computed / count, "length": length, "micros": count}
 
     updates = max(1, row["samples"] // row["batch"])
-    update = training(machine, sizes, cut, **micros(row["batch"]))
-    forward = passes(machine, sizes, cut, **micros(row["samples"]), is_trained=False)
+    update = training(machine, shape, cut, **micros(row["batch"]))
+    forward = passes(machine, shape, cut, **micros(row["samples"]), is_trained=False)
     phases = {
         "rollout": sampling(machine, point),
         "forward": row["forward_passes"] * sum(forward.values()),
         "update": updates * sum(update.values()),
-        "sync": BF16 * sizes.total / tp / machine.constants.sync,
+        "sync": BF16 * shape.num_parameters / tp / machine.constants.sync,
     }
     trained = phases["forward"] + phases["update"]
     trained += machine.constants.overhead * row["samples"] * length
     if row.get("rollout_gpus"):
         return phases | {"step": max(trained, phases["rollout"]) + phases["sync"]}
     # weights, gradients and optimizer give way to the engine and come back
-    moved = 2 * (2 * BF16 + 3 * FP32) * sizes.total / row["gpus"] / PAGEABLE
+    moved = 2 * (2 * BF16 + 3 * FP32) * shape.num_parameters / row["gpus"] / PAGEABLE
     return phases | {"step": phases["rollout"] + trained + moved + phases["sync"]}
 
 

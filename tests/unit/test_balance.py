@@ -13,7 +13,6 @@ from ragen_mega.data.forest import PrefixOrder
 from ragen_mega.data.packing import costs_of, microbatches, pack, shares
 from ragen_mega.data.types import Completion, TokenBatch, Trajectory, offsets_of
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.planning.time import Sizes
 
 SHAPE = ModelShape(
     model_type="qwen2",
@@ -53,11 +52,11 @@ def test_the_predictor_and_the_assignment_have_one_cost() -> None:
     """FLOPs of matrix products, forward and twice as many backward; the predictor leaves out that
     a token attends to itself.
     """
-    cost = Sizes.of(SHAPE).cost
+    cost = SHAPE.cost
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
     assert cost == (3 * 2 * 2 * layer, 3 * 2 * 2 * 2 * 64, 3 * 2 * 500 * 64)
     itself = cost.per_pair * 100 / 2
-    assert cost.of(100, 100) == pytest.approx(100 * Sizes.of(SHAPE).flops(100) + itself)
+    assert cost.of(100, 100) == pytest.approx(100 * cost.flops(100) + itself)
 
 
 @given(ITEMS, st.integers(1, 3), st.randoms(use_true_random=False))

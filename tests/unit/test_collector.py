@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from ragen_mega.config import parse
@@ -71,15 +69,6 @@ class RecordingEngine(RolloutEngine):
         self.released.append(session)
         self.engine.release(session)
 
-    def awake(self) -> AbstractContextManager[None]:
-        return self.engine.awake()
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.engine.load_weights(weights)
-
-    def shutdown(self) -> None:
-        self.engine.shutdown()
-
 
 class ScriptedEngine(RolloutEngine):
     """A policy that says what it is told: `say(session, turn)` -> text; `delay(session)` loop
@@ -111,18 +100,6 @@ class ScriptedEngine(RolloutEngine):
         )
         sampled = sampled[: sampling.max_tokens]
         return Completion(sampled, [-1.0] * len(sampled), "stop")
-
-    def release(self, session: int) -> None:
-        pass
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -222,12 +221,6 @@ class Talker(RolloutEngine):
         self.num_calls += 1
         answer = self.answers[sampling.seed % 2][: sampling.max_tokens]
         return Completion(answer, [-1.0] * len(answer), "stop")
-
-    def release(self, session: int) -> None:
-        pass
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.fixture(scope="module")

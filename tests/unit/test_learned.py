@@ -10,7 +10,6 @@ from ragen_mega.data.types import TokenBatch
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.published import model_config
-from ragen_mega.planning.time import Sizes
 from tools import learned
 from tools.benchmarks import bench_update
 
@@ -96,8 +95,8 @@ def test_the_trainer_alone_is_timed(estimator: str, tmp_path: Path) -> None:
     assert list(report["seconds"]) == ["actor", "critic"][: 1 + (estimator == "gae")]
     rate = 3 * 48 / report["seconds"]["actor"]["median"]
     assert report["tokens_per_second"] == pytest.approx(rate)
-    sizes = Sizes.of(ModelShape.of(model_config(str(tmp_path))))
-    assert report["teraflops"] == pytest.approx(rate * sizes.flops(48) / 1e12)
+    cost = ModelShape.of(model_config(str(tmp_path))).cost
+    assert report["teraflops"] == pytest.approx(rate * cost.flops(48) / 1e12)
     assert 0 < report["planned_gib"] < 2
 
 
@@ -145,10 +144,10 @@ def test_a_common_prompt_is_computed_once(tmp_path: Path, monkeypatch: pytest.Mo
     report = json.loads((tmp_path / "o.json").read_text())
     assert report["training_flags"] == estimate[1:] and len(batches) == 3
     assert batches[0].loss_mask.view(4, 48).sum(1).tolist() == [16 + 1] * 4
-    sizes, seconds = Sizes.of(ModelShape.of(model_config(str(tmp_path)))), report["seconds"]
+    cost, seconds = ModelShape.of(model_config(str(tmp_path))).cost, report["seconds"]
     assert report["tokens_per_second"] == pytest.approx(4 * 48 / seconds["actor"]["median"])
     whole = report["teraflops"] * 1e12 * seconds["actor"]["median"]
     pairs = 32**2 / 2 + 4 * sum(range(32, 48))  # but for half a pair of each position
-    labels = 4 * 16 * sizes.cost.per_label
-    by_hand = 96 * sizes.cost.per_token + labels + sizes.cost.per_pair * pairs
+    labels = 4 * 16 * cost.per_label
+    by_hand = 96 * cost.per_token + labels + cost.per_pair * pairs
     assert whole == pytest.approx(by_hand, rel=2e-3)

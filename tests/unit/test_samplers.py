@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -307,9 +307,6 @@ class Recorder(RolloutEngine):
 
     def __init__(self) -> None:
         self.counts, self.done = EngineCounts(), []
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def load_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], *, again: bool = False

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -88,12 +87,6 @@ class Talker(RolloutEngine):
         if self.fail:
             raise self.fail
         return Completion(self.answer, [-1.0] * len(self.answer), "stop")
-
-    def release(self, session: int) -> None:
-        pass
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from ragen_mega.planning.time import (
     TILE,
     AdapterSizes,
     Play,
-    Sizes,
     TrainingLayout,
     adapter_sizes,
     decode_step,
@@ -53,26 +52,34 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.of(model_config(name))
 
 
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, words: int) -> ModelShape:
+    values = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+    return ModelShape.from_config(values | {"intermediate_size": ffn, "vocab_size": words})
+
+
 def test_flops_of_a_token_are_the_published_ratio() -> None:
     """512.7 TFLOP/s a GPU at 10,456 tokens/s a GPU: 49.0 GFLOP."""
-    flops = Sizes.of(shape_of("Qwen3-8B")).flops(4096)
+    flops = shape_of("Qwen3-8B").cost.flops(4096)
     assert flops == pytest.approx(512.7e12 / 10456, rel=2e-3)
     assert flops == pytest.approx(49.0e9, rel=1e-3)
 
 
-def test_sizes_count_what_the_shape_counts() -> None:
-    """But for norms and biases, which are no products."""
+def test_the_parts_of_a_layer_are_its_matrices() -> None:
     for name in ("Qwen2.5-0.5B", "Qwen3-8B", "Qwen2.5-72B"):
         shape = shape_of(name)
-        assert Sizes.of(shape).total == pytest.approx(shape.num_parameters, rel=1e-3)
-        assert Sizes.of(shape).active == shape.num_layers * sum(shape.layer_sizes(matrices=True))
+        matrices = sum(shape.layer_sizes(matrices=True))
+        assert shape.attention_size + shape.expert_size == shape.active_size == matrices
+    shape = shape_of("Qwen3-30B-A3B")  # whose router is the third part
+    chosen, router = 8 * shape.expert_size, 2048 * 128
+    assert shape.active_size == shape.attention_size + chosen + router
 
 
 def test_the_terms_of_a_layer_by_hand() -> None:
     constants = Constants(product=0.5, memory=0.5, link=0.5)
     machine = Machine(HARDWARE["H100"], constants)
     shape = shape_of("Qwen2.5-7B")
-    terms = layer(machine, Sizes.of(shape), TrainingLayout(tp=2), 4096, 2048)
+    terms = layer(machine, shape, TrainingLayout(tp=2), 4096, 2048)
     # queries with keys and values, their projection, gate with up, down: each reads its input once
     products = ((3584, 1792 + 2 * 256), (1792, 3584), (3584, 2 * 9472), (9472, 3584))
     assert sum(inner * columns for inner, columns in products) == sum(
@@ -92,15 +99,13 @@ def test_the_terms_of_a_layer_by_hand() -> None:
 
 def test_the_terms_of_a_layer_of_experts_by_hand() -> None:
     """Every token goes to eight experts, of which seven eighths are elsewhere, and back."""
-    sizes = Sizes(48, 2048, 32, 4, 128, 768, 151936, num_experts=128, experts_per_token=8)
+    shape = shape_of("Qwen3-30B-A3B")
     for ep, speed in ((8, 450e9), (16, 50e9)):
-        terms = layer(H100, sizes, TrainingLayout(dp=ep, ep=ep), 4096, 4096)
+        terms = layer(H100, shape, TrainingLayout(dp=ep, ep=ep), 4096, 4096)
         sent = 2 * 8 * 4096 * 2048 * 2 * (ep - 1) / ep
         assert terms["expert parallelism"] == pytest.approx(sent / (H100.constants.link * speed))
-    dense = layer(
-        H100, replace(sizes, num_experts=0, experts_per_token=0), TrainingLayout(), 1e6, 1
-    )
-    routed = layer(H100, sizes, TrainingLayout(), 1e6, 1)
+    dense = layer(H100, llama(48, 2048, 32, 4, 768, 151936), TrainingLayout(), 1e6, 1)
+    routed = layer(H100, shape, TrainingLayout(), 1e6, 1)
     assert routed["matrix products"] > 2 * dense["matrix products"]
 
 
@@ -109,45 +114,46 @@ def test_the_terms_of_a_layer_of_experts_by_hand() -> None:
 )
 def test_a_pipeline_waits_for_its_slowest_stage(layers: int, held: list[int]) -> None:
     """The last one has the layers that are left, and the LM head."""
-    sizes = Sizes(layers, 4096, 32, 8, 128, 12288, 64000)
+    shape = llama(layers, 4096, 32, 8, 12288, 64000)
     common = {"tokens": 8192, "length": 4096, "micros": 32}
-    one = passes(H100, replace(sizes, num_layers=1), TrainingLayout(), **common)
+    one = passes(H100, replace(shape, num_layers=1), TrainingLayout(), **common)
     last = one["LM head"]
-    terms = passes(H100, sizes, TrainingLayout(pp=4), **common)
+    terms = passes(H100, shape, TrainingLayout(pp=4), **common)
     of_layer = sum(one.values()) - last
     slowest = max(of_layer * held[0], of_layer * held[-1] + last)
     own = sum(terms.values()) - terms["pipeline bubble"] - terms["pipeline transfers"]
     assert sum(held) == layers and own == pytest.approx(slowest)
-    chunks = passes(H100, sizes, TrainingLayout(pp=4, vp=4), **common)
+    chunks = passes(H100, shape, TrainingLayout(pp=4, vp=4), **common)
     assert chunks["pipeline bubble"] == pytest.approx(terms["pipeline bubble"] / 4)
 
 
 def test_gradients_and_parameters_travel_beside_passes() -> None:
     """By hand: a ring of 32 ranks on four nodes, each with its card."""
-    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
-    ring = 31 / 32 * sizes.total * (4 + 2) / H100.link(32, 1)  # float32 there, bfloat16 back
+    shape = shape_of("Qwen2.5-7B")
+    matrices = shape.num_layers * shape.active_size + 2 * shape.head_size
+    ring = 31 / 32 * matrices * (4 + 2) / H100.link(32, 1)  # float32 there, bfloat16 back
     for tokens in (1, 4096, 65536):
         cut, common = TrainingLayout(dp=32), {"tokens": tokens, "length": 1024, "micros": 2}
-        work = sum(passes(H100, sizes, cut, **common).values()) / 2
-        terms = training(H100, sizes, cut, **common)
+        work = sum(passes(H100, shape, cut, **common).values()) / 2
+        terms = training(H100, shape, cut, **common)
         seen = max(EXPOSED * ring, ring - work)
         assert terms["data parallelism"] == pytest.approx(seen)
-        adam = ADAM_BYTES * sizes.total / 32 / H100.memory + H100.constants.update
+        adam = ADAM_BYTES * shape.num_parameters / 32 / H100.memory + H100.constants.update
         assert terms["optimizer"] == pytest.approx(adam)
-    parked = training(H100, sizes, replace(cut, parks_optimizer=True), **common)["optimizer"]
-    assert parked - adam == pytest.approx(2 * 12 * sizes.total / 32 / H100.host_link)
+    parked = training(H100, shape, replace(cut, parks_optimizer=True), **common)["optimizer"]
+    assert parked - adam == pytest.approx(2 * 12 * shape.num_parameters / 32 / H100.host_link)
 
 
 def test_the_terms_of_a_decode_step_by_hand() -> None:
     """Llama-8B, whose published step on eight A100 a model without all-reduces misses by 70%."""
-    sizes = Sizes(32, 4096, 32, 8, 128, 14336, 128256)
+    shape = llama(32, 4096, 32, 8, 14336, 128256)
     constants = Constants(
         product=0.25, decode_memory=0.5, decode_layer=1e-5, decode_sequence=1e-6, link=0.5,
         routing=1.0, decode_expert=0.5,
     )  # fmt: skip
     machine = Machine(HARDWARE["A100"], constants)
     read = 32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336) + 128256 * 4096
-    found = decode_step(machine, sizes, tp=8, batch=4, context=100)
+    found = decode_step(machine, shape, tp=8, batch=4, context=100)
     assert found["reading weights"] == pytest.approx(2 * read / 8 / (0.5 * 2.039e12))
     cache = 4 * 100 * 2 * 32 * 128 * 2
     assert found["reading keys and values"] == pytest.approx(cache / (0.5 * 2.039e12))
@@ -155,24 +161,26 @@ def test_the_terms_of_a_decode_step_by_hand() -> None:
     assert found["host"] == pytest.approx(32e-5 + 4e-6)
     sent = 2 * 7 / 8 * 4 * 4096 * 2 / 150e9  # a ring of eight
     assert found["tensor parallelism"] == pytest.approx(32 * 2 * (ALL_REDUCE + sent))
-    assert decode_step(machine, sizes, tp=1, batch=4, context=100)["tensor parallelism"] == 0
-    mixture = replace(sizes, num_experts=16, experts_per_token=2)
+    assert decode_step(machine, shape, tp=1, batch=4, context=100)["tensor parallelism"] == 0
+    further = (("num_moe_experts", 16), ("moe_router_topk", 2))
+    mixture = replace(shape, model_type="qwen3_moe", further=further)
     other = decode_step(machine, mixture, tp=1, batch=1, context=0)
     experts = 32 * 2 * 3 * 4096 * 14336  # two of sixteen are read, and are all that is computed
     around = 32 * 2 * 4096 * 128 * 40 + 128256 * 4096
     wanted = 2 * (around + experts / 0.5) / (0.5 * 2.039e12)
     assert other["reading weights"] == pytest.approx(wanted)
-    assert other["products"] == pytest.approx(2 * (around + experts) / (0.25 * 312e12))
+    router = 32 * 16 * 4096
+    assert other["products"] == pytest.approx(2 * (around + experts + router) / (0.25 * 312e12))
 
 
 def published(**changes: object) -> published_steps.Point:
     """A step of reinforcement learning on ranks that sample and ranks that train."""
-    sizes, row = Sizes.of(shape_of("Qwen2.5-1.5B")), {
+    shape, row = shape_of("Qwen2.5-1.5B"), {
         "id": "one", "model": "Qwen2.5-1.5B", "gpus": 4, "samples": 16, "mean_tokens": 100,
         "max_tokens": 200, "prompt_tokens": 50, "engine_tp": 1, "batch": 16, "forward_passes": 1,
         "packed_tokens": 4096, "cut": {}, "measured": {"step": 1.0}, "rollout_gpus": 2,
     }  # fmt: skip
-    return published_steps.Point("rl", row | changes, "step", 1.0, False, sizes)
+    return published_steps.Point("rl", row | changes, "step", 1.0, False, shape)
 
 
 @pytest.mark.parametrize("samples", [16, 1024])
@@ -193,10 +201,10 @@ def test_a_step_off_takes_as_long_as_the_slower_side(samples: int) -> None:
 
 
 def test_the_head_computes_labels_and_a_reference_is_copied() -> None:
-    shape, sizes = shape_of("Qwen2.5-0.5B"), Sizes.of(shape_of("Qwen2.5-0.5B"))
+    shape = shape_of("Qwen2.5-0.5B")
     common = {"tokens": 4096, "length": 4096, "micros": 2}
     every, half = (
-        passes(H100, sizes, TrainingLayout(), **common, labels=n)["LM head"] for n in (1.0, 0.5)
+        passes(H100, shape, TrainingLayout(), **common, labels=n)["LM head"] for n in (1.0, 0.5)
     )
     assert 0.49 < half / every < 0.52
     config = parse(["--bf16", "--kl-kind", "k3", "--kl-coef", "0.1", "--updates-per-rollout", "2"])
@@ -215,11 +223,18 @@ def test_lengths_have_their_mean_and_limit() -> None:
     assert sum(many) / 97 == pytest.approx(16 * 200) and many[-1] / many[0] < 2
 
 
-def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int, at_once: int) -> float:
+def slow_rollout(
+    machine: Machine, shape: ModelShape, play: Play, sessions: int, at_once: int
+) -> float:
     """Token by token: every step samples one token for each trajectory that is not with its
     environment; `at_once` have begun and not ended.
     """
-    per_token = 2 * sizes.active / (machine.constants.product * machine.hardware.bf16)
+    per_token = (
+        2
+        * shape.num_layers
+        * shape.active_size
+        / (machine.constants.product * machine.hardware.bf16)
+    )
     lengths = sampled_lengths(play, sessions)
     random.Random(0).shuffle(lengths)
     left = [[math.ceil(one / play.turns)] * play.turns for one in lengths]
@@ -235,7 +250,7 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int, at_o
             now = min(ready[i] for i in begun)
             continue
         held = sum(context[i] for i in batch) / len(batch)
-        now += sum(decode_step(machine, sizes, tp=1, batch=len(batch), context=held).values())
+        now += sum(decode_step(machine, shape, tp=1, batch=len(batch), context=held).values())
         for i in batch:
             context[i] += 1
             left[i][0] -= 1
@@ -251,21 +266,21 @@ def slow_rollout(machine: Machine, sizes: Sizes, play: Play, sessions: int, at_o
 def test_a_rollout_is_about_what_playing_token_by_token_takes(
     latency: float, turns: int, at_once: int
 ) -> None:
-    sizes = Sizes.of(shape_of("Qwen2.5-0.5B"))
+    shape = shape_of("Qwen2.5-0.5B")
     play = Play(turns, 150, 60, 240, environment_seconds=latency)
     room = play.text_length * at_once
-    terms = rollout(H100, sizes, play, sessions=12, room=room)
-    slow = slow_rollout(H100, sizes, play, 12, at_once)
+    terms = rollout(H100, shape, play, sessions=12, room=room)
+    slow = slow_rollout(H100, shape, play, 12, at_once)
     assert sum(terms.values()) == pytest.approx(slow, rel=0.2)
 
 
 def test_keys_and_values_grow_with_the_text() -> None:
     """Where these are what an engine waits for, it takes as long as token by token."""
     machine = Machine(H100.hardware, replace(H100.constants, decode_memory=0.02))
-    sizes, play = Sizes.of(shape_of("Qwen2.5-0.5B")), Play(1, 20, 2000, 2000)
-    terms = rollout(machine, sizes, play, sessions=32)
+    shape, play = shape_of("Qwen2.5-0.5B"), Play(1, 20, 2000, 2000)
+    terms = rollout(machine, shape, play, sessions=32)
     assert terms["reading keys and values"] > 0.2 * sum(terms.values())
-    slow = slow_rollout(machine, sizes, play, 32, 32)
+    slow = slow_rollout(machine, shape, play, 32, 32)
     assert sum(terms.values()) == pytest.approx(slow, rel=0.01)
 
 
@@ -292,17 +307,19 @@ def test_a_window_that_slides_is_read_and_trained_on_as_so_many_short_trajectori
     assert play.sampled / default_play(short).sampled == pytest.approx(7 / 2)
     assert found["update actor"]["LM head"] < 0.7 * wanted["update actor"]["LM head"]
     # the engine reads two turns, and five times two turns and the answer between them
-    per_token = 2 * Sizes.of(shape).active / (H100.constants.product * H100.hardware.bf16)
+    per_token = (
+        2 * shape.num_layers * shape.active_size / (H100.constants.product * H100.hardware.bf16)
+    )
     read = (2 * 400 + 5 * (2 * 400 + 50)) * 64 * per_token
     assert found["rollout"]["prompts"] == pytest.approx(read, rel=0.01)
 
 
 def test_a_tail_costs_time_and_more_gpus_save_it() -> None:
-    sizes = Sizes.of(shape_of("Qwen2.5-7B"))
+    shape = shape_of("Qwen2.5-7B")
     even = Play(4, 200, 200, 800, spread=0.0)
 
     def seconds(play: Play, **changes: object) -> float:
-        return sum(rollout(H100, sizes, play, sessions=64, **changes).values())
+        return sum(rollout(H100, shape, play, sessions=64, **changes).values())
 
     assert seconds(replace(even, spread=0.8)) > 1.1 * seconds(even)
     assert seconds(even, tp=2) < seconds(even) and seconds(even, fp8=True) < seconds(even)
@@ -585,14 +602,17 @@ def test_utilisation_counts_what_is_computed() -> None:
     """Tokens that are shared need no operations, and no GPU exceeds what
     its products reach.
     """
-    shape, sizes = shape_of("Qwen2.5-14B"), Sizes.of(shape_of("Qwen2.5-14B"))
+    shape = shape_of("Qwen2.5-14B")
     flags = "--bf16 --filter-strategy none --num-groups 64 --minibatch-size 1024".split()
     config = parse(flags)
     for sharing in (1.0, 8.0):
         play = default_play(config, sharing=sharing)
         told = cost.cost(H100, shape, config, 8, play, 1.0)
-        layers = 6 * sizes.active + 6 * sizes.num_layers * sizes.num_heads * 128 * play.length
-        head = 6 * sizes.head * play.sampled
+        layers = (
+            6 * shape.num_layers * shape.active_size
+            + 6 * shape.num_layers * shape.num_heads * 128 * play.length
+        )
+        head = 6 * shape.head_size * play.sampled
         flops = 1024 * (layers * play.length / sharing + head)
         seconds = sum(told["phases_seconds"]["update actor"].values())
         assert told["update_mfu"] == pytest.approx(flops / seconds / 8 / 989.4e12)

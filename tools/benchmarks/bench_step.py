@@ -50,7 +50,6 @@ from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import HARDWARE
 from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
-from ragen_mega.planning.time import Sizes
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics, write_json
 from ragen_mega.storage.checkpoints import CHECKPOINTS
@@ -224,7 +223,7 @@ def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | N
     """TFLOP/s of actor and critic, forward and backward, over the positions of an update; with
     shared prefixes less is computed. None where a step does not say its seconds.
     """
-    sizes, found = Sizes.of(ModelShape.of(model_config(model))), []
+    cost, found = ModelShape.of(model_config(model)).cost, []
     for row in rows:
         if not row.get("time/advantages") or not row.get("time/update"):
             return None
@@ -233,7 +232,7 @@ def update_teraflops(model: str, rows: Sequence[Mapping[str, Any]]) -> float | N
         kept = row["filter/kept_fraction"]
         length = positions / (row["rollout/num_trajectories"] * kept)
         labels = row["rollout/sampled_tokens"] * kept / positions
-        flops = positions * (sizes.flops(length, labels) + sizes.flops(length, 0.0))
+        flops = positions * (cost.flops(length, labels) + cost.flops(length, 0.0))
         found.append(flops / row["time/update"] / 1e12)
     return statistics.median(found)
 

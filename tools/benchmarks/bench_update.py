@@ -41,7 +41,6 @@ from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import GIB, Setting, training
 from ragen_mega.planning.published import model_config
-from ragen_mega.planning.time import Sizes
 from ragen_mega.ranks import collectives
 
 ALL_WEIGHTS = "actor, all weights"
@@ -99,10 +98,10 @@ def main(arguments: argparse.Namespace) -> None:
     readings = interleave(work, arguments.repetitions, warmups=2)
     shutdown()
     seconds = {name: spread(of_model) for name, of_model in readings.items()}
-    median, sizes, peak = seconds["actor"]["median"], Sizes.of(shape), bfloat16_peak()
+    median, cost, peak = seconds["actor"]["median"], shape.cost, bfloat16_peak()
     # a position attends to half of its trajectory on average, one behind a prompt to more
-    operations = count * (length - shared) * sizes.flops(length + shared)
-    operations = (operations + shared * sizes.flops(shared, 0.0)) / median
+    operations = count * (length - shared) * cost.flops(length + shared)
+    operations = (operations + shared * cost.flops(shared, 0.0)) / median
     sharing = count * length / computed if shared else 1.0
     setting = Setting.from_config(config, 1, sharing=sharing, on_host=on_host)
     free_bytes, all_bytes = (0, 0) if on_host else torch.cuda.mem_get_info()
