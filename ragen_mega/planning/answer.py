@@ -265,7 +265,7 @@ def timed(
 ) -> dict[str, Any]:
     """Examine a layout as `examine` does, with the predicted seconds of a step and their bound."""
     phases = step_seconds(machine, shape, layout, num_gpus, play)
-    trainers = num_gpus - layout.parallel.rollout_ranks
+    trainers = layout.parallel.num_trainers(num_gpus)
     report = examine(shape, Setting.from_config(layout, trainers, sharing=play.sharing), capacity)
     return report | {
         "bound_by": cost.bound(phases),

@@ -210,8 +210,11 @@ def state_of(
 
 def base_bytes(shape: ModelShape, setting: Setting, stage: int) -> int:
     """Count the bytes of a stage of the frozen model beside which adapters stand. Exact."""
-    if not setting.lora.rank:
-        return 0
+    return frozen_bytes(shape, setting, stage) if setting.lora.rank else 0
+
+
+def frozen_bytes(shape: ModelShape, setting: Setting, stage: int) -> int:
+    """Count the bytes of a stage of a model that is not trained. Exact."""
     layout = replace(setting.parallel, use_distributed_optimizer=False)
     whole = replace(setting, lora=LoraConfig(), parallel=layout)
     return state_of(shape, whole, stage, is_critic=False).parameters
@@ -375,19 +378,48 @@ def _of_adapters(shape: ModelShape, setting: Setting, parts: dict[str, int]) -> 
     return found
 
 
+class AdapterSizes(NamedTuple):
+    """The sizes, on a rank, of the low-rank matrices A and B beside one weight of a layer."""
+
+    inner: int
+    width: int
+    """Numbers of a token between A and B: the rank, for each of the weight's tensors."""
+    columns: int
+    rank: int
+    experts: int = 0
+    """Experts that have such a weight each; 0 of a weight that every token passes."""
+
+    @property
+    def elements(self) -> int:
+        """Count the elements of all that stand beside the weight."""
+        return (self.experts or 1) * (self.width * self.inner + self.rank * self.columns)
+
+
+def adapter_sizes(shape: ModelShape, setting: Setting) -> Iterator[AdapterSizes]:
+    """Yield the sizes of the adapters beside the weights of a layer."""
+    cut, rank = setting.parallel.cut, setting.lora.rank
+    if not rank:
+        return
+    for weight in adapted(shape, setting.lora):
+        columns, inner = shape.whole(weight)
+        is_expert, is_row = weight.cut.group == "expert", weight.cut == ROW
+        tp = 1 if is_expert else cut.tp
+        experts = shape.num_local(weight, cut.ep) if is_expert else 0
+        size = (inner // tp, columns) if is_row else (inner, columns // tp)
+        yield AdapterSizes(size[0], rank * len(weight.tensors), size[1], rank, experts)
+
+
 def matrices_bytes(shape: ModelShape, setting: Setting) -> int:
     """Count the bytes of a layer's matrices A and B as a pass multiplies by them: A scaled, B with
     zeros between the rows of its tensors.
     """
-    cut, lora, total = setting.parallel.cut, setting.lora, 0
-    for weight in adapted(shape, lora):
-        rows, columns = shape.whole(weight)
-        tp = 1 if weight.cut.group == "expert" else cut.tp
-        rows, columns = (rows, columns // tp) if weight.cut == ROW else (rows // tp, columns)
-        is_copied = len(weight.tensors) > 1 or setting.itemsize != FP32
-        wide = lora.rank * len(weight.tensors)
-        total += shape.num_local(weight, cut.ep) * wide * (columns + rows * is_copied)
-    return total * setting.itemsize
+    is_cast = setting.itemsize != FP32
+    return setting.itemsize * sum(
+        (each.experts or 1)
+        * each.width
+        * (each.inner + each.columns * (is_cast or each.width > each.rank))
+        for each in adapter_sizes(shape, setting)
+    )
 
 
 def _stream_itemsize(setting: Setting) -> int:
@@ -658,11 +690,7 @@ def host_copies(shape: ModelShape, setting: Setting, stage: int) -> int:
 
 def teacher_bytes(setting: Setting, stage: int) -> list[int]:
     """Count the bytes of a pipeline stage of each teacher. Exact."""
-    layout = replace(setting.parallel, use_distributed_optimizer=False)
-    whole = replace(setting, lora=LoraConfig(), parallel=layout)
-    return [
-        state_of(shape, whole, stage, is_critic=False).parameters for shape, _ in setting.teachers
-    ]
+    return [frozen_bytes(shape, setting, stage) for shape, _ in setting.teachers]
 
 
 def fit(

@@ -10,18 +10,24 @@ from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import NamedTuple
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.models.cuts import ROW
-from ragen_mega.models.lora import adapted, expected_adapters
+from ragen_mega.models.lora import expected_adapters
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.hardware import Machine
-from ragen_mega.planning.memory import MOMENTS, ON_DEVICE, Setting, device_state, state_of
+from ragen_mega.planning.memory import (
+    MOMENTS,
+    ON_DEVICE,
+    AdapterSizes,
+    Setting,
+    adapter_sizes,
+    device_state,
+    state_of,
+)
 from ragen_mega.ranks.waits import Cause
 from ragen_mega.run.idleness import Usage, usage
 
@@ -60,23 +66,6 @@ BUCKETS = 32
 """Lengths of trajectories that a rollout distinguishes."""
 Terms = dict[str, float]
 """Term -> seconds."""
-
-
-class AdapterSizes(NamedTuple):
-    """The sizes, on a rank, of the low-rank matrices A and B beside one weight of a layer."""
-
-    inner: float
-    width: float
-    """Numbers of a token between A and B: the rank, for each of the weight's tensors."""
-    columns: float
-    rank: float
-    experts: float = 0.0
-    """Experts that have such a weight each; 0 of a weight that every token passes."""
-
-    @property
-    def elements(self) -> float:
-        """Count the elements of all that stand beside the weight."""
-        return (self.experts or 1) * (self.width * self.inner + self.rank * self.columns)
 
 
 @dataclass(frozen=True)
@@ -397,20 +386,6 @@ def rollout(
             spent = (length - shorter) * running / batch * seconds
             terms[name] = terms.get(name, 0.0) + spent
     return terms
-
-
-def adapter_sizes(shape: ModelShape, setting: Setting) -> Iterator[AdapterSizes]:
-    """Yield the sizes of the adapters beside the weights of a layer."""
-    cut, rank = setting.parallel.cut, setting.lora.rank
-    if not rank:
-        return
-    for weight in adapted(shape, setting.lora):
-        columns, inner = shape.whole(weight)
-        is_expert, is_row = weight.cut.group == "expert", weight.cut == ROW
-        tp = 1 if is_expert else cut.tp
-        experts = shape.num_local(weight, cut.ep) if is_expert else 0
-        size = (inner / tp, columns) if is_row else (inner, columns / tp)
-        yield AdapterSizes(size[0], rank * len(weight.tensors), size[1], rank, experts)
 
 
 def cut_of(config: StarPOConfig, shape: ModelShape, setting: Setting) -> TrainingLayout:

@@ -15,7 +15,15 @@ from ragen_mega.data.packing import minibatch_ids
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning import cost
 from ragen_mega.planning.hardware import HARDWARE, INTERVAL, Constants, Machine
-from ragen_mega.planning.memory import GIB, Capacity, Setting, plan, state_of
+from ragen_mega.planning.memory import (
+    GIB,
+    AdapterSizes,
+    Capacity,
+    Setting,
+    adapter_sizes,
+    plan,
+    state_of,
+)
 from ragen_mega.planning.published import model_config
 from ragen_mega.planning.time import (
     ADAM_BYTES,
@@ -24,10 +32,8 @@ from ragen_mega.planning.time import (
     CONNECTION,
     EXPOSED,
     TILE,
-    AdapterSizes,
     Play,
     TrainingLayout,
-    adapter_sizes,
     decode_step,
     default_play,
     layer,
