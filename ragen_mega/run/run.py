@@ -15,6 +15,7 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import plays_alike
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
@@ -70,6 +71,13 @@ from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.storage.run_directory import FINAL_ADAPTER, FINAL_EXPORT, WARM_START
+
+_OF_TRAINING = (
+    "rollout.temperature",
+    "environment.curriculum",
+    "environment.curriculum_success",
+)
+"""Settings that change the success of a rollout, beside those that `plays_alike` compares."""
 
 
 @dataclass
@@ -343,6 +351,8 @@ class Run:
             else:
                 change = guard.go_back(step + 1)
                 self.checkpoints.restore_weights(saved)
+                levels = saved.state.get("curriculum", {})
+                self.tasks.load_state_dict(levels if self._has_tasks_of(saved) else {})
                 self.rollouts.go_back(step + 1)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
@@ -465,8 +475,17 @@ class Run:
     def restore(self, saved: Checkpoint) -> None:
         """Resume from a checkpoint of any layout. Collective. Raises ValueError if it cannot."""
         self.checkpoints.restore(saved)
+        if not self._has_tasks_of(saved):
+            self.collapse_guard.task_changed()
+            self.tasks.load_state_dict({})
         self.step, self.engine.weight_version = saved.step, self.step_version
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
+
+    def _has_tasks_of(self, saved: Checkpoint) -> bool:
+        """Return whether the success of rollouts before a checkpoint can be compared with theirs
+        now.
+        """
+        return plays_alike(saved.config, self.config.to_dict(), *_OF_TRAINING)
 
     def __enter__(self) -> Self:
         self.screen.enter_context(self.console.open())

@@ -189,6 +189,26 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(
     assert metrics(directory)[-1]["guard/rollbacks"] == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_comparable"),
+    [
+        ("--environment-timeout 50 --eval-interval 3 --lr 1e-4", True),
+        ("--max-turns 2", False),
+        ("--temperature 0.9", False),
+    ],
+)
+def test_a_resume_with_other_tasks_begins_the_comparison_anew(
+    start: Path, straight: Path, tmp_path: Path, flags: str, is_comparable: bool
+) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    run = open_run(tmp_path, start, "--resume", "--num-steps", "9", *flags.split())
+    run.shutdown()
+    guard = run.collapse_guard.state_dict()
+    assert bool(guard["detector"]["best"]) == is_comparable == (guard["good_level"] is not None)
+    assert guard["rollbacks"] == metrics(straight)[-1]["guard/rollbacks"]
+
+
 def observed(guard: CollapseGuard, *levels: float, first: int = 1) -> list[str | None]:
     """Ten steps at each level, then a checkpoint."""
     said = []
