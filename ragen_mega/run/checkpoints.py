@@ -11,6 +11,7 @@ from safetensors.torch import save
 from ragen_mega.config import StarPOConfig
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.separate import Samplers
 from ragen_mega.run.timers import Timers
@@ -124,6 +125,9 @@ class RunCheckpoints(CheckpointWriter):
         for name, part in self._table.items():
             if name in saved.state:
                 part.load_state_dict(saved.state[name])
+        if not {*self._guard.pinned}.issubset(on_main(self.steps)):  # the guard only warned then
+            self._guard.task_changed()
+            self._guard.good_step = None
         for trainer in self._trainers.values():
             trainer.set_lr_factor(self._guard.lr_factor)
         if self._samplers:

@@ -152,7 +152,7 @@ class CollapseGuard:
         """
         level = self.detector.success_level
         level = -math.inf if level is None else level
-        if self.good_step is None or level >= self._good_level:
+        if level >= self._good_level:
             self.good_step, self._good_level = step, level
 
     def go_back(self, step: int) -> str:

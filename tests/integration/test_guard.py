@@ -84,6 +84,11 @@ def rollbacks(run: Path) -> dict[int, int]:
     }
 
 
+def state_of_guard(run: Path, step: int) -> dict[str, Any]:
+    path = run / "checkpoints" / f"step_{step:08d}" / "state.json"
+    return json.loads(path.read_text())["collapse_guard"]
+
+
 def assert_equal_runs(one: Path, other: Path) -> None:
     assert metrics(one) == metrics(other) and rollbacks(one) == rollbacks(other)
     last, others = state(one, 8), state(other, 8)
@@ -228,6 +233,9 @@ def test_the_checkpoint_to_go_back_to_is_the_latest_of_the_best() -> None:
     other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     for one in (guard, other):
         assert any(observed(one, 0.0)) and one.pinned == [30]
+    other.good_step = None  # it could not be read
+    other.checkpoint_at(60)
+    assert other.good_step is None and not other.may_react
     guard.go_back(60)
     assert guard.pinned == [60] and not guard.may_react
     assert (guard.lr_factor, guard.filter_share) == (config.guard_lr, config.guard_filter)
@@ -305,12 +313,20 @@ def test_all_ranks_go_back_together(
 
 
 def test_a_warning_changes_nothing(start: Path, straight: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS[:-4], "--guard", "warn", "--load", str(start), "--output", str(tmp_path))
-    run = build(parse([*flags, "--name", "run"]))
+    flags = [*FLAGS[:-4], *"--guard warn --keep-last 0 --name run".split()]
+    run = build(parse([*flags, "--load", str(start), "--output", str(tmp_path)]))
     run.collapse_guard.detector.thresholds = ANY_FALL
     directory = finish(run)
     first = min(rollbacks(straight))
     assert "collapse: success fell" in (directory / "events.jsonl").read_text()
+    (directory / "summary.json").unlink()
+    good = state_of_guard(directory, 8)["good_step"]
+    for is_there in (True, False):  # where only a warning was asked for it may have been pruned
+        run = open_run(tmp_path, start, "--resume", "--num-steps", "9")
+        run.shutdown()
+        assert run.collapse_guard.pinned == [good] * is_there
+        assert bool(run.collapse_guard.state_dict()["detector"]["best"]) == is_there
+        shutil.rmtree(directory / "checkpoints" / f"step_{good:08d}", ignore_errors=True)
     assert rollbacks(directory) == {} and metrics(directory)[-1]["guard/rollbacks"] == 0
     keys = ("rollout/reward", "actor/entropy")
     assert [[row[k] for k in keys] for row in metrics(directory)][: first + 1] == [
