@@ -61,7 +61,6 @@ class RunCheckpoints(CheckpointWriter):
             **table,
             "collapse_guard": guard,
             "totals": timers,
-            "best_success": Attribute(self, "best_success"),
             "seconds": Attribute(self, "seconds"),
         }
         super().__init__(
@@ -87,15 +86,13 @@ class RunCheckpoints(CheckpointWriter):
         """
         self.wait()
         self._best_before = self.best_success
-        best = success if self._is_best(success) else self.best_success
         if self._samplers:
             self._samplers.flush()
         state = {name: part.state_dict() for name, part in self._table.items()}
         with self._timers.timed("checkpoint"):
-            self.save(
-                step, self._stage, state | {"best_success": best}, success, self._guard.pinned
-            )
-        self.best_success = best
+            self.save(step, self._stage, state, success, self._guard.pinned)
+        if self._is_best(success):
+            self.best_success = success
 
     def wait(self) -> None:
         """Wait as the writer does; a success whose checkpoint is not there is not the best one."""
@@ -125,6 +122,7 @@ class RunCheckpoints(CheckpointWriter):
         for name, part in self._table.items():
             if name in saved.state:
                 part.load_state_dict(saved.state[name])
+        self.best_success = on_main(lambda: self.best_score(saved.step))
         if not {*self._guard.pinned}.issubset(on_main(self.steps)):  # the guard only warned then
             self._guard.task_changed()
             self._guard.good_step = None
