@@ -466,8 +466,10 @@ class Run:
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:
-        """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one. Collective."""
-        if self.checkpoints.has(self.step):
+        """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one and no `success`,
+        which that one may lack. Collective.
+        """
+        if success is None and self.checkpoints.has(self.step):
             return
         on_main(self.logger.sync)
         self.checkpoints.save_run(self.step, success)
