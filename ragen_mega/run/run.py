@@ -392,17 +392,19 @@ class Run:
         self.step, self.step_version = step + 1, self.engine.weight_version
         if log.empty:
             self.console.say(f"step {step}: trained on nothing: {log.empty}")
-        if (too_many := self.empty_steps.add(log.empty)) is not None:
-            self.save()
-            raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
+        too_many = self.empty_steps.add(log.empty)
         evaluation = self.config.evaluation
         if evaluation.is_reached(log.success):
             self.reached = log.success
             goal = f"--stop-at-success {evaluation.stop_at_success:g}"
             self.log.note(step, f"success {log.success:.1%} has reached {goal}")
-        if not self.is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
-            self.collapse_guard.checkpoint_at(self.step)
-            self.save(log.success)
+        if not self.is_last:
+            if is_due := log.went_back or self.checkpoints.is_due(self.step, log.success):
+                self.collapse_guard.checkpoint_at(self.step)
+            if is_due or too_many is not None:
+                self.save(log.success)
+            if too_many is not None:
+                raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
         self.log.write_timeline(step)
         self.stop_if_asked()
 

@@ -26,7 +26,7 @@ from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
-from ragen_mega.storage.checkpoints import find_latest
+from ragen_mega.storage.checkpoints import find_latest, read_checkpoint
 from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
@@ -434,18 +434,20 @@ def test_a_first_prompt_that_fills_the_context_is_found_before_the_warm_start(
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("flags", "why", "interval"),
     [
-        (("--max-response-length", "2"), "8 of 8 answers were cut, at 2 tokens"),
-        (("--temperature", "50"), ". of 8 answers were cut, .* lack the form"),
+        (("--max-response-length", "2"), "8 of 8 answers were cut, at 2 tokens", 0),
+        (("--temperature", "50"), ". of 8 answers were cut, .* lack the form", 2),
     ],
 )
 def test_steps_that_train_nothing_say_why_and_end_the_run(
-    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str
+    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str, interval: int
 ) -> None:
+    """The last of them counts as any step does: its evaluation, and its checkpoint if it is due."""
     name = f"empty{flags[0]}"
     common = ("--max-turns", "1", "--filter-strategy", "top_fraction", "--max-empty-steps", "2")
-    run = open_run(output, name, *common, *flags, "--save-interval", "0")
+    due = ("--eval-interval", "2", "--save-interval", f"{interval}")
+    run = open_run(output, name, *common, *flags, *due)
     said = f"2 steps .*--max-empty-steps.*{why}.*; (?:raise|start|show)"
     with pytest.raises(ValueError, match=said):
         finish(run)
@@ -453,7 +455,9 @@ def test_steps_that_train_nothing_say_why_and_end_the_run(
     assert said.count("trained on nothing: ") == 2
     assert re.search(f"step 1: trained on nothing: {why}", said)
     assert [row["step"] for row in metrics(output / name)] == [0, 1]
-    assert (output / name / "checkpoints" / "step_00000002").exists()
+    saved = read_checkpoint(output / name / "checkpoints" / "step_00000002")
+    assert saved.score == metrics(output / name)[1]["eval/success"]
+    assert saved.state["collapse_guard"]["good_step"] == (interval or None)
 
 
 def test_a_resumed_run_heeds_a_bound_that_it_has_passed(output: Path) -> None:
@@ -465,6 +469,9 @@ def test_a_resumed_run_heeds_a_bound_that_it_has_passed(output: Path) -> None:
     with pytest.raises(ValueError, match="bound of --max-empty-steps"):
         finish(run)
     assert [row["step"] for row in metrics(output / "bound")] == [0, 1, 2, 3]
+    goal = "--max-empty-steps 1 --eval-interval 1 --stop-at-success 0 --resume".split()
+    finish(open_run(output, "bound", *common, "--num-steps", "6", *goal))
+    assert json.loads((output / "bound" / "summary.json").read_text())["steps"] == 5
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
