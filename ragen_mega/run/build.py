@@ -706,8 +706,8 @@ def schedule_jump(before: TrainConfig, config: StarPOConfig, checkpoint: Checkpo
     rates than it would have had.
     """
     now, step, said, remedy = config.train, checkpoint.step, [], ""
-    rollbacks = checkpoint.state.get("collapse_guard", {}).get("rollbacks", 0)
-    factor = config.guard.guard_lr**rollbacks
+    guard = checkpoint.state.get("collapse_guard", {})
+    factor = guard.get("lr_factor", config.guard.guard_lr ** guard.get("rollbacks", 0))
     last, due, new = before.shares(max(0, step - 1)), before.shares(step), now.shares(step)
     names = {"lr": "learning rate", "decoupled_lr": "decoupled one", "critic_lr": "critic's"}
     for flag in names if config.advantage.uses_critic else ("lr", "decoupled_lr"):

@@ -111,18 +111,12 @@ class CollapseGuard:
         self.good_step: int | None = None
         """The regular checkpoint at which success was best; the one to go back to."""
         self.rollbacks = 0
+        self.lr_factor = 1.0
+        """Factor of the learning rates, after the rollbacks so far."""
+        self.filter_share = 1.0
+        """Share of the groups that the filter keeps which is trained on."""
         self._good_level = -math.inf
         self._is_collapse_reported = False
-
-    @property
-    def lr_factor(self) -> float:
-        """Factor of the learning rates, after the rollbacks so far."""
-        return self.config.guard_lr**self.rollbacks
-
-    @property
-    def filter_share(self) -> float:
-        """Share of the groups that the filter keeps which is trained on."""
-        return self.config.guard_filter**self.rollbacks
 
     @property
     def pinned(self) -> list[int]:
@@ -160,6 +154,8 @@ class CollapseGuard:
         Returns the changes from here on.
         """
         self.rollbacks += 1
+        self.lr_factor *= self.config.guard_lr
+        self.filter_share *= self.config.guard_filter
         self.good_step = step
         self.detector.forget_recent()
         return (
@@ -175,13 +171,17 @@ class CollapseGuard:
             "good_step": self.good_step,
             "good_level": self._good_level if math.isfinite(self._good_level) else None,
             "rollbacks": self.rollbacks,
+            "lr_factor": self.lr_factor,
+            "filter_share": self.filter_share,
             "is_told": self._is_collapse_reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Continue from `state_dict()`; an older one has no factors, which the flags say then."""
         self.detector.load_state_dict(state["detector"])
         self.good_step, self.rollbacks = state["good_step"], state["rollbacks"]
+        self.lr_factor = state.get("lr_factor", self.config.guard_lr**self.rollbacks)
+        self.filter_share = state.get("filter_share", self.config.guard_filter**self.rollbacks)
         self._good_level = -math.inf if state["good_level"] is None else state["good_level"]
         self._is_collapse_reported = state["is_told"]
 

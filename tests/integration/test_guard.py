@@ -197,21 +197,31 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(
 @pytest.mark.parametrize(
     ("flags", "is_comparable"),
     [
-        ("--environment-timeout 50 --eval-interval 3 --lr 1e-4", True),
+        ("--environment-timeout 50 --eval-interval 3 --lr 1e-4 --guard-lr 0.1", True),
         ("--max-turns 2", False),
         ("--temperature 0.9", False),
     ],
 )
 def test_a_resume_with_other_tasks_begins_the_comparison_anew(
-    start: Path, straight: Path, tmp_path: Path, flags: str, is_comparable: bool
+    start: Path,
+    straight: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    flags: str,
+    is_comparable: bool,
 ) -> None:
+    """What the run has gone back for holds on, under other flags of the guard too."""
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     run = open_run(tmp_path, start, "--resume", "--num-steps", "9", *flags.split())
     run.shutdown()
     guard = run.collapse_guard.state_dict()
     assert bool(guard["detector"]["best"]) == is_comparable == (guard["good_level"] is not None)
-    assert guard["rollbacks"] == metrics(straight)[-1]["guard/rollbacks"]
+    assert guard["rollbacks"] == (count := metrics(straight)[-1]["guard/rollbacks"])
+    rate = run.trainers["actor"].optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(run.config.train.lr / 9 * 0.5**count)
+    said = f"the learning rate of step 8 would have been 0 and is {rate:.3g}"
+    assert said in capsys.readouterr().out
 
 
 def observed(guard: CollapseGuard, *levels: float, first: int = 1) -> list[str | None]:
@@ -239,6 +249,17 @@ def test_the_checkpoint_to_go_back_to_is_the_latest_of_the_best() -> None:
     guard.go_back(60)
     assert guard.pinned == [60] and not guard.may_react
     assert (guard.lr_factor, guard.filter_share) == (config.guard_lr, config.guard_filter)
+    state = json.loads(json.dumps(guard.state_dict()))
+    flags = "--guard react --guard-lr 0.1 --guard-filter 0.2".split()
+    other = CollapseGuard(parse(flags).guard)
+    other.load_state_dict(state)  # other flags hold from the next rollback on
+    assert (other.lr_factor, other.filter_share) == (config.guard_lr, config.guard_filter)
+    other.go_back(70)
+    factors = 0.1 * config.guard_lr, 0.2 * config.guard_filter
+    assert (other.lr_factor, other.filter_share) == pytest.approx(factors)
+    del state["lr_factor"], state["filter_share"]  # of an older run
+    other.load_state_dict(state)
+    assert (other.lr_factor, other.filter_share) == (0.1, 0.2)
 
 
 def test_success_at_another_task_is_no_collapse() -> None:
