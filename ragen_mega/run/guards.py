@@ -297,6 +297,7 @@ class HeldOutStarts:
     def __init__(self) -> None:
         self._held_out: dict[str, set[str]] = {}  # digests of first prompts, by environment
         self._met: dict[str, set[str]] = {}
+        self._found: dict[str, set[str]] = {}  # by a rollout whose step is not done
 
     def evaluated(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Record the starts of an evaluation. First prompts that are all alike tell nothing, nor do
@@ -307,22 +308,26 @@ class HeldOutStarts:
             self._held_out[name] = prompts if tell else set()
 
     def trained(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """Record the starts of a rollout; returns a warning for each environment in which one is
-        held out for the first time.
+        """Find the starts of a rollout, which count once the step is done, see `commit`; returns a
+        warning for each environment in which one is held out for the first time.
         """
-        new = []
-        for name, prompts in _first_prompts(groups).items():
-            found = prompts & self._held_out.get(name, set())
-            if found and not self._met.get(name):
-                new.append(name)
-            self._met.setdefault(name, set()).update(found)
+        self._found = {
+            name: prompts & self._held_out.get(name, set())
+            for name, prompts in _first_prompts(groups).items()
+        }
         return [
-            f"training has met {met} of the {num} starts that {name} is evaluated on: without"
-            " boards both are drawn by seed, so that success there is no success on unseen states"
-            " (eval/starts_met goes on counting); give the world boards to hold them out"
-            for name in new
-            for met, num in filter(None, [self.count(name)])
+            f"training has met {len(found)} of the {len(self._held_out[name])} starts that"
+            f" {name} is evaluated on: without boards both are drawn by seed, so that success there"
+            " is no success on unseen states (eval/starts_met goes on counting); give the world"
+            " boards to hold them out"
+            for name, found in self._found.items()
+            if found and not self._met.get(name)
         ]
+
+    def commit(self) -> None:
+        """Count the starts of the latest rollout: its step will not be repeated."""
+        for name, found in self._found.items():
+            self._met.setdefault(name, set()).update(found)
 
     def count(self, name: str) -> tuple[int, int] | None:
         """Return how many of how many starts of an environment training has met; None if they tell

@@ -322,11 +322,13 @@ class Run:
     # The end of a step
 
     def advance(self, groups: Sequence[TrajectoryGroup], log: StepLog) -> None:
-        """End the updates of a step: advance the schedules, the average of diagnoses and the
-        curriculum by the success of the `groups`, and log the number of bad updates. A step that
-        is interrupted before is repeated whole, so nothing of it may count earlier.
+        """End the updates of a step: advance the schedules, the average of diagnoses, the starts
+        that it has met and the curriculum by the success of the `groups`, and log the number of bad
+        updates. A step that is interrupted before is repeated whole, so nothing of it may count
+        earlier.
         """
         log.add("rollout", self.tasks.observe(groups))
+        self.rollout_guard.starts.commit()
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
         average = log.result().get("collapse/score_average")
