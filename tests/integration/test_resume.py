@@ -129,6 +129,19 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
 
 
+def test_the_notes_of_the_start_outlive_a_stop_in_step_0(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen_mega.run.build.check_play", lambda config, renderer: ["a note"])
+    run = open_run(tmp_path, "run", "--load", str(start))
+    send_sigterm_after(run.tasks, "sample", lambda step: step == 0)
+    stop(run)
+    open_run(tmp_path, "run", "--load", str(start), "--resume").shutdown()
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    noted = [(event["step"], event["text"]) for event in map(json.loads, events)]
+    assert noted.count((0, "a note")) == 1
+
+
 @pytest.mark.slow
 def test_sigterm_between_rollout_and_updates(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
