@@ -375,7 +375,8 @@ class EmptySteps:
 
     def add(self, why: str | None) -> str | None:
         """Count a step, which trained on nothing for a reason, if there is one. Returns an error if
-        there are too many such steps; a resumed run may have as many again.
+        there are too many such steps; a resumed run may have as many again. Without a reason the
+        count begins anew.
         """
         self.count = self.count + 1 if why else 0
         # A resumed run may have more empty steps behind it than its bound allows.

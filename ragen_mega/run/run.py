@@ -358,6 +358,7 @@ class Run:
                 self.rollouts.go_back(step + 1)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
+                self.guard.consecutive.clear()  # of the weights that are left
         if reason is not None:
             self.log.note(step, f"collapse: {reason}")
         if step + 1 in self.config.environment.curriculum_steps or self.tasks.has_changed:
@@ -394,7 +395,7 @@ class Run:
         self.step, self.step_version = step + 1, self.engine.weight_version
         if log.empty:
             self.console.say(f"step {step}: trained on nothing: {log.empty}")
-        too_many = self.empty_steps.add(log.empty)
+        too_many = self.empty_steps.add(None if log.went_back else log.empty)
         evaluation = self.config.evaluation
         if evaluation.is_reached(log.success):
             self.reached = log.success

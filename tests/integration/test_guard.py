@@ -20,6 +20,7 @@ from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import CollapseGuard
+from ragen_mega.run.log import StepLog
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import play_part
@@ -84,9 +85,9 @@ def rollbacks(run: Path) -> dict[int, int]:
     }
 
 
-def state_of_guard(run: Path, step: int) -> dict[str, Any]:
-    path = run / "checkpoints" / f"step_{step:08d}" / "state.json"
-    return json.loads(path.read_text())["collapse_guard"]
+def state_of(run: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors."""
+    return json.loads((run / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
@@ -165,14 +166,26 @@ def test_stopped_around_a_rollback_equals_straight(
 def test_killed_after_a_rollback_goes_back_again(
     start: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """What remains is the checkpoint before it, and rollouts that are not sampled again."""
+    """What remains is the checkpoint before it, and rollouts that are not sampled again. Bad and
+    empty steps in a row are of the weights that are left.
+    """
     first = min(rollbacks(straight))
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         if int(path.name.removeprefix("step_")) > first:
             shutil.rmtree(path)
-    assert_equal_runs(straight, finish(open_run(tmp_path, start, "--keep-last", "0", "--resume")))
+    run = open_run(tmp_path, start, "--keep-last", "0", "--resume")
+    roll_back = run.roll_back_if_collapsed
+
+    def after_bad_updates(log: StepLog) -> None:
+        run.guard.consecutive["actor"], log.empty = 2, "no group was kept"
+        roll_back(log)
+
+    run.roll_back_if_collapsed = after_bad_updates
+    assert_equal_runs(straight, finish(run))
+    saved = state_of(tmp_path / "run", first + 1)
+    assert saved["nonfinite"] == {} and saved["empty_steps"] == 0
 
 
 def test_a_damaged_checkpoint_is_not_gone_back_to(
@@ -341,7 +354,7 @@ def test_a_warning_changes_nothing(start: Path, straight: Path, tmp_path: Path) 
     first = min(rollbacks(straight))
     assert "collapse: success fell" in (directory / "events.jsonl").read_text()
     (directory / "summary.json").unlink()
-    good = state_of_guard(directory, 8)["good_step"]
+    good = state_of(directory, 8)["collapse_guard"]["good_step"]
     for is_there in (True, False):  # where only a warning was asked for it may have been pruned
         run = open_run(tmp_path, start, "--resume", "--num-steps", "9")
         run.shutdown()

@@ -224,7 +224,8 @@ def test_levels_are_those_of_the_weights_and_of_the_tasks() -> None:
         run = Run.__new__(Run)
         run.config, run.tasks, run.collapse_guard = config, sampler, guard
         run.monitor, run.step_version = EchoTrapMonitor(), 0
-        run.engine, run.console, run.log, run.rollouts, run.checkpoints = (Mock() for _ in range(5))
+        for name in ("engine", "console", "log", "rollouts", "checkpoints", "guard"):
+            setattr(run, name, Mock())
         run.checkpoints.restore = lambda saved: sampler.load_state_dict(saved.state["curriculum"])
         run.checkpoints.read.return_value = saved
         return run
