@@ -486,6 +486,7 @@ class Run:
             self.collapse_guard.task_changed()
             self.tasks.load_state_dict({})
         self.step, self.engine.weight_version = saved.step, self.step_version
+        self.console.resumed(saved.step)
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
 
     def _has_tasks_of(self, saved: Checkpoint) -> bool:

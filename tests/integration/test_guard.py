@@ -235,6 +235,7 @@ def test_a_resume_with_other_tasks_begins_the_comparison_anew(
     assert rate == pytest.approx(run.config.train.lr / 9 * 0.5**count)
     said = f"the learning rate of step 8 would have been 0 and is {rate:.3g}"
     assert said in capsys.readouterr().out
+    assert str(run.console._pace).startswith("8 of 9 steps")
 
 
 def observed(guard: CollapseGuard, *levels: float, first: int = 1) -> list[str | None]:
