@@ -11,7 +11,10 @@ import re
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
+from ragen_mega.report.provenance import STARTS
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
@@ -178,15 +182,16 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
 
 
 def test_a_replay_does_not_cross_a_start_with_other_settings(output: Path, crashed: Path) -> None:
-    for flags in ((), ("--lr", "5e-4", "--gamma", "0.9")):
+    for flags in (("--eval-samples", "2"), ("--lr", "5e-4", "--gamma", "0.9")):
         run = output / f"resumed_with_{len(flags)}"
         shutil.copytree(crashed, run)
         finish(open_run(output, run.name, "--resume", "--trace-groups", "2", *flags))
         assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
         shutil.rmtree(run / "checkpoints" / "step_00000002")
         assert replayed_step.replay(replay_arguments(run, 1))["largest_difference"] == 0.0
-        if not flags:  # only its logs changed
+        if "--lr" not in flags:  # only its logs and its evaluations changed
             assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
+            check_longer(run)
             continue
         said = (
             "step 3 would be repeated from step 0, and from step 2 on .* other settings"
@@ -195,6 +200,20 @@ def test_a_replay_does_not_cross_a_start_with_other_settings(output: Path, crash
         )
         with pytest.raises(ValueError, match=said):
             replayed_step.replay(replay_arguments(run, 3))
+
+
+def check_longer(run: Path) -> None:
+    """More steps change the rates of those before, unless the rates are constant."""
+    recorded = json.loads((run / "config.json").read_text())
+    recorded[STARTS][-1]["changed"]["train.num_steps"] = [3, 4]
+    replayed: Any = SimpleNamespace(
+        step=0, rollouts=SimpleNamespace(files=RolloutStore(run / "rollouts"))
+    )
+    for decay, error in (("constant", None), ("linear", "num_steps was 3 and is 4")):
+        recorded["train"]["lr_decay"] = decay
+        (run / "config.json").write_text(json.dumps(recorded))
+        with pytest.raises(ValueError, match=error) if error else nullcontext():
+            replayed_step.check_settings(replayed, 3)
 
 
 def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
