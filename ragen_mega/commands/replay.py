@@ -8,7 +8,7 @@ another. Begins with the newest intact checkpoint at or before the step, goes th
 on the disk up to the step, and repeats its advantages, losses and gradients. On the layout of the
 run the numbers are equal to the bit, on another to rounding, which the steps between amplify
 (--tolerance); there it leaves out metrics of computed tokens, which the layout decides. Does not
-go through a start of the run that changed settings. Writes nothing into the run.
+go through a start of the run that changed settings of training. Writes nothing into the run.
 
     ragen-mega replay --run runs/NAME --step 12 --agent-calls
 

@@ -61,6 +61,11 @@ OF_COMPUTED = (
 """Endings of metrics of the tokens that are computed: each microbatch computes a shared beginning
 once, so another division of the trajectories among ranks computes other tokens.
 """
+OF_EVALUATIONS = tuple(
+    f"evaluation.{name}"
+    for name in ("eval_interval", "eval_prompts", "eval_samples", "eval_temperature")
+) + ("evaluation.stop_at_success",)
+"""Settings without effect on a step; `boards` are left out of the states that it draws."""
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 
 
@@ -176,10 +181,12 @@ def check_settings(run: Run, last_step: int) -> None:
     starts = {start["first_step"] for start in read_recorded(directory).get(STARTS, [])}
     for step in sorted(each for each in starts if run.step < each <= last_step):
         now = _settings_of(directory, step)
+        is_constant = now["train.lr_decay"] == "constant"
+        aside = (*OF_EVALUATIONS, *["train.num_steps"] * is_constant)
         changed = [
             f"{key} was {before.get(key)} and is {value}"
             for key, value in now.items()
-            if before.get(key) != value
+            if before.get(key) != value and key not in aside
         ]
         if changed:
             raise ValueError(

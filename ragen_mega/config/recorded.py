@@ -10,6 +10,17 @@ from ragen_mega.system.paths import named
 CONFIG_FILE = "config.json"
 WITHOUT_EFFECT = ("logging", "checkpoint", "parallel")
 """Sections of the settings that leave the numbers of a step as they are, but for rounding."""
+_PLAYED = ("environment", "agent")
+_ASIDE = (
+    "environment.environment_processes",
+    "environment.environment_timeout",
+    "environment.eval_environments",
+    "environment.curriculum",
+    "environment.curriculum_success",
+    "agent.agent_listen",
+    "agent.agent_timeout",
+)
+"""Settings of the sections _PLAYED that leave the success of an evaluation as it is."""
 _MOST_RUNS = 8
 
 
@@ -31,6 +42,21 @@ def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for section, values in settings.items()
         for name, value in values.items()
     }
+
+
+def plays_alike(
+    before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], *further: str
+) -> bool:
+    """Return whether success under two settings can be compared: they play the same tasks by the
+    same rules, and agree in the `further` section.name. A setting that one of them lacks is newer
+    than its run, and does not count.
+    """
+    recorded, present = flat(before), flat(now)
+    return all(
+        recorded[key] == present[key]
+        for key in recorded.keys() & present.keys()
+        if key in further or (key.partition(".")[0] in _PLAYED and key not in _ASIDE)
+    )
 
 
 def is_run(directory: Path) -> bool:

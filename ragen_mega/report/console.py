@@ -225,6 +225,10 @@ class Console:
             seconds = self._clock() - started
             self._pace.played(total or 0, seconds, in_evaluation=name != "rollout")
 
+    def resumed(self, num_done: int) -> None:
+        """Count so many steps as done, by earlier processes; before the bars are on the screen."""
+        self._pace.num_done = num_done
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the row of one step; before the first a legend, and the header from time to
         time.
@@ -303,7 +307,7 @@ class Console:
             *columns, console=self._rich, transient=True, refresh_per_second=4, get_time=self._clock
         )
         if self._pace.num_steps:
-            done = self._pace.num_done or 0
+            done = self._pace.num_done
             self._bars.add_task("run", total=self._pace.num_steps, completed=done, is_run=True)
         try:
             with self._bars:

@@ -24,11 +24,12 @@ class Pace:
     ) -> None:
         """`evaluations`: after so many steps -> episodes that are then played here."""
         self.num_steps = num_steps
-        self.num_done: int | None = None
-        """Steps that are done, None before the first."""
+        self.num_done = 0
+        """Steps that are done, by earlier processes too."""
         self._evaluations = dict(evaluations)
         self._clock = clock
         self._started = clock()
+        self._has_compiled = False
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._seconds_per_episode: float | None = None
         self._num_evaluated = 0  # episodes, since the latest step
@@ -36,8 +37,9 @@ class Pace:
 
     def step_done(self, num_done: int, seconds: float) -> None:
         """Record that a step took `seconds`, evaluation aside; `num_done` steps are done."""
-        if self.num_done is not None:
+        if self._has_compiled:
             self._recent.append(seconds)
+        self._has_compiled = True
         self.num_done, self._num_evaluated, self._anchor = num_done, 0, self._clock()
 
     def played(self, num_episodes: int, seconds: float, *, in_evaluation: bool) -> None:
@@ -49,7 +51,7 @@ class Pace:
 
     def left(self) -> float | None:
         """Return the seconds until the last evaluation is over, None before the second step."""
-        if self.num_done is None or not self._recent:
+        if not self._recent:
             return None
         step = statistics.mean(self._recent)
         episode, num_left = self._seconds_per_episode or 0.0, self.num_steps - self.num_done
@@ -61,7 +63,7 @@ class Pace:
         return max(ahead - (self._clock() - self._anchor), ahead - under_way)
 
     def __str__(self) -> str:
-        if self.num_done is None:
+        if not self.num_done:
             where = f"before the first of {self.num_steps} steps"
         else:
             where = f"{self.num_done} of {self.num_steps} steps"

@@ -268,9 +268,10 @@ class TaskSampler:
         return {name: levels.state_dict() for name, levels in self.levels.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the success of a checkpoint."""
+        """Restore the success of a checkpoint; with an empty state the levels begin anew."""
         for name, levels in self.levels.items():
             levels.load_state_dict(state.get(name, {}))
+        self.has_changed = False
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
         """Return the P groups of N tasks of a step, or of the step's further round."""

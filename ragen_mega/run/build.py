@@ -235,15 +235,15 @@ def build_run(
 
 
 def begin_run(run: Run, checkpoint: Checkpoint | None, notes: Sequence[str]) -> None:
-    """Take a run to its first step: restore its checkpoint, or log the `notes` of the start and
-    evaluate the policy as it is.
+    """Take a run to its first step: restore its checkpoint, or evaluate the policy as it is. The
+    `notes` of the start are logged with step 0, also where it is repeated.
     """
     if checkpoint:
         run.restore(checkpoint)  # the policy's first weights stay as the reference policy
     run.log.repeat_from(run.step)
+    for note in notes if run.step == 0 else ():
+        run.logger.note(0, note)
     if checkpoint is None:
-        for note in notes:
-            run.logger.note(0, note)
         found = run.evaluation.play(0)
         run.evaluation.warm_start = {name: result.to_dict() for name, result in found.items()}
         run.step_version = run.engine.weight_version
@@ -706,8 +706,8 @@ def schedule_jump(before: TrainConfig, config: StarPOConfig, checkpoint: Checkpo
     rates than it would have had.
     """
     now, step, said, remedy = config.train, checkpoint.step, [], ""
-    rollbacks = checkpoint.state.get("collapse_guard", {}).get("rollbacks", 0)
-    factor = config.guard.guard_lr**rollbacks
+    guard = checkpoint.state.get("collapse_guard", {})
+    factor = guard.get("lr_factor", config.guard.guard_lr ** guard.get("rollbacks", 0))
     last, due, new = before.shares(max(0, step - 1)), before.shares(step), now.shares(step)
     names = {"lr": "learning rate", "decoupled_lr": "decoupled one", "critic_lr": "critic's"}
     for flag in names if config.advantage.uses_critic else ("lr", "decoupled_lr"):

@@ -11,6 +11,7 @@ from safetensors.torch import save
 from ragen_mega.config import StarPOConfig
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.trainer import Trainer
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.separate import Samplers
 from ragen_mega.run.timers import Timers
@@ -60,7 +61,6 @@ class RunCheckpoints(CheckpointWriter):
             **table,
             "collapse_guard": guard,
             "totals": timers,
-            "best_success": Attribute(self, "best_success"),
             "seconds": Attribute(self, "seconds"),
         }
         super().__init__(
@@ -86,15 +86,13 @@ class RunCheckpoints(CheckpointWriter):
         """
         self.wait()
         self._best_before = self.best_success
-        best = success if self._is_best(success) else self.best_success
         if self._samplers:
             self._samplers.flush()
         state = {name: part.state_dict() for name, part in self._table.items()}
         with self._timers.timed("checkpoint"):
-            self.save(
-                step, self._stage, state | {"best_success": best}, success, self._guard.pinned
-            )
-        self.best_success = best
+            self.save(step, self._stage, state, success, self._guard.pinned)
+        if self._is_best(success):
+            self.best_success = success
 
     def wait(self) -> None:
         """Wait as the writer does; a success whose checkpoint is not there is not the best one."""
@@ -124,6 +122,10 @@ class RunCheckpoints(CheckpointWriter):
         for name, part in self._table.items():
             if name in saved.state:
                 part.load_state_dict(saved.state[name])
+        self.best_success = on_main(lambda: self.best_score(saved.step))
+        if not {*self._guard.pinned}.issubset(on_main(self.steps)):  # the guard only warned then
+            self._guard.task_changed()
+            self._guard.good_step = None
         for trainer in self._trainers.values():
             trainer.set_lr_factor(self._guard.lr_factor)
         if self._samplers:

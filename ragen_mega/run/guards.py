@@ -111,18 +111,12 @@ class CollapseGuard:
         self.good_step: int | None = None
         """The regular checkpoint at which success was best; the one to go back to."""
         self.rollbacks = 0
+        self.lr_factor = 1.0
+        """Factor of the learning rates, after the rollbacks so far."""
+        self.filter_share = 1.0
+        """Share of the groups that the filter keeps which is trained on."""
         self._good_level = -math.inf
         self._is_collapse_reported = False
-
-    @property
-    def lr_factor(self) -> float:
-        """Factor of the learning rates, after the rollbacks so far."""
-        return self.config.guard_lr**self.rollbacks
-
-    @property
-    def filter_share(self) -> float:
-        """Share of the groups that the filter keeps which is trained on."""
-        return self.config.guard_filter**self.rollbacks
 
     @property
     def pinned(self) -> list[int]:
@@ -152,7 +146,7 @@ class CollapseGuard:
         """
         level = self.detector.success_level
         level = -math.inf if level is None else level
-        if self.good_step is None or level >= self._good_level:
+        if level >= self._good_level:
             self.good_step, self._good_level = step, level
 
     def go_back(self, step: int) -> str:
@@ -160,6 +154,8 @@ class CollapseGuard:
         Returns the changes from here on.
         """
         self.rollbacks += 1
+        self.lr_factor *= self.config.guard_lr
+        self.filter_share *= self.config.guard_filter
         self.good_step = step
         self.detector.forget_recent()
         return (
@@ -175,13 +171,17 @@ class CollapseGuard:
             "good_step": self.good_step,
             "good_level": self._good_level if math.isfinite(self._good_level) else None,
             "rollbacks": self.rollbacks,
+            "lr_factor": self.lr_factor,
+            "filter_share": self.filter_share,
             "is_told": self._is_collapse_reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Continue from `state_dict()`; an older one has no factors, which the flags say then."""
         self.detector.load_state_dict(state["detector"])
         self.good_step, self.rollbacks = state["good_step"], state["rollbacks"]
+        self.lr_factor = state.get("lr_factor", self.config.guard_lr**self.rollbacks)
+        self.filter_share = state.get("filter_share", self.config.guard_filter**self.rollbacks)
         self._good_level = -math.inf if state["good_level"] is None else state["good_level"]
         self._is_collapse_reported = state["is_told"]
 
@@ -297,6 +297,7 @@ class HeldOutStarts:
     def __init__(self) -> None:
         self._held_out: dict[str, set[str]] = {}  # digests of first prompts, by environment
         self._met: dict[str, set[str]] = {}
+        self._found: dict[str, set[str]] = {}  # by a rollout whose step is not done
 
     def evaluated(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Record the starts of an evaluation. First prompts that are all alike tell nothing, nor do
@@ -307,22 +308,26 @@ class HeldOutStarts:
             self._held_out[name] = prompts if tell else set()
 
     def trained(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        """Record the starts of a rollout; returns a warning for each environment in which one is
-        held out for the first time.
+        """Find the starts of a rollout, which count once the step is done, see `commit`; returns a
+        warning for each environment in which one is held out for the first time.
         """
-        new = []
-        for name, prompts in _first_prompts(groups).items():
-            found = prompts & self._held_out.get(name, set())
-            if found and not self._met.get(name):
-                new.append(name)
-            self._met.setdefault(name, set()).update(found)
+        self._found = {
+            name: prompts & self._held_out.get(name, set())
+            for name, prompts in _first_prompts(groups).items()
+        }
         return [
-            f"training has met {met} of the {num} starts that {name} is evaluated on: without"
-            " boards both are drawn by seed, so that success there is no success on unseen states"
-            " (eval/starts_met goes on counting); give the world boards to hold them out"
-            for name in new
-            for met, num in filter(None, [self.count(name)])
+            f"training has met {len(found)} of the {len(self._held_out[name])} starts that"
+            f" {name} is evaluated on: without boards both are drawn by seed, so that success there"
+            " is no success on unseen states (eval/starts_met goes on counting); give the world"
+            " boards to hold them out"
+            for name, found in self._found.items()
+            if found and not self._met.get(name)
         ]
+
+    def commit(self) -> None:
+        """Count the starts of the latest rollout: its step will not be repeated."""
+        for name, found in self._found.items():
+            self._met.setdefault(name, set()).update(found)
 
     def count(self, name: str) -> tuple[int, int] | None:
         """Return how many of how many starts of an environment training has met; None if they tell
@@ -370,7 +375,8 @@ class EmptySteps:
 
     def add(self, why: str | None) -> str | None:
         """Count a step, which trained on nothing for a reason, if there is one. Returns an error if
-        there are too many such steps; a resumed run may have as many again.
+        there are too many such steps; a resumed run may have as many again. Without a reason the
+        count begins anew.
         """
         self.count = self.count + 1 if why else 0
         # A resumed run may have more empty steps behind it than its bound allows.

@@ -15,6 +15,7 @@ from ragen_mega.algorithm.credit import estimate_advantages
 from ragen_mega.algorithm.diagnostics import EchoTrapMonitor, diagnose, moving_average, probes
 from ragen_mega.algorithm.tables import PlugInError
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import plays_alike
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.environments.reference_players import Prompt
@@ -70,6 +71,13 @@ from ragen_mega.storage.checkpoints import BASE_MODEL, Checkpoint
 from ragen_mega.storage.model_writers import export
 from ragen_mega.storage.rollouts import ROLLOUTS, RolloutStore
 from ragen_mega.storage.run_directory import FINAL_ADAPTER, FINAL_EXPORT, WARM_START
+
+_OF_TRAINING = (
+    "rollout.temperature",
+    "environment.curriculum",
+    "environment.curriculum_success",
+)
+"""Settings that change the success of a rollout, beside those that `plays_alike` compares."""
 
 
 @dataclass
@@ -314,11 +322,13 @@ class Run:
     # The end of a step
 
     def advance(self, groups: Sequence[TrajectoryGroup], log: StepLog) -> None:
-        """End the updates of a step: advance the schedules, the average of diagnoses and the
-        curriculum by the success of the `groups`, and log the number of bad updates. A step that
-        is interrupted before is repeated whole, so nothing of it may count earlier.
+        """End the updates of a step: advance the schedules, the average of diagnoses, the starts
+        that it has met and the curriculum by the success of the `groups`, and log the number of bad
+        updates. A step that is interrupted before is repeated whole, so nothing of it may count
+        earlier.
         """
         log.add("rollout", self.tasks.observe(groups))
+        self.rollout_guard.starts.commit()
         for trainer in self.trainers.values():
             trainer.schedule.step(1)
         average = log.result().get("collapse/score_average")
@@ -343,9 +353,12 @@ class Run:
             else:
                 change = guard.go_back(step + 1)
                 self.checkpoints.restore_weights(saved)
+                levels = saved.state.get("curriculum", {})
+                self.tasks.load_state_dict(levels if self._has_tasks_of(saved) else {})
                 self.rollouts.go_back(step + 1)
                 reason += f"; back to the weights after {saved.step} steps, {change}"
                 log.went_back = True
+                self.guard.consecutive.clear()  # of the weights that are left
         if reason is not None:
             self.log.note(step, f"collapse: {reason}")
         if step + 1 in self.config.environment.curriculum_steps or self.tasks.has_changed:
@@ -382,17 +395,19 @@ class Run:
         self.step, self.step_version = step + 1, self.engine.weight_version
         if log.empty:
             self.console.say(f"step {step}: trained on nothing: {log.empty}")
-        if (too_many := self.empty_steps.add(log.empty)) is not None:
-            self.save()
-            raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
+        too_many = self.empty_steps.add(None if log.went_back else log.empty)
         evaluation = self.config.evaluation
         if evaluation.is_reached(log.success):
             self.reached = log.success
             goal = f"--stop-at-success {evaluation.stop_at_success:g}"
             self.log.note(step, f"success {log.success:.1%} has reached {goal}")
-        if not self.is_last and (log.went_back or self.checkpoints.is_due(self.step, log.success)):
-            self.collapse_guard.checkpoint_at(self.step)
-            self.save(log.success)
+        if not self.is_last:
+            if is_due := log.went_back or self.checkpoints.is_due(self.step, log.success):
+                self.collapse_guard.checkpoint_at(self.step)
+            if is_due or too_many is not None:
+                self.save(log.success)
+            if too_many is not None:
+                raise ValueError(f"{too_many}; {self.checkpoints.last('that changed')}")
         self.log.write_timeline(step)
         self.stop_if_asked()
 
@@ -456,8 +471,10 @@ class Run:
         self.checkpoints.require()
 
     def save(self, success: float | None = None) -> None:
-        """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one. Collective."""
-        if self.checkpoints.has(self.step):
+        """Write a checkpoint, see `RunCheckpoints.save_run`, unless there is one and no `success`,
+        which that one may lack. Collective.
+        """
+        if success is None and self.checkpoints.has(self.step):
             return
         on_main(self.logger.sync)
         self.checkpoints.save_run(self.step, success)
@@ -465,8 +482,18 @@ class Run:
     def restore(self, saved: Checkpoint) -> None:
         """Resume from a checkpoint of any layout. Collective. Raises ValueError if it cannot."""
         self.checkpoints.restore(saved)
+        if not self._has_tasks_of(saved):
+            self.collapse_guard.task_changed()
+            self.tasks.load_state_dict({})
         self.step, self.engine.weight_version = saved.step, self.step_version
+        self.console.resumed(saved.step)
         self.console.say(f"resumed from {saved.directory}: {saved.step} steps are done")
+
+    def _has_tasks_of(self, saved: Checkpoint) -> bool:
+        """Return whether the success of rollouts before a checkpoint can be compared with theirs
+        now.
+        """
+        return plays_alike(saved.config, self.config.to_dict(), *_OF_TRAINING)
 
     def __enter__(self) -> Self:
         self.screen.enter_context(self.console.open())

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import WITHOUT_EFFECT, flat
+from ragen_mega.config.recorded import WITHOUT_EFFECT, flat, plays_alike
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import (
     check_files,
@@ -43,6 +43,8 @@ SET_ASIDE = "set_aside"
 STATE = "state.json"
 FORMAT = 2
 _NAME = re.compile(r"step_(\d{8})")
+_OF_EVALUATION = ("evaluation.boards", "evaluation.eval_prompts", "evaluation.eval_temperature")
+"""Settings that change a score, beside those that `plays_alike` compares."""
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator", "lora.lora_rank")
 _FIXED_WITH_ADAPTERS = ("lora.lora_alpha", "lora.lora_targets")
 BASE_MODEL = "base"
@@ -293,6 +295,26 @@ class CheckpointWriter:
         """Return the steps that have a checkpoint, newest first."""
         return [int(path.name.removeprefix("step_")) for path in _published(self.directory)]
 
+    def best_score(self, last: int) -> float | None:
+        """Return the highest score of the checkpoints of at most `last` steps, None if there is
+        none; on the first rank.
+        """
+        facts = {}
+        for path in _published(self.directory):
+            with contextlib.suppress(OSError, ValueError):
+                facts[path] = read_manifest(path, format=FORMAT)
+        scores = self._scores(facts)
+        return max((scores[path] for path in scores if path.name <= _name(last)), default=None)
+
+    def _scores(self, facts: Mapping[Path, Mapping[str, Any]]) -> dict[Path, float]:
+        """Return the scores by checkpoint, but for scores of other evaluations than this run's."""
+        return {
+            path: fact["score"]
+            for path, fact in facts.items()
+            if fact["score"] is not None
+            and plays_alike(fact["config"], self.config, *_OF_EVALUATION)
+        }
+
     def last(self, change: str) -> str:
         """Return a sentence about the newest checkpoint, for a run that cannot go on without a
         `change`. Collective: waits for one that is being written.
@@ -413,7 +435,7 @@ class CheckpointWriter:
                 print(f"checkpoint {path} cannot be read and is kept: {error}", flush=True)
         published = [*facts]  # newest first
         kept = set(published[: self.keep_last] if self.keep_last else published)
-        scores = {path: fact["score"] for path, fact in facts.items() if fact["score"] is not None}
+        scores = self._scores(facts)
         if self.keep_best and scores:
             kept.add(max(scores, key=lambda path: (scores[path], path.name)))
         pinned = {_name(step) for path in kept for step in facts[path].get("pinned", ())}

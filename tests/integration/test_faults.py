@@ -11,7 +11,10 @@ import re
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +26,11 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
+from ragen_mega.report.provenance import STARTS
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
-from ragen_mega.storage.checkpoints import find_latest
+from ragen_mega.storage.checkpoints import find_latest, read_checkpoint
 from ragen_mega.storage.integrity import describe_error
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
@@ -178,15 +182,16 @@ def test_replay_gives_what_was_logged(output: Path, tmp_path: Path) -> None:
 
 
 def test_a_replay_does_not_cross_a_start_with_other_settings(output: Path, crashed: Path) -> None:
-    for flags in ((), ("--lr", "5e-4", "--gamma", "0.9")):
+    for flags in (("--eval-samples", "2"), ("--lr", "5e-4", "--gamma", "0.9")):
         run = output / f"resumed_with_{len(flags)}"
         shutil.copytree(crashed, run)
         finish(open_run(output, run.name, "--resume", "--trace-groups", "2", *flags))
         assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
         shutil.rmtree(run / "checkpoints" / "step_00000002")
         assert replayed_step.replay(replay_arguments(run, 1))["largest_difference"] == 0.0
-        if not flags:  # only its logs changed
+        if "--lr" not in flags:  # only its logs and its evaluations changed
             assert replayed_step.replay(replay_arguments(run, 3))["largest_difference"] == 0.0
+            check_longer(run)
             continue
         said = (
             "step 3 would be repeated from step 0, and from step 2 on .* other settings"
@@ -195,6 +200,20 @@ def test_a_replay_does_not_cross_a_start_with_other_settings(output: Path, crash
         )
         with pytest.raises(ValueError, match=said):
             replayed_step.replay(replay_arguments(run, 3))
+
+
+def check_longer(run: Path) -> None:
+    """More steps change the rates of those before, unless the rates are constant."""
+    recorded = json.loads((run / "config.json").read_text())
+    recorded[STARTS][-1]["changed"]["train.num_steps"] = [3, 4]
+    replayed: Any = SimpleNamespace(
+        step=0, rollouts=SimpleNamespace(files=RolloutStore(run / "rollouts"))
+    )
+    for decay, error in (("constant", None), ("linear", "num_steps was 3 and is 4")):
+        recorded["train"]["lr_decay"] = decay
+        (run / "config.json").write_text(json.dumps(recorded))
+        with pytest.raises(ValueError, match=error) if error else nullcontext():
+            replayed_step.check_settings(replayed, 3)
 
 
 def test_a_run_that_had_room_for_one_model_at_a_time_is_replayed_so(
@@ -434,18 +453,20 @@ def test_a_first_prompt_that_fills_the_context_is_found_before_the_warm_start(
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("flags", "why", "interval"),
     [
-        (("--max-response-length", "2"), "8 of 8 answers were cut, at 2 tokens"),
-        (("--temperature", "50"), ". of 8 answers were cut, .* lack the form"),
+        (("--max-response-length", "2"), "8 of 8 answers were cut, at 2 tokens", 0),
+        (("--temperature", "50"), ". of 8 answers were cut, .* lack the form", 2),
     ],
 )
 def test_steps_that_train_nothing_say_why_and_end_the_run(
-    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str
+    output: Path, capfd: pytest.CaptureFixture, flags: tuple[str, ...], why: str, interval: int
 ) -> None:
+    """The last of them counts as any step does: its evaluation, and its checkpoint if it is due."""
     name = f"empty{flags[0]}"
     common = ("--max-turns", "1", "--filter-strategy", "top_fraction", "--max-empty-steps", "2")
-    run = open_run(output, name, *common, *flags, "--save-interval", "0")
+    due = ("--eval-interval", "2", "--save-interval", f"{interval}")
+    run = open_run(output, name, *common, *flags, *due)
     said = f"2 steps .*--max-empty-steps.*{why}.*; (?:raise|start|show)"
     with pytest.raises(ValueError, match=said):
         finish(run)
@@ -453,7 +474,9 @@ def test_steps_that_train_nothing_say_why_and_end_the_run(
     assert said.count("trained on nothing: ") == 2
     assert re.search(f"step 1: trained on nothing: {why}", said)
     assert [row["step"] for row in metrics(output / name)] == [0, 1]
-    assert (output / name / "checkpoints" / "step_00000002").exists()
+    saved = read_checkpoint(output / name / "checkpoints" / "step_00000002")
+    assert saved.score == metrics(output / name)[1]["eval/success"]
+    assert saved.state["collapse_guard"]["good_step"] == (interval or None)
 
 
 def test_a_resumed_run_heeds_a_bound_that_it_has_passed(output: Path) -> None:
@@ -465,6 +488,9 @@ def test_a_resumed_run_heeds_a_bound_that_it_has_passed(output: Path) -> None:
     with pytest.raises(ValueError, match="bound of --max-empty-steps"):
         finish(run)
     assert [row["step"] for row in metrics(output / "bound")] == [0, 1, 2, 3]
+    goal = "--max-empty-steps 1 --eval-interval 1 --stop-at-success 0 --resume".split()
+    finish(open_run(output, "bound", *common, "--num-steps", "6", *goal))
+    assert json.loads((output / "bound" / "summary.json").read_text())["steps"] == 5
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

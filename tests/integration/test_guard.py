@@ -20,6 +20,7 @@ from ragen_mega.config import parse
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.guards import CollapseGuard
+from ragen_mega.run.log import StepLog
 from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import play_part
@@ -82,6 +83,11 @@ def rollbacks(run: Path) -> dict[int, int]:
         for event in events
         if "back to the weights" in event["text"]
     }
+
+
+def state_of(run: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors."""
+    return json.loads((run / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
@@ -160,14 +166,26 @@ def test_stopped_around_a_rollback_equals_straight(
 def test_killed_after_a_rollback_goes_back_again(
     start: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """What remains is the checkpoint before it, and rollouts that are not sampled again."""
+    """What remains is the checkpoint before it, and rollouts that are not sampled again. Bad and
+    empty steps in a row are of the weights that are left.
+    """
     first = min(rollbacks(straight))
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         if int(path.name.removeprefix("step_")) > first:
             shutil.rmtree(path)
-    assert_equal_runs(straight, finish(open_run(tmp_path, start, "--keep-last", "0", "--resume")))
+    run = open_run(tmp_path, start, "--keep-last", "0", "--resume")
+    roll_back = run.roll_back_if_collapsed
+
+    def after_bad_updates(log: StepLog) -> None:
+        run.guard.consecutive["actor"], log.empty = 2, "no group was kept"
+        roll_back(log)
+
+    run.roll_back_if_collapsed = after_bad_updates
+    assert_equal_runs(straight, finish(run))
+    saved = state_of(tmp_path / "run", first + 1)
+    assert saved["nonfinite"] == {} and saved["empty_steps"] == 0
 
 
 def test_a_damaged_checkpoint_is_not_gone_back_to(
@@ -189,6 +207,37 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(
     assert metrics(directory)[-1]["guard/rollbacks"] == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_comparable"),
+    [
+        ("--environment-timeout 50 --eval-interval 3 --lr 1e-4 --guard-lr 0.1", True),
+        ("--max-turns 2", False),
+        ("--temperature 0.9", False),
+    ],
+)
+def test_a_resume_with_other_tasks_begins_the_comparison_anew(
+    start: Path,
+    straight: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    flags: str,
+    is_comparable: bool,
+) -> None:
+    """What the run has gone back for holds on, under other flags of the guard too."""
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    run = open_run(tmp_path, start, "--resume", "--num-steps", "9", *flags.split())
+    run.shutdown()
+    guard = run.collapse_guard.state_dict()
+    assert bool(guard["detector"]["best"]) == is_comparable == (guard["good_level"] is not None)
+    assert guard["rollbacks"] == (count := metrics(straight)[-1]["guard/rollbacks"])
+    rate = run.trainers["actor"].optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(run.config.train.lr / 9 * 0.5**count)
+    said = f"the learning rate of step 8 would have been 0 and is {rate:.3g}"
+    assert said in capsys.readouterr().out
+    assert str(run.console._pace).startswith("8 of 9 steps")
+
+
 def observed(guard: CollapseGuard, *levels: float, first: int = 1) -> list[str | None]:
     """Ten steps at each level, then a checkpoint."""
     said = []
@@ -208,9 +257,23 @@ def test_the_checkpoint_to_go_back_to_is_the_latest_of_the_best() -> None:
     other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     for one in (guard, other):
         assert any(observed(one, 0.0)) and one.pinned == [30]
+    other.good_step = None  # it could not be read
+    other.checkpoint_at(60)
+    assert other.good_step is None and not other.may_react
     guard.go_back(60)
     assert guard.pinned == [60] and not guard.may_react
     assert (guard.lr_factor, guard.filter_share) == (config.guard_lr, config.guard_filter)
+    state = json.loads(json.dumps(guard.state_dict()))
+    flags = "--guard react --guard-lr 0.1 --guard-filter 0.2".split()
+    other = CollapseGuard(parse(flags).guard)
+    other.load_state_dict(state)  # other flags hold from the next rollback on
+    assert (other.lr_factor, other.filter_share) == (config.guard_lr, config.guard_filter)
+    other.go_back(70)
+    factors = 0.1 * config.guard_lr, 0.2 * config.guard_filter
+    assert (other.lr_factor, other.filter_share) == pytest.approx(factors)
+    del state["lr_factor"], state["filter_share"]  # of an older run
+    other.load_state_dict(state)
+    assert (other.lr_factor, other.filter_share) == (0.1, 0.2)
 
 
 def test_success_at_another_task_is_no_collapse() -> None:
@@ -285,12 +348,20 @@ def test_all_ranks_go_back_together(
 
 
 def test_a_warning_changes_nothing(start: Path, straight: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS[:-4], "--guard", "warn", "--load", str(start), "--output", str(tmp_path))
-    run = build(parse([*flags, "--name", "run"]))
+    flags = [*FLAGS[:-4], *"--guard warn --keep-last 0 --name run".split()]
+    run = build(parse([*flags, "--load", str(start), "--output", str(tmp_path)]))
     run.collapse_guard.detector.thresholds = ANY_FALL
     directory = finish(run)
     first = min(rollbacks(straight))
     assert "collapse: success fell" in (directory / "events.jsonl").read_text()
+    (directory / "summary.json").unlink()
+    good = state_of(directory, 8)["collapse_guard"]["good_step"]
+    for is_there in (True, False):  # where only a warning was asked for it may have been pruned
+        run = open_run(tmp_path, start, "--resume", "--num-steps", "9")
+        run.shutdown()
+        assert run.collapse_guard.pinned == [good] * is_there
+        assert bool(run.collapse_guard.state_dict()["detector"]["best"]) == is_there
+        shutil.rmtree(directory / "checkpoints" / f"step_{good:08d}", ignore_errors=True)
     assert rollbacks(directory) == {} and metrics(directory)[-1]["guard/rollbacks"] == 0
     keys = ("rollout/reward", "actor/entropy")
     assert [[row[k] for k in keys] for row in metrics(directory)][: first + 1] == [

@@ -18,6 +18,7 @@ from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run
+from ragen_mega.storage.checkpoints import read_checkpoint
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
 from tests.support.runs import (
@@ -126,6 +127,19 @@ def test_sigterm_during_a_rollout(start: Path, straight: Path, tmp_path: Path) -
     send_sigterm_after(run.tasks, "sample", lambda step: step == 3)
     stop(run)
     assert_equal_runs(straight, finish(open_run(tmp_path, "run", "--load", str(start), "--resume")))
+
+
+def test_the_notes_of_the_start_outlive_a_stop_in_step_0(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen_mega.run.build.check_play", lambda config, renderer: ["a note"])
+    run = open_run(tmp_path, "run", "--load", str(start))
+    send_sigterm_after(run.tasks, "sample", lambda step: step == 0)
+    stop(run)
+    open_run(tmp_path, "run", "--load", str(start), "--resume").shutdown()
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    noted = [(event["step"], event["text"]) for event in map(json.loads, events)]
+    assert noted.count((0, "a note")) == 1
 
 
 @pytest.mark.slow
@@ -242,11 +256,20 @@ def test_a_run_that_ends_at_its_checkpoint_forgets_the_steps_after_it(
 
 
 def test_a_goal_that_was_reached_stays_reached(start: Path, tmp_path: Path) -> None:
-    """Also where the process ended before the summary was written."""
+    """Also where the process ended before the last evaluation, whose success is the score of the
+    last checkpoint, or before the summary was written.
+    """
     goal = ("--load", str(start), "--eval-interval", "1", "--stop-at-success", "0")
-    run = finish(open_run(tmp_path, "run", *goal))
+    stopped = open_run(tmp_path, "run", *goal)
+    send_sigterm_after(stopped.logger, "log", lambda step, values: step == 0)
+    stop(stopped)
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000001").score is None
+    run = finish(open_run(tmp_path, "run", *goal, "--resume"))
     before = metrics(run)
     assert [row["step"] for row in before] == [0]
+    result, other = json.loads((run / "summary.json").read_text())["sets"].values()
+    score = read_checkpoint(run / "checkpoints" / "step_00000001").score
+    assert score == (result["success"] + other["success"]) / 2
     with pytest.raises(Finished, match="reached --stop-at-success 0 after 1 steps"):
         open_run(tmp_path, "run", *goal, "--resume")
     (run / "summary.json").unlink()

@@ -83,6 +83,21 @@ def save_steps(
     writer.wait()
 
 
+def checkpoints_of(directory: Path, *flags: str) -> RunCheckpoints:
+    """The checkpoints of a run without trainers that keeps the best one."""
+    config = parse(["--keep-best", "--eval-interval", "1", "--save-interval", "0", *flags])
+    return RunCheckpoints(
+        directory,
+        config,
+        {},
+        models={},
+        trainers={},
+        samplers=None,
+        guard=CollapseGuard(config.guard),
+        timers=Timers(),
+    )
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -103,17 +118,7 @@ def test_a_best_success_whose_checkpoint_is_not_there_is_surpassed_by_less(
 ) -> None:
     """With --keep-best, however early or late the write fails; an earlier best one stays."""
     monkeypatch.setattr(checkpoint, "stage", lambda place, trainers: stage_bytes(b"1")(place))
-    config = parse(["--keep-best", "--eval-interval", "1", "--save-interval", "0"])
-    saved = RunCheckpoints(
-        tmp_path,
-        config,
-        {},
-        models={},
-        trainers={},
-        samplers=None,
-        guard=CollapseGuard(config.guard),
-        timers=Timers(),
-    )
+    saved = checkpoints_of(tmp_path)
 
     def evaluate(step: int, success: float, fails_in: str = "") -> bool:
         if is_due := saved.is_due(step, success):
@@ -129,8 +134,36 @@ def test_a_best_success_whose_checkpoint_is_not_there_is_surpassed_by_less(
         assert evaluate(step, 0.9, fails_in)
     assert not evaluate(4, 0.2) and evaluate(5, 0.6) and not evaluate(6, 0.5)
     saved.require()
-    latest = find_latest(saved.directory, pytest.fail)
-    assert saved.steps() == [5, 1] and latest.state["best_success"] == 0.6
+    assert saved.steps() == [5, 1] and saved.best_success == 0.6
+
+
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        ("", 0.6),
+        ("--eval-interval 3 --eval-samples 2 --lr 1e-4 --environment-processes 1", 0.6),
+        ("--eval-prompts 9", None),
+        ("--eval-temperature 0.1", None),
+        ("--environments bandit", None),
+    ],
+)
+def test_the_best_success_is_of_this_evaluation_and_of_a_checkpoint_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, best: float | None
+) -> None:
+    """Without --keep-best the checkpoint of 0.9 was deleted."""
+    monkeypatch.setattr(checkpoint, "stage", lambda place, trainers: stage_bytes(b"1")(place))
+    monkeypatch.setattr(checkpoint, "load", lambda place, trainers: None)
+    before = checkpoints_of(tmp_path, "--no-keep-best", "--keep-last", "2")
+    for step, success in ((1, 0.9), (2, 0.6), (3, None)):
+        before.save_run(step, success)
+    before.require()
+    resumed = checkpoints_of(tmp_path, "--keep-last", "1", *flags.split())
+    resumed.restore(find_latest(resumed.directory, pytest.fail))
+    assert resumed.best_success == best and resumed.is_due(4, 0.4) == (best is None)
+    for step, success in ((4, 0.4), (5, None)):
+        resumed.save_run(step, success)
+    resumed.require()
+    assert resumed.steps() == [5, 4 if best is None else 2]
 
 
 def test_nothing_to_find(tmp_path: Path) -> None:

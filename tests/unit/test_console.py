@@ -149,6 +149,18 @@ def test_a_long_rollout_shows_its_turns_and_the_run(output):
     assert "4 of 10 steps, 54 s so far, about 5 min left" in output.getvalue()
 
 
+@pytest.mark.parametrize("output", [io.StringIO(), Terminal()])
+def test_a_resumed_run_counts_the_steps_before_it(output):
+    now = [0.0]
+    console = Console(is_writer=True, num_steps=8, file=output, clock=lambda: now[0])
+    console.resumed(5)
+    with console.open() as bars, console.progress("rollout", total=2) as rollout:
+        now[0] += 30.0
+        rollout.advance()
+        assert bars is None or bars.tasks[0].completed == 5
+    assert bars or output.getvalue() == "rollout 1/2 (5 of 8 steps, 30 s so far)\n"
+
+
 def test_a_terminal_gets_bars_also_nested_ones_and_they_leave_no_trace():
     output = Terminal()
     console = Console(is_writer=True, num_steps=1, file=output)

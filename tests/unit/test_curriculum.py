@@ -9,9 +9,11 @@ from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from ragen_mega.algorithm.diagnostics import EchoTrapMonitor
 from ragen_mega.commands.replayed_step import RecordedRollouts
 from ragen_mega.config import parse
 from ragen_mega.data.compact import outlined, outlines_of
@@ -24,6 +26,10 @@ from ragen_mega.rollout.curriculum import Levels
 from ragen_mega.rollout.player import Task
 from ragen_mega.rollout.tasks import TRAINING_SEEDS, TaskSampler
 from ragen_mega.run.guards import CollapseGuard
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.run import Run
+from ragen_mega.run.timers import Timers
+from ragen_mega.storage.checkpoints import Checkpoint
 from ragen_mega.storage.rollouts import RolloutStore
 from tests.support.forked_ranks import on_ranks
 
@@ -204,6 +210,39 @@ def test_a_resumed_run_draws_the_same_tasks() -> None:
     fresh = TaskSampler(parse(FLAGS))
     seeds = [[group[0].seed for group in each.sample(4)] for each in (whole, resumed, fresh)]
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_levels_are_those_of_the_weights_and_of_the_tasks() -> None:
+    """They return with the checkpoint that the guard goes back to, and begin anew where a resumed
+    run has other tasks.
+    """
+
+    def run_of(*flags: str) -> Any:
+        config = parse([*FLAGS, "--guard", "react", *flags])
+        guard, sampler = CollapseGuard(config.guard), TaskSampler(config)
+        guard.good_step = 4
+        run = Run.__new__(Run)
+        run.config, run.tasks, run.collapse_guard = config, sampler, guard
+        run.monitor, run.step_version = EchoTrapMonitor(), 0
+        for name in ("engine", "console", "log", "rollouts", "checkpoints", "guard"):
+            setattr(run, name, Mock())
+        run.checkpoints.restore = lambda saved: sampler.load_state_dict(saved.state["curriculum"])
+        run.checkpoints.read.return_value = saved
+        return run
+
+    sampler = TaskSampler(parse(FLAGS))
+    sampler.observe(played(sampler.sample(0), {2}))
+    state = json.loads(json.dumps({"curriculum": sampler.state_dict()}))
+    saved = Checkpoint(Path("c"), 4, None, parse(FLAGS).to_dict(), {}, state)
+    for flags, hardest in (((), 3), (("--temperature", "0.5"), 2)):
+        run = run_of(*flags)
+        run.restore(saved)
+        assert run.tasks.levels["reverse"].hardest_open == hardest
+        run.tasks.observe(played(run.tasks.sample(4), {2, 3}))
+        log = StepLog(4, Timers())
+        run.collapse_guard.observe = lambda signals, is_last: "success fell"
+        run.roll_back_if_collapsed(log)
+        assert log.went_back and run.tasks.levels["reverse"].hardest_open == hardest
 
 
 @pytest.mark.forks

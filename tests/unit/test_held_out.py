@@ -111,9 +111,15 @@ def test_starts_are_counted_once_and_warned_of_once() -> None:
     )
     assert starts.count("sokoban") == (0, 2) and starts.count("bandit") is None
     assert starts.trained([group_of("sokoban", [1], [2]), group_of("bandit", [3])]) == []
+    starts.commit()
+    before = json.dumps(starts.state_dict())
     (said,) = starts.trained([group_of("sokoban", [3], [3])])
     assert "met 1 of the 2 starts that sokoban" in said
+    assert json.dumps(starts.state_dict()) == before, "the step may be repeated"
+    assert starts.trained([group_of("sokoban", [3], [3])]) == [said]
+    starts.commit()
     assert starts.trained([group_of("sokoban", [3]), group_of("sokoban", [1, 2])]) == []
+    starts.commit()
     other = HeldOutStarts()
     other.load_state_dict(json.loads(json.dumps(starts.state_dict())))
     assert starts.count("sokoban") == other.count("sokoban") == (2, 2)

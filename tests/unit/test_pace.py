@@ -51,6 +51,16 @@ def test_a_step_that_takes_longer_leaves_those_behind_it() -> None:
     assert pace.left() == STEP + 10
 
 
+def test_the_first_step_of_a_resumed_process_compiles_too() -> None:
+    pace = Pace(4, {}, clock=lambda: 0.0)
+    pace.num_done = 1
+    assert str(pace).startswith("1 of 4 steps") and pace.left() is None
+    pace.step_done(2, 33.0)
+    assert pace.left() is None
+    pace.step_done(3, STEP)
+    assert pace.left() == STEP
+
+
 def test_recent_steps_count() -> None:
     pace = Pace(100, {}, clock=lambda: 0.0)
     for step in range(1, 51):
