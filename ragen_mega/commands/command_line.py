@@ -121,6 +121,13 @@ def command(
     return decorate
 
 
+def check_together(*rules: tuple[object, str]) -> None:
+    """Raise ValueError for the first rule, (whether it is broken, its text), that is broken."""
+    for is_broken, text in rules:
+        if is_broken:
+            raise ValueError(text)
+
+
 def relaunch(num_ranks: int, name: str, argv: Sequence[str]) -> None:
     """Become command `name` on that many ranks of this machine; nothing if one is enough, or if
     this is a rank already. Raises ValueError where others than torchrun promise ranks.

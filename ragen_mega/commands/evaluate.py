@@ -8,19 +8,23 @@
 
 All other flags are flags of training (ragen-mega train --help): the policy plays as training would
 evaluate it under them, so a command that trains evaluates what it would begin with. Flags that say
-how to learn change nothing here. A run is evaluated under its own settings, and flags replace them.
-With --samples-per-prompt above 1 it also reports pass@k. The embedded engine plays. As in training
---boards is for trained environments only: --environments, or the first one of --environment.
+how to learn change nothing here, and those of a run's directory and logs are refused. A run is
+evaluated under its own settings, and flags replace them. With --samples-per-prompt above 1 it also
+reports pass@k. The embedded engine plays. As in training --boards is for trained environments only:
+--environments, or the first one of --environment.
 """
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
-from ragen_mega.config import EnvironmentConfig, EvaluationConfig, StarPOConfig
+from ragen_mega.config import EnvironmentConfig, EvaluationConfig, LoggingConfig, StarPOConfig
 from ragen_mega.config.cli import read_words
+from ragen_mega.config.flags import in_one_form
 from ragen_mega.config.recorded import is_run, read_recorded
 from ragen_mega.config.sections.environment import parse_shares
+from ragen_mega.config.sections.section import flag_of
 from ragen_mega.environments.registry import ENVIRONMENTS
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.report.console import Console, set_titles
@@ -46,11 +50,28 @@ SHORT = {
     "temperature": "--eval-temperature",
 }
 """Flag of this command -> the flag of training that it stands for."""
+STANDS_FOR = {name: (setting,) for name, setting in SHORT.items()} | {
+    "environment": ("--environments", "--eval-environments")
+}
+LOGS = {flag_of(item.name) for item in fields(LoggingConfig)} - {"--recipe"}
+"""Flags of training about the files of a run."""
 
 
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> None:
-    words = [*arguments.others]
+    words = in_one_form(arguments.others)
+    given = {word.partition("=")[0] for word in words}
+    for name, flags in STANDS_FOR.items():
+        if getattr(arguments, name) is not None and (doubled := given.intersection(flags)):
+            raise ValueError(
+                f"{flag_of(name)} stands for {' and '.join(flags)}, and {doubled.pop()} is given"
+                " too; drop one of them"
+            )
+    if idle := given.intersection(LOGS):
+        raise ValueError(
+            f"{', '.join(sorted(idle))} does nothing: an evaluation leaves no run; drop it, and"
+            " write the result by --json OUT"
+        )
     if arguments.environment:
         first, *others = [name.strip() for name in arguments.environment.split(",")]
         for name in (*parse_shares(first), *filter(None, others)):

@@ -87,7 +87,12 @@ def check_flags(arguments: argparse.Namespace) -> None:
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> int:
     check_flags(arguments)
-    read_words(arguments.others)  # a wrong flag is said before the imports below
+    # A wrong flag is said before the imports below.
+    load = read_words(arguments.others).get("model", {}).get("load")
+    if arguments.model and load not in (None, arguments.model):
+        raise ValueError(
+            f"--model {arguments.model} and --load {load} both say which model is planned; drop one"
+        )
     with waiting("predicting the layouts"):
         from ragen_mega.planning.answer import answer  # with torch, which takes seconds
 

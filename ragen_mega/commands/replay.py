@@ -69,6 +69,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.agent_calls:
         lines = replay_agents(arguments)
         print("\n".join(lines))
+        if arguments.json:
+            write_json(arguments.json, {"equal": len(lines) == 1, "said": lines})
         return min(1, len(lines) - 1)
     config, num_ranks = read_config(arguments)
     read_row(config.run_directory / METRICS_FILE, arguments.step)  # before ranks begin

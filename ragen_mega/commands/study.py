@@ -25,8 +25,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ragen_mega.commands.command_line import command, flag, name_or_path, report_folder
+from ragen_mega.commands.command_line import (
+    check_together,
+    command,
+    flag,
+    name_or_path,
+    report_folder,
+)
 from ragen_mega.config import parse
+from ragen_mega.config.flags import in_one_form
 from ragen_mega.extensions.extras import require
 from ragen_mega.ranks.launcher import refuse_copies
 from ragen_mega.run.check import check_environments
@@ -42,6 +49,9 @@ from ragen_mega.studies.runs import (
     found_seeds,
     recorded,
 )
+
+OF_A_RUN = ("--seed", "--name", "--output")
+"""Flags that a study gives each of its runs."""
 
 
 @command(
@@ -82,8 +92,25 @@ def main(arguments: argparse.Namespace) -> int | None:
     num_seeds = 3 if arguments.seeds is None else arguments.seeds
     if min(num_seeds, arguments.jobs, arguments.ranks) < 1:
         raise ValueError("--seeds, --jobs and --ranks must be at least 1")
+    further = shlex.split(arguments.flags)
+    own = {word.partition("=")[0] for word in in_one_form(further)}.intersection(OF_A_RUN)
+    check_together(
+        (
+            arguments.report and arguments.slurm,
+            "--report runs nothing, and --slurm writes what is to be run; drop one of them",
+        ),
+        (
+            arguments.slurm and arguments.jobs > 1,
+            f"--jobs {arguments.jobs} is for runs here, and --slurm runs none; drop one of them",
+        ),
+        (
+            own,
+            f"--flags must leave {', '.join(sorted(own))} to the study, which gives each run its"
+            " own; set --seeds, --first-seed or --output of the study",
+        ),
+    )
     study = find(arguments.study, arguments.preset)
-    study = replace(study, flags=(*study.flags, *shlex.split(arguments.flags)))
+    study = replace(study, flags=(*study.flags, *further))
     folder = arguments.output or Path("studies") / f"{study.name}-{study.preset}"
     arguments.reports = arguments.reports or report_folder(
         "docs/results/studies", folder / "report"

@@ -12,7 +12,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from ragen_mega.commands.command_line import command, flag
+from ragen_mega.commands.command_line import check_together, command, flag
 from ragen_mega.report.viewer import MOST_MEGABYTES
 
 
@@ -46,6 +46,16 @@ def trace_of(run: Path, step: int) -> str:
     flag("--port", "of --serve; 0 takes a free one", 0),
 )
 def main(arguments: argparse.Namespace) -> None:
+    check_together(
+        (
+            arguments.serve and arguments.output,
+            "--output is the file that --serve writes none of; drop one of them",
+        ),
+        (
+            arguments.port and not arguments.serve,
+            f"--port {arguments.port} does nothing without --serve; add it, or drop --port",
+        ),
+    )
     # Only here, for it brings torch, which takes seconds.
     from ragen_mega.report.viewer.page import make_server, write_page
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ragen_mega.config.flags import (
     read_settings,
 )
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.config.sections.environment import EnvironmentConfig, parse_shares
+from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.environments.registry import declares
@@ -32,7 +32,10 @@ DEFAULT_RECIPE = "frozen_lake"
 OWN_RECIPE = "own"
 """Recipe where nobody names one and the default recipe is about other environments."""
 _BELONGS_TO = {
-    "--advantage-estimator": ("--turn-gamma", "--turn-lam", "--reward-placement"),
+    "--advantage-estimator": (
+        *("--gamma", "--lam", "--turn-gamma", "--turn-lam"),
+        "--reward-placement",
+    ),
     "--filter-strategy": (
         "--filter-value",
         "--filter-start",
@@ -105,7 +108,13 @@ def with_recipe(
             f"--recipe must name one of {', '.join(known)}, or a file that ends in .flags or has a"
             f" slash, not {name!r}{file}; files are in {directory}"
         )
-    return _under([] if name == "none" else read_flags(directory / f"{name}.flags"), rest)
+    flags = [] if name == "none" else read_flags(directory / f"{name}.flags")
+    defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
+    # A packaged recipe that says how a default works has chosen it.
+    chosen = [
+        f"{flag}={defaults[flag]}" for flag, of in _BELONGS_TO.items() if _take(flags, *of)[0]
+    ]
+    return _under([*chosen, *flags], rest)
 
 
 def _own_recipe(path: str, directory: Path) -> list[str]:
@@ -136,20 +145,29 @@ def _own_recipe(path: str, directory: Path) -> list[str]:
 
 def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
     """Put the flags that a run has recorded before `argv`, which go on with it. Raises ValueError
-    if there is no run, or if `argv` says where another one is.
+    if there is no run, or if `argv` says where another one is or asks for a context that the fitted
+    one of the run would replace.
     """
-    given = {name for section in read_settings(argv).values() for name in section}
-    if taken := sorted(given & {"recipe", "name", "output"}):
+    given = {name: value for part in read_settings(argv).values() for name, value in part.items()}
+    if taken := sorted(given.keys() & {"recipe", "name", "output"}):
         raise ValueError(
             f"--resume {run} says which run goes on, under the flags that it has recorded; drop"
             f" {', '.join(map(flag_of, taken))}, or give --resume without a directory"
         )
     recorded, flags = read_recorded(run), []
+    kept = recorded.get("rollout", {})
+    length, asked = kept.get("max_context_length"), given.get("max_context_length")
+    if asked not in (None, length) and given.get("fit_context", kept.get("fit_context")):
+        raise ValueError(
+            f"max_context_length {asked} does nothing: fit_context keeps the {length} of {run}; add"
+            " --no-fit-context, or drop --max-context-length"
+        )
     for setting in all_flags():
         value = recorded.get(setting.section, {}).get(setting.name, setting.default)
-        if value == setting.default or setting.name in _OF_A_START:
-            continue
         flag, text = flag_of(setting.name), str(value)
+        is_chosen = flag in (*_BELONGS_TO, "--environments")
+        if (value == setting.default and not is_chosen) or setting.name in _OF_A_START:
+            continue
         if setting.is_switch:
             flags.append(flag if value else f"--no-{flag[2:]}")
         else:
@@ -162,7 +180,8 @@ def _under(flags: list[str], rest: Sequence[str]) -> list[str]:
     """Put flags of a recipe or a run before `rest`, less those that mean nothing beside it."""
     flags, played = _of_choices(flags, rest), _value("--environments", rest)
     if played is not None:
-        flags = _of_played(_less_declared(flags, played), played)
+        evaluated = _value("--eval-environments", [*flags, *rest])
+        flags = _of_played(_less_declared(flags, played), played, evaluated or "")
     return [*flags, *rest]
 
 
@@ -221,11 +240,14 @@ def recipe_names(directory: Path = RECIPES) -> list[str]:
     return [*sorted(path.stem for path in directory.glob("*.flags")), "none"]
 
 
-def _of_played(flags: list[str], environments: str) -> list[str]:
-    """Drop the options of environments that are not played from the flags of a recipe."""
-    names = parse_shares(environments).keys()
+def _of_played(flags: list[str], environments: str, evaluated: str) -> list[str]:
+    """Drop the options of environments that are not played from the flags of a recipe; the
+    curriculum is for trained ones.
+    """
+    trained = parse_shares(environments).keys()
+    names = trained | {name.strip() for name in evaluated.split(",")}
 
-    def keep(options: dict[str, object]) -> dict[str, object]:
+    def keep(options: dict[str, object], names: Set[str]) -> dict[str, object]:
         return {name: value for name, value in options.items() if name in names}
 
     kept = []
@@ -233,9 +255,10 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
         flag, _, value = word.partition("=")
         with contextlib.suppress(ValueError, AttributeError):  # EnvironmentConfig refuses others
             if flag == "--environment-options":
-                word = f"{flag}={json.dumps(keep(json.loads(value)))}"
+                word = f"{flag}={json.dumps(keep(json.loads(value), names))}"
             elif flag == "--curriculum":
-                steps = {step: keep(options) for step, options in json.loads(value).items()}
+                stages = json.loads(value).items()
+                steps = {step: keep(options, trained) for step, options in stages}
                 word = f"{flag}={json.dumps(steps)}"
         kept.append(word)
     return kept
@@ -243,10 +266,11 @@ def _of_played(flags: list[str], environments: str) -> list[str]:
 
 def _less_declared(flags: list[str], played: str) -> list[str]:
     """Drop the limits of an episode that a played environment declares from the flags of a recipe
-    that is not about this environment: they were chosen for another one.
+    that is about another environment: they were chosen for that one.
     """
-    about = parse_shares(_value("--environments", flags) or EnvironmentConfig.environments)
-    others = parse_shares(played).keys() - about.keys()
+    if not (about := _value("--environments", flags)):
+        return flags
+    others = parse_shares(played).keys() - parse_shares(about).keys()
     dropped: list[str] = []
     with contextlib.suppress(ValueError):  # an unknown name is refused where environments are built
         for group in _LIMITS:
@@ -259,12 +283,11 @@ def _less_declared(flags: list[str], played: str) -> list[str]:
 
 def _of_choices(flags: list[str], others: Sequence[str]) -> list[str]:
     """Drop the flags of a recipe that say how its estimator or its filter works where `others` name
-    another estimator or filter.
+    another estimator or filter than the recipe.
     """
-    defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
     for choice, belonging in _BELONGS_TO.items():
-        of_recipe = _value(choice, flags) or defaults[choice]
-        if (_value(choice, others) or of_recipe) != of_recipe:
+        of_recipe, other = _value(choice, flags), _value(choice, others)
+        if of_recipe and other and other != of_recipe:
             _, flags = _take(flags, choice, *belonging)
     return flags
 

@@ -63,6 +63,7 @@ def check_rules(config: Sections) -> None:
         _check_guard,
         _check_groups,
         _check_objectives,
+        _check_rewards,
         _check_routing,
         _check_placement,
         _check_critic,
@@ -139,14 +140,16 @@ def _check_directories(config: Sections) -> None:
         raise ValueError(
             f"warm_start_from and load ({config.model.load}) both say what to begin with; drop one"
         )
-    if config.evaluation.stop_at_success is not None and config.evaluation.eval_interval == 0:
-        raise ValueError(
-            "stop_at_success looks at evaluations on the way; drop it or set --eval-interval"
-        )
-    if config.checkpoint.keep_best and config.evaluation.eval_interval == 0:
-        raise ValueError(
-            "keep_best compares evaluations during training; drop it or set --eval-interval"
-        )
+    interval, num_steps = config.evaluation.eval_interval, config.train.num_steps
+    for name, is_given in (
+        ("stop_at_success", config.evaluation.stop_at_success is not None),
+        ("keep_best", config.checkpoint.keep_best),
+    ):
+        if is_given and not 0 < interval < num_steps:
+            raise ValueError(
+                f"{name} looks at evaluations on the way, and eval_interval {interval} leaves none"
+                f" in num_steps {num_steps}; drop it or set --eval-interval"
+            )
 
 
 def _check_groups(config: Sections) -> None:
@@ -196,6 +199,18 @@ def _check_objectives(config: Sections) -> None:
             f"context_window {window} cuts a trajectory into samples, and policy_loss gspo and"
             " importance_level sequence need it whole; drop --context-window"
         )
+
+
+def _check_rewards(config: Sections) -> None:
+    """Check that rewards of thoughts and actions can see some."""
+    world, terms = config.environment, config.advantage.reward_terms
+    for term, is_blind, why in (
+        ("action_effectiveness", not world.worlds, "agents have no actions"),
+        ("grounded_thought", not world.worlds, "thoughts of agents are not checked"),
+        ("grounded_thought", not world.think, "without --think there are no thoughts"),
+    ):
+        if is_blind and term in terms:
+            raise ValueError(f"reward {term} is always 0, for {why}; drop it from --reward")
 
 
 def _check_routing(config: Sections) -> None:
@@ -365,6 +380,11 @@ def _check_teacher(config: Sections) -> None:
             " and loss_mask legacy have no place for; drop --policy-loss or --loss-mask, or for"
             " gspo set --teacher-top-k 16"
         )
+    if advantage.advantage_estimator == "none" and config.filter.soft_reweighting:
+        raise ValueError(
+            "soft_reweighting scales advantages of rewards, and advantage_estimator none has none;"
+            " drop --soft-reweighting"
+        )
     if (
         advantage.advantage_estimator == "none"
         and find_filter(config.filter.filter_strategy).drops_constant
@@ -407,6 +427,16 @@ def _check_agents(config: Sections) -> None:
                 f"{name} {value!r} is for environments, and {agents[0]} writes its own prompts;"
                 f" drop {flag_of(name)}"
             )
+    world, are_served = config.environment, all("://" in name for name in agents)
+    processes = world.environment_processes if are_served else 0
+    for name, unread, why in (
+        ("format_penalty", world.format_penalty, "judges its answers itself"),
+        ("environment_processes", processes or None, "runs elsewhere"),
+    ):
+        if unread is not None and agents == world.evaluated:
+            raise ValueError(
+                f"{name} {unread} does nothing with {agents[0]}, which {why}; drop {flag_of(name)}"
+            )
     if config.loss.policy_loss == "gspo" or config.loss.importance_level == "sequence":
         raise ValueError(
             f"policy_loss gspo and importance_level sequence need a trajectory whole, and"
@@ -421,10 +451,12 @@ def _check_agents(config: Sections) -> None:
 
 def _check_guard(config: Sections) -> None:
     """Check that the guard can go back and filter."""
-    if config.guard.guard == "react" and config.checkpoint.save_interval == 0:
+    interval, num_steps = config.checkpoint.save_interval, config.train.num_steps
+    is_saved = 0 < interval < num_steps or config.checkpoint.keep_best
+    if config.guard.guard == "react" and not is_saved:
         raise ValueError(
-            "guard react goes back to a checkpoint, and save_interval 0 writes none; set"
-            " --save-interval"
+            f"guard react goes back to a checkpoint, and save_interval {interval} writes none on"
+            f" the way in num_steps {num_steps}; set --save-interval"
         )
     if config.guard.guard != "react" or config.guard.guard_filter >= 1:
         return

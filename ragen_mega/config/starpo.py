@@ -31,7 +31,9 @@ class StarPOConfig(Sections):
     @property
     def warm_starts_critic(self) -> bool:
         """Return whether the warm start makes a critic too."""
-        return self.advantage.uses_critic and self.warm_start.warm_start_critic_steps > 0
+        is_given = self.model.critic_load is not None
+        steps = self.warm_start.warm_start_critic_steps
+        return self.advantage.uses_critic and steps > 0 and not is_given
 
     def old_logprobs_from(self, num_updates: int) -> Literal["update", "engine", "pass"]:
         """Name the source of a step's old log-probabilities, for this many optimizer steps of the

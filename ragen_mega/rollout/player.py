@@ -345,5 +345,6 @@ def no_room(environment: str, num_tokens: int, max_context: int) -> str:
     """Describe a first prompt that fills the context."""
     return (
         f"the first prompt of {environment} has {num_tokens} tokens and max_context_length is"
-        f" {max_context}; raise --max-context-length or shorten the prompt"
+        f" {max_context}; raise --max-context-length, beside --no-fit-context if it was fitted, or"
+        " shorten the prompt"
     )

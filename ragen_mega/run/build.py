@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.agents.examples import find_references
 from ragen_mega.config import EnvironmentConfig, StarPOConfig, TrainConfig
-from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.recorded import flat, read_recorded
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import (
     ROUTES,
@@ -155,6 +155,12 @@ def fit_context_once(config: StarPOConfig) -> StarPOConfig:
     """`config` with the context that scripted play needs; a run that goes on keeps its own."""
     if config.checkpoint.resume and (config.run_directory / CONFIG_FILE).exists():
         length = known_config(read_recorded(config.run_directory)).rollout.max_context_length
+        if length != config.rollout.max_context_length:  # of a recipe, or given
+            print(
+                f"resume: --max-context-length {config.rollout.max_context_length} does nothing:"
+                f" fit_context keeps the {length} of the run; another needs --no-fit-context",
+                flush=True,
+            )
         return replace(config, rollout=replace(config.rollout, max_context_length=length))
     return fit_context(config)
 
@@ -683,8 +689,8 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
     """
     directory = config.run_directory
     log = directory / METRICS_FILE
-    recorded = known_config(read_recorded(directory)).checkpoint.save_interval
-    interval = max(recorded, config.checkpoint.save_interval)
+    before = known_config(read_recorded(directory))
+    interval = max(before.checkpoint.save_interval, config.checkpoint.save_interval)
     num_steps = len(read_metrics(log)) if log.exists() else 0
     if unread:
         had = f"has {len(unread)} checkpoints"
@@ -693,12 +699,38 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
     elif interval and num_steps > 2 * interval:  # the first was written then, or could not be
         had = f"has done {num_steps} steps"
     else:
+        check_same_start(before, config)
         return
     reasons = "".join(f"; {line}" for line in unread)
     raise ValueError(
         f"run {directory} {had} and none in {directory / CHECKPOINTS} can be read{reasons}; mount"
         " or restore that folder, or begin anew with --overwrite"
     )
+
+
+_LATER = (
+    *("model.teacher_", "model.critic_load", "warm_start.warm_start_from"),
+    *("environment.eval_", "environment.curriculum"),
+    *("environment.environment_timeout", "environment.environment_processes"),
+)
+"""Beginnings of settings of models and worlds under which a warm start stays what it was."""
+
+
+def check_same_start(before: StarPOConfig, config: StarPOConfig) -> None:
+    """Raise ValueError if the model or the warm start that a run would take again was made under
+    other settings.
+    """
+    was, now = (
+        flat({name: vars(getattr(each, name)) for name in ("model", "warm_start", "environment")})
+        | {"warm_start.warm_start_seed": each.seed_of_warm_start}
+        for each in (before, config)
+    )
+    changed = [key for key in now if now[key] != was[key] and not key.startswith(_LATER)]
+    if changed and any((config.run_directory / name).exists() for name in (BASE, WARM_START)):
+        raise ValueError(
+            f"{changed[0]} was {was[changed[0]]} when {config.run_directory} made its first model"
+            f" and is {now[changed[0]]} now; give what it was, or begin anew with --overwrite"
+        )
 
 
 def schedule_jump(before: TrainConfig, config: StarPOConfig, checkpoint: Checkpoint) -> list[str]:

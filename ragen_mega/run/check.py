@@ -13,11 +13,13 @@ from typing import Any
 
 from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE, staying
+from ragen_mega.config.flags import all_flags
 from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.sections.train import TrainConfig
+from ragen_mega.config.sections.warm_start import WarmStartConfig
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
 from ragen_mega.environments.pool import briefly
@@ -45,6 +47,17 @@ _SIZES = tuple(
     for item in fields(ModelConfig)
     if not item.name.startswith(("load", "critic_", "teacher_"))
 )
+_WARM_START = tuple(
+    item.name for item in fields(WarmStartConfig) if item.name.startswith("warm_start_")
+)
+_OF_SMALL_MODEL = (
+    *("warm_start_first_turn_steps", "warm_start_first_turns"),
+    *("warm_start_steps", "warm_start_lr"),
+)
+_PLAYED = ("warm_start_trajectories", "warm_start_skill")
+_MADE = tuple({*_WARM_START} - {"warm_start_from", "warm_start_critic_steps", "warm_start_skill"})
+_CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip", "value_clip")
+_OF_WORLDS = ("max_actions_per_turn", "max_actions", "prompt_style", "system_prompt")
 
 
 @staying()
@@ -182,16 +195,43 @@ def recipe_note(config: StarPOConfig) -> str | None:
 
 
 def flags_without_effect(config: StarPOConfig) -> list[str]:
-    """Return notes on flags that give the small model's size beside the model of --load, or a
-    learning rate to what is frozen.
+    """Return a line for the flags, given or of a recipe, that do nothing for one reason: none of
+    them is refused, because a recipe may have set it for another choice.
     """
-    notes, small = [], ModelConfig()
-    if config.lora.rank and config.train.decoupled_lr is not None:
-        notes += ["--decoupled-lr does nothing: adapters leave embedding and LM head as they are"]
-    given = [name for name in _SIZES if getattr(config.model, name) != getattr(small, name)]
-    if config.model.load is not None and given:
-        flags = ", ".join(map(flag_of, given))
-        notes += [f"{flags} do nothing: the size is that of --load {config.model.load}"]
+    model, warm, train, world = config.model, config.warm_start, config.train, config.environment
+    kept, estimator = config.filter.num_kept(config.rollout.num_groups), config.advantage
+    is_one_update = (
+        kept is not None
+        and kept * config.rollout.group_size <= train.minibatch_size
+        and train.updates_per_rollout == 1
+        and config.old_logprobs_from(1) == "update"
+    )
+    later = [step for step in sorted(world.curriculum_steps) if step >= train.num_steps > 0]
+    given = {name: value for part in config.to_dict().values() for name, value in part.items()}
+    notes = [f"--curriculum does nothing from step {step} on, for the run ends" for step in later]
+    for is_so, names, why in (
+        (config.lora.rank, ("decoupled_lr",), "adapters leave embedding and LM head as they are"),
+        (model.load, _SIZES, f"the size is that of --load {model.load}"),
+        (not config.has_warm_start, _WARM_START, "--load without --sft-steps has no warm start"),
+        (warm.sft_steps, _OF_SMALL_MODEL, "the model of --load has --sft-steps and --sft-lr"),
+        (warm.sft_file, _PLAYED, "--sft-file is imitated in place of scripted play"),
+        (warm.warm_start_from, _MADE, f"the warm start is that of {warm.warm_start_from}"),
+        (model.critic_load, ("warm_start_critic_steps",), "the critic is that of --critic-load"),
+        (
+            not estimator.uses_critic,
+            ("critic_lr", "value_clip", "warm_start_critic_steps", "warm_start_critic_lr"),
+            f"--advantage-estimator {estimator.advantage_estimator} has no critic",
+        ),
+        (is_one_update, _CLIPS, "a step is one update, in which every ratio is 1"),
+        (all(map(is_agent, world.evaluated)), _OF_WORLDS, "agents have their own rules of play"),
+    ):
+        idle = [
+            flag_of(flag.name)
+            for flag in all_flags()
+            if flag.name in names and given[flag.name] not in (flag.default, None)
+        ]
+        if is_so and idle:
+            notes.append(f"{', '.join(idle)} {'do' if idle[1:] else 'does'} nothing: {why}")
     return [f"note: {note}" for note in notes]
 
 

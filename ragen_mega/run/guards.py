@@ -13,7 +13,7 @@ from typing import Any
 from ragen_mega.agents.repetition import begin_alike
 from ragen_mega.agents.served_episode import ASKED
 from ragen_mega.algorithm.diagnostics import CollapseDetector
-from ragen_mega.config import EnvironmentConfig, GuardConfig, StarPOConfig
+from ragen_mega.config import EnvironmentConfig, GuardConfig, RolloutConfig, StarPOConfig
 from ragen_mega.data.exchange import gather_batch
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
@@ -449,11 +449,11 @@ def inversion_note(metrics: Mapping[str, float]) -> str | None:
     )
 
 
-def cut_note(metrics: Mapping[str, float], max_context: int) -> str | None:
+def cut_note(metrics: Mapping[str, float], rollout: RolloutConfig) -> str | None:
     """Say that the context cut every trajectory of a step, by its metrics."""
     if metrics.get("rollout/truncated_by_context") != 1:
         return None
     return (
-        f"every trajectory was cut at --max-context-length {max_context}, so none could end; raise"
-        " it, or shorten observations"
+        f"every trajectory was cut at --max-context-length {rollout.max_context_length}, so none"
+        f" could end; raise it by {rollout.longer_context}, or shorten observations"
     )

@@ -384,8 +384,7 @@ class Run:
         if not self.rollouts.are_remote:
             log.add("engine", engine_metrics(self.engine))
         result = log.result()
-        max_context = self.config.rollout.max_context_length
-        for note in (inversion_note(result), cut_note(result, max_context)):
+        for note in (inversion_note(result), cut_note(result, self.config.rollout)):
             if note is not None:
                 self.log.note(step, note)
         if num_lost := round(result.get("engine/restarts", 0)):

@@ -46,6 +46,7 @@ _NAME = re.compile(r"step_(\d{8})")
 _OF_EVALUATION = ("evaluation.boards", "evaluation.eval_prompts", "evaluation.eval_temperature")
 """Settings that change a score, beside those that `plays_alike` compares."""
 _FIXED = ("parallel.bf16", "advantage.advantage_estimator", "lora.lora_rank")
+_OF_THE_START = ("warm_start.", "lora.lora_load")
 _FIXED_WITH_ADAPTERS = ("lora.lora_alpha", "lora.lora_targets")
 BASE_MODEL = "base"
 """Key in `models` of the model beside which adapters stand."""
@@ -185,6 +186,7 @@ def check_config(
         )
     return [
         f"{key} was {before.get(key)} and is {now.get(key)} now"
+        + ", which changes nothing after the start" * key.startswith(_OF_THE_START)
         for key in changed
         if key.partition(".")[0] not in WITHOUT_EFFECT
     ]

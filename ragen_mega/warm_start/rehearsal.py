@@ -143,7 +143,7 @@ def check_play(config: StarPOConfig, renderer: ChatRenderer) -> list[str]:
             ]
             _try_plug_ins(config, _scripted_groups(rollout, held))
             said = (
-                _context_note(room, held, played),
+                _context_note(rollout, held, played),
                 _answer_note(renderer, played),
                 _budget_note(played),
             )
@@ -200,7 +200,7 @@ def _try_plug_ins(config: StarPOConfig, groups: Sequence[TrajectoryGroup]) -> No
 
 
 def _context_note(
-    room: int, held: Sequence[Trajectory], played: Sequence[ScriptedEpisode]
+    rollout: RolloutConfig, held: Sequence[Trajectory], played: Sequence[ScriptedEpisode]
 ) -> str | None:
     cut = [
         (len(trajectory.turns), len(episode.turns))
@@ -211,9 +211,9 @@ def _context_note(
         return None
     held_turns, turns = min(cut)
     return (
-        f"context {room} holds {held_turns} of {turns} turns of scripted play, and cuts {len(cut)}"
-        f" of {len(played)} episodes; raise --max-context-length, lower --max-turns or give"
-        " --context-window"
+        f"context {rollout.max_context_length} holds {held_turns} of {turns} turns of scripted"
+        f" play, and cuts {len(cut)} of {len(played)} episodes; raise it by"
+        f" {rollout.longer_context}, lower --max-turns or give --context-window"
     )
 
 

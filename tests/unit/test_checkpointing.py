@@ -26,7 +26,12 @@ from ragen_mega.environments.reference_players import Baselines
 from ragen_mega.megatron import checkpoint
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.run.build import known_references, with_models
+from ragen_mega.run.build import (
+    check_beginning,
+    fit_context_once,
+    known_references,
+    with_models,
+)
 from ragen_mega.run.checkpoints import RunCheckpoints
 from ragen_mega.run.evaluation import KnownBaselines
 from ragen_mega.run.guards import CollapseGuard
@@ -500,6 +505,11 @@ def test_config_of_a_resumed_run() -> None:
     assert check_config(saved, changed, {}) == ["train.lr was 0.1 and is 0.2 now"]
     moved = saved.config | {"model": {"hidden_size": 8, "load": "/new"}}
     assert check_config(saved, moved, saved.models) == ["model.load was /old and is /new now"]
+    started = {"warm_start": {"sft_steps": 9}, "lora": {"lora_load": "a"}}
+    assert check_config(saved, saved.config | started, saved.models) == [
+        f"{key} now, which changes nothing after the start"
+        for key in ("lora.lora_load was None and is a", "warm_start.sft_steps was None and is 9")
+    ]
     with pytest.raises(ValueError, match="model.load was /old"):
         check_config(saved, moved, {"load": "other content"})
     with pytest.raises(ValueError, match="model.hidden_size was 8 .* is 9"):
@@ -630,6 +640,40 @@ def test_a_file_without_our_header_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / file_name(0))
     with pytest.raises(ValueError, match="cannot read .*rank_00000.safetensors"):
         PieceReader(tmp_path)
+
+
+def test_a_run_without_a_checkpoint_begins_with_the_model_that_it_began_with(
+    tmp_path: Path,
+) -> None:
+    run = ["--output", str(tmp_path), "--name", "a", "--warm-start-steps", "9"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(parse(run).to_dict()))
+    check_beginning(parse([*run, "--warm-start-steps", "8"]), [])  # it has made no model yet
+    (tmp_path / "a" / "base").mkdir()
+    for same in ("--lr 1", "--eval-environments bandit", "--warm-start-from b", "--critic-load b"):
+        check_beginning(parse([*run, *same.split()]), [])
+    for flags, key in (
+        ("--warm-start-steps 8", "warm_start.warm_start_steps was 9"),
+        ("--seed 3", "warm_start.warm_start_seed was 0"),
+        ("--hidden-size 32", "model.hidden_size was 96"),
+        ("--load b --sft-steps 2", "model.load was None"),
+        ("--environments bandit", "environment.environments was frozen_lake"),
+    ):
+        with pytest.raises(ValueError, match=f"{key} .*; give what it was, or .* --overwrite"):
+            check_beginning(parse([*run, *flags.split()]), [])
+
+
+def test_a_fitted_context_that_stays_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--output", str(tmp_path), "--name", "a", "--fit-context", "--max-context-length"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(parse([*words, "700"]).to_dict()))
+    for length, said in (("700", ""), ("900", "fit_context keeps the 700 of the run")):
+        config = fit_context_once(parse([*words, length, "--resume"]))
+        assert config.rollout.max_context_length == 700
+        printed = capsys.readouterr().out
+        assert said in printed and printed.count("\n") == bool(said)
 
 
 def test_paths_are_absolute_and_a_hub_name_is_a_commit(

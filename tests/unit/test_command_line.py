@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ragen_mega.commands import replay, replayed_step
 from ragen_mega.commands.command_line import JSON, command, flag, parse
 from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.report import hardware
@@ -169,3 +170,15 @@ def test_hardware_is_one_line() -> None:
     line = hardware.describe()
     assert "\n" not in line and "none" not in line and hardware.device() in line
     assert f"python {hardware.platform.python_version()}" in line
+
+
+def test_the_replay_of_agents_writes_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(replayed_step, "replay_agents", lambda arguments: ["it differs", "0 of 1"])
+    words = ["--run", str(tmp_path), "--step", "0", "--agent-calls"]
+    with pytest.raises(SystemExit, match="1"):
+        replay.main([*words, "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found == {"equal": False, "said": ["it differs", "0 of 1"]}

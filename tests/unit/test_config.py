@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragen_mega.config import FilterConfig, StarPOConfig, parse
-from ragen_mega.run.check import check
+from ragen_mega.run.check import check, flags_without_effect
 from ragen_mega.system.addresses import check_addresses
 
 
@@ -116,6 +116,7 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ("--guard-lr 0.3", "guard_lr does nothing with guard off"),
         ("--guard warn --guard-rollbacks 2", "guard_rollbacks does nothing with guard warn"),
         ("--guard react --save-interval 0", "save_interval 0 writes none"),
+        ("--guard react --num-steps 10", "save_interval 10 writes none on the way in num_steps 10"),
         (
             "--guard react --group-size 1 --filter-strategy none",
             "guard_filter ranks groups by the spread of their returns",
@@ -127,6 +128,28 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
         ),
         ("--filter-strategy top_k", "needs its value"),
         ("--turn-gamma 0.9", "turn_gamma does nothing with advantage_estimator gae"),
+        (
+            "--advantage-estimator grpo --gamma 0.9",
+            "gamma does nothing with .* grpo; drop it or set --advantage-estimator gae",
+        ),
+        (
+            "--advantage-estimator reinforce_plus_plus --lam 0.9",
+            "lam does nothing with advantage_estimator reinforce_plus_plus",
+        ),
+        *(
+            (
+                f"--advantage-estimator {given}",
+                f"{said} does nothing .* so that it cancels; drop --",
+            )
+            for given, said in (
+                ("grpo --reward-normalization mean", "reward_normalization mean"),
+                ("grpo --reward-normalization mean_std", "reward_normalization mean_std"),
+                ("dr_grpo --reward-normalization mean", "reward_normalization mean"),
+                ("rloo --reward-normalization mean", "reward_normalization mean"),
+                ("reinforce_plus_plus --whiten-advantages True", "whiten_advantages True"),
+                ("reinforce_plus_plus --whiten-advantages False", "whiten_advantages False"),
+            )
+        ),
         ("--advantage-estimator bilevel_gae", "--reward-placement turn"),
         (
             "--advantage-estimator grpo --reward-placement turn",
@@ -147,6 +170,11 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
                 ("--kl-in-reward k1 --kl-reward-coef 0.1", "kl_in_reward k1 does nothing with"),
                 ("--reward-placement turn", "reward_placement turn does nothing with"),
                 ("--reward-normalization mean", "reward_normalization mean does nothing with"),
+                ("--whiten-advantages True", "whiten_advantages True does nothing with"),
+                (
+                    "--soft-reweighting --teacher-load a/b",
+                    "advantage_estimator none has none; drop --soft-reweighting",
+                ),
             )
         ),
         (
@@ -230,6 +258,28 @@ def test_of_a_repeated_flag_of_any_kind_the_last_wins(flags, section, name, valu
             "bilevel_gae works on sampled turns, .* drop --loss-mask",
         ),
         ("--stop-at-success 0.9 --eval-interval 0", "drop it or set --eval-interval"),
+        *(
+            (f"{flag} --num-steps 20", "eval_interval 20 leaves none in num_steps 20; drop it or")
+            for flag in ("--stop-at-success 0.9", "--keep-best")
+        ),
+        ("--warm-start-critic-lr 1", "warm_start_critic_lr does nothing without warm_start_critic"),
+        (f"{AGENT} --format-penalty -1", "agent:my:run, which judges its answers itself; drop --f"),
+        (
+            "--agent http://here/run --load m/m --environment-processes 2",
+            "agent:http://here/run, which runs elsewhere; drop --environment-processes",
+        ),
+        *(
+            (f"{flags} --reward environment+0.1*{term}", f"reward {term} is always 0, for {why}")
+            for flags, term, why in (
+                (AGENT, "grounded_thought", "thoughts of agents"),
+                (AGENT, "action_effectiveness", "agents have no actions"),
+                ("--no-think", "grounded_thought", "without --think there are no thoughts"),
+            )
+        ),
+        (
+            '--eval-environments sokoban --curriculum {"0":{"sokoban":{}}}',
+            "curriculum names sokoban, which is not trained",
+        ),
         (
             "--routing-replay policy --old-logprobs engine",
             "old_logprobs engine may do without it; set --old-logprobs recompute",
@@ -293,6 +343,50 @@ def test_bad_flags_are_one_line(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse(flags.split())
     assert "\n" not in str(caught.value)
+
+
+WARMED = "--load m/m --sft-steps 9"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--load m/m --warm-start-steps 9 --warm-start-critic-steps 9",
+            "--warm-start-steps, --warm-start-critic-steps do nothing: --load without --sft-steps",
+        ),
+        (f"{WARMED} --warm-start-lr 1 --warm-start-batch 4", "--warm-start-lr does nothing"),
+        (f"{WARMED} --sft-file f --warm-start-skill 1", "--warm-start-skill does nothing"),
+        ("--warm-start-from r --warm-start-seed 9", "--warm-start-seed does nothing: .* of r"),
+        (
+            "--critic-load m/n --warm-start-critic-steps 9",
+            "--warm-start-critic-steps does nothing: the critic is that of --critic-load",
+        ),
+        (
+            "--recipe frozen_lake --advantage-estimator grpo --value-clip 0.2",
+            "--value-clip, --critic-lr, --warm-start-critic-steps do nothing: .* no critic",
+        ),
+        (
+            "--filter-strategy none --minibatch-size 128 --clip-ratio-low 0.1 --dual-clip 3",
+            "--clip-ratio-low, --dual-clip do nothing: a step is one update",
+        ),
+        (f"{AGENT} --max-actions 3 --system-prompt a", "--max-actions, --system-prompt do nothing"),
+        ('--curriculum {"0":{},"200":{}}', "--curriculum does nothing from step 200 on"),
+        (f"{WARMED} --warm-start-critic-steps 9 --warm-start-batch 4", None),
+        ("--warm-start-from r --warm-start-critic-steps 9", None),
+        ("--warm-start-critic-steps 9 --warm-start-critic-lr 1 --critic-lr 1", None),
+        ("--filter-strategy none --minibatch-size 64 --clip-ratio-low 0.1", None),
+        ("--filter-strategy none --minibatch-size 128 --value-clip None", None),
+        ("--advantage-estimator grpo --value-clip None", None),
+        (f"{AGENT} --eval-environments bandit --max-actions 3", None),
+    ],
+)
+def test_what_a_recipe_may_have_set_is_said_to_do_nothing(flags: str, said: str | None) -> None:
+    config = parse(flags.split())
+    notes = flags_without_effect(config)
+    assert len(notes) == (said is not None)
+    assert all(re.match(f"note: {said}", note) for note in notes)
+    assert not (config.model.critic_load and config.warm_starts_critic)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +501,9 @@ def test_another_estimator_takes_the_recipes_one_away_with_its_options() -> None
         assert other.reward_placement == "trajectory"
     same = parse(["--advantage-estimator", "bilevel_gae"], recipe="frozen_lake").advantage
     assert same == own
+    discounted = ["--recipe", "smollm2_frozen_lake", "--advantage-estimator"]
+    assert parse([*discounted, "grpo"]).advantage.gamma == 1.0
+    assert parse([*discounted, "reinforce_plus_plus"]).advantage.gamma == 0.96
     with pytest.raises(ValueError, match="turn_lam does nothing with advantage_estimator gae"):
         parse(["--advantage-estimator", "gae", "--turn-lam", "0.5"], recipe="frozen_lake")
 
@@ -446,6 +543,28 @@ def test_options_of_a_file_are_those_of_the_environments_that_are_played(
     assert config.environment.environments == "bandit"
     assert config.environment.environment_options == '{"bandit": {}}'
     assert config.environment.curriculum == '{"2": {}}'
+
+
+def test_options_of_environments_that_are_evaluated_stay_and_their_curriculum_goes(
+    tmp_path: Path,
+) -> None:
+    options = {"sokoban": {"num_boxes": 1}, "bandit": {}}
+    (tmp_path / "my.flags").write_text(
+        f"--environments sokoban --environment-options '{json.dumps(options)}'"
+        """ --curriculum '{"2": {"sokoban": {"num_boxes": 2}}}'"""
+    )
+    words = ["--environments=bandit", "--eval-environments", "frozen_lake, sokoban"]
+    config = parse(["--recipe", str(tmp_path / "my.flags"), *words]).environment
+    assert config.environment_options == json.dumps(options) and config.curriculum == '{"2": {}}'
+
+
+def test_a_file_that_names_no_choice_keeps_what_belongs_to_one(tmp_path: Path) -> None:
+    (tmp_path / "my.flags").write_text("--max-turns 4 --turn-gamma 0.5 --filter-value 4")
+    words = ["--recipe", str(tmp_path / "my.flags"), "--environments", f"{__name__}:Patient"]
+    words += "--advantage-estimator bilevel_gae --reward-placement turn".split()
+    config = parse([*words, "--filter-strategy", "top_k"])
+    assert config.environment.max_turns == 4, "not the 9 that the environment declares"
+    assert (config.advantage.turn_gamma, config.filter.filter_value) == (0.5, 4)
 
 
 @pytest.mark.parametrize(
@@ -526,6 +645,28 @@ def test_a_run_that_is_named_goes_on_under_its_own_flags(tmp_path: Path) -> None
                     assert again.to_dict()[section][name] == value, name
     other = parse(["--resume", str(run), "--advantage-estimator", "grpo"])
     assert other.advantage.advantage_estimator == "grpo"
+
+
+def test_the_fitted_context_of_a_run_is_kept_unless_it_is_not_to_be_fitted(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    words = "--recipe own --environments frozen_lake --max-context-length 700".split()
+    record(run, *words)
+    asked = ["--resume", str(run), "--max-context-length"]
+    with pytest.raises(
+        ValueError, match="900 does nothing: fit_context keeps the 700 .* add --no-"
+    ):
+        parse([*asked, "900"])
+    assert parse([*asked, "900", "--no-fit-context"]).rollout.max_context_length == 900
+    assert parse([*asked, "700"]).rollout.fit_context
+
+
+def test_another_environment_leaves_the_limits_of_a_run_that_recorded_the_default(
+    tmp_path: Path,
+) -> None:
+    record(tmp_path / "a", "--recipe", "none", "--max-turns", "4", "--filter-value", "0.5")
+    words = ["--resume", str(tmp_path / "a"), "--environments", f"{__name__}:Patient"]
+    config = parse([*words, "--filter-strategy", "none"])
+    assert config.environment.max_turns is None and config.filter.filter_value is None
 
 
 @pytest.mark.parametrize(

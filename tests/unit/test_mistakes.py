@@ -205,6 +205,17 @@ OTHERS = {
     "convert --from m --to n --max-shard-size huge": "'huge' is no size; write",
     "evaluate --load MODEL --environment bandit --samples-per-prompt 0": "must be at least 1",
     "evaluate --load MODEL --environment bandit --temperature -1": "eval_temperature must be",
+    "evaluate --load MODEL --environment bandit --eval-environments sokoban": "--environment stands"
+    " for --environments and --eval-environments, and --eval-environments is given too",
+    "evaluate --load MODEL --environment bandit --num-prompts 4 --eval_prompts 5": "--num-prompts"
+    " stands for --eval-prompts",
+    "evaluate --load MODEL --environment bandit --timeline": "--timeline does nothing: an",
+    "study bandit_seeds --report --slurm lines.txt": "--report runs nothing, and --slurm writes",
+    "study bandit_seeds --jobs 2 --slurm lines.txt": "--jobs 2 is for runs here, and --slurm runs",
+    "study bandit_seeds --flags '--lr 1 --seed 7 --name=a'": "leave --name, --seed to the study",
+    "view runs/none --serve --output view.html": "--output is the file that --serve writes none of",
+    "view runs/none --port 80": "--port 80 does nothing without --serve; add it",
+    "plan --model Qwen2.5-7B --load a/b": "--model Qwen2.5-7B and --load a/b both say which model",
     "fetch nosuch": "invalid choice: 'nosuch' (choose from 'smollm2')",
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from ragen_mega.algorithm.rewards import VERDICTS, shape_rewards, success_ranking
 from ragen_mega.algorithm.tables import REWARDS, PlugInError, parse_reward
-from ragen_mega.config import parse
+from ragen_mega.config import RolloutConfig, parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.claims import check_claims, claims_about
 from ragen_mega.environments.episode import Episode, EpisodeConfig
@@ -367,6 +367,9 @@ def test_only_what_the_world_itself_does_not_pay_is_inverted(reward: str, invert
 
 
 def test_a_step_whose_trajectories_the_context_cut_says_so() -> None:
-    assert "--max-context-length 512" in cut_note({"rollout/truncated_by_context": 1.0}, 512)
-    for metrics in ({"rollout/truncated_by_context": 0.99}, {}):
-        assert cut_note(metrics, 512) is None
+    for fitted, remedy in ((False, "by --max"), (True, "by --no-fit-context --max")):
+        rollout = RolloutConfig(max_context_length=512, fit_context=fitted)
+        said = cut_note({"rollout/truncated_by_context": 1.0}, rollout)
+        assert "--max-context-length 512, " in said and f"{remedy}-context-length 1024" in said
+        for metrics in ({"rollout/truncated_by_context": 0.99}, {}):
+            assert cut_note(metrics, rollout) is None

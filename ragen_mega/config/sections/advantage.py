@@ -12,6 +12,16 @@ from ragen_mega.algorithm.tables import (
 )
 from ragen_mega.config.sections.section import Natural, OnlyWith, Section, Share, flag_of
 
+_OPTIONS = {"turn_gamma": "bilevel_gae", "turn_lam": "bilevel_gae", "gamma": "gae", "lam": "gae"}
+"""Option of some estimators -> one that has it."""
+_CANCELLED = (
+    ("grpo", "reward_normalization", ("mean", "mean_std")),
+    ("dr_grpo", "reward_normalization", ("mean",)),
+    ("rloo", "reward_normalization", ("mean",)),
+    ("reinforce_plus_plus", "whiten_advantages", (True, False)),
+)
+"""Estimator, and values of a setting that its own normalisation cancels."""
+
 
 @dataclass(frozen=True)
 class AdvantageConfig(Section):
@@ -38,9 +48,9 @@ class AdvantageConfig(Section):
     where wins are rare.
     """
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount per token (gae, bilevel_gae and reinforce_plus_plus)."""
     lam: Share = 1.0
-    """GAE lambda per token."""
+    """GAE lambda per token (gae and bilevel_gae)."""
     turn_gamma: Share | None = None
     """Discount per turn (bilevel_gae only; default 0.95)."""
     turn_lam: Share | None = None
@@ -70,11 +80,18 @@ class AdvantageConfig(Section):
         name, declared = self.advantage_estimator, self.estimator
         options = dict.fromkeys(declared.options, 1.0)
         ESTIMATORS.check_call(name, declared.function, "inputs", **options)
-        for option in ("turn_gamma", "turn_lam"):
-            if getattr(self, option) is not None and option not in declared.options:
+        for option, other in _OPTIONS.items():
+            default = getattr(AdvantageConfig, option)
+            if getattr(self, option) != default and option not in declared.options:
                 raise ValueError(
                     f"{option} does nothing with advantage_estimator {name}; drop it or set"
-                    " --advantage-estimator bilevel_gae"
+                    f" --advantage-estimator {other}"
+                )
+        for estimator, setting, values in _CANCELLED:
+            if name == estimator and (value := getattr(self, setting)) in values:
+                raise ValueError(
+                    f"{setting} {value} does nothing with advantage_estimator {name}, which"
+                    f" normalises so that it cancels; drop {flag_of(setting)}"
                 )
         if declared.level == "turn" and self.reward_placement != "turn":
             raise ValueError(f"{name} discounts turn rewards; add --reward-placement turn")
@@ -115,6 +132,7 @@ class AdvantageConfig(Section):
             ("kl_in_reward", "none"),
             ("reward_normalization", "identity"),
             ("reward_placement", "trajectory"),
+            ("whiten_advantages", None),
         ):
             if name == "none" and getattr(self, setting) != default:
                 raise ValueError(

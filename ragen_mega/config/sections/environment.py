@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -126,14 +126,14 @@ class EnvironmentConfig(Section):
 
     def check(self) -> None:
         base = json_object("environment_options", self.environment_options)
-        self._check_options("environment_options", base)
+        self._check_options("environment_options", base, self.evaluated)
         for step, options in json_object("curriculum", self.curriculum, _CURRICULUM).items():
             if not step.isdigit():
                 raise ValueError(
                     f"curriculum maps steps to options, but {step!r} is no step; write e.g. "
                     '\'{"0": {"sokoban": {"max_shortest": 5}}}\''
                 )
-            self._check_options("curriculum", options)
+            self._check_options("curriculum", options, self.shares)
         if self.curriculum_success is not None and self.curriculum_steps:
             raise ValueError(
                 "curriculum_success chooses among the states of one set of options, and curriculum"
@@ -147,7 +147,7 @@ class EnvironmentConfig(Section):
         text = json.dumps(given | found) if found else self.environment_options
         return replace(super().located(), environment_options=text)
 
-    def _check_options(self, flag: str, options: Any) -> None:
+    def _check_options(self, flag: str, options: Any, played: Collection[str]) -> None:
         if not isinstance(options, dict) or not all(
             isinstance(value, dict) for value in options.values()
         ):
@@ -155,7 +155,7 @@ class EnvironmentConfig(Section):
                 f"{flag} must map environment names to objects, not {options!r}; "
                 'write e.g. \'{"sokoban": {"observation": "grid"}}\''
             )
-        if unknown := set(options) - set(self.evaluated):
+        if unknown := set(options) - set(played):
             raise ValueError(
                 f"{flag} names {', '.join(sorted(unknown))}, which is not trained; write"
                 f" {' or '.join(self.shares)}, or add it to --environments"

@@ -141,6 +141,12 @@ class RolloutConfig(Section):
             )
 
     @property
+    def longer_context(self) -> str:
+        """Return flags under which a run has twice the context."""
+        length = f"--max-context-length {2 * self.max_context_length}"
+        return f"--no-fit-context {length}" if self.fit_context else length
+
+    @property
     def given_engines(self) -> tuple[str, ...]:
         """Return the addresses of engines that the user has started."""
         return tuple(self.engine_addresses.split(",")) if self.engine_addresses else ()

@@ -44,9 +44,11 @@ class WarmStartConfig(Section):
     """Peak learning rate of the warm start."""
     warm_start_critic_steps: Natural = 0
     """Steps of regression of the critic to the returns of the whole scripted trajectories (only
-    with a critic).
+    with a critic, and without --critic-load).
     """
-    warm_start_critic_lr: Positive = 1e-3
+    warm_start_critic_lr: Annotated[
+        Positive, OnlyWith("warm_start_critic_steps", "--warm-start-critic-steps 150")
+    ] = 1e-3
     """Peak learning rate of that regression."""
     warm_start_temperature: Positive = 1.0
     """Temperature at which the scripted play is imitated. Above 1 the policy starts surer of what
