@@ -211,8 +211,10 @@ class SGLangEngine(RolloutEngine):
         self._require(_Stage.AWAKE)
         self._num_pauses += 1
         self._stage = _Stage.AWAKE
-        self._sleep()
-        self._transfer.wait_for_all_ranks()
+        try:
+            self._sleep()
+        finally:  # where it fails, too, the others wait
+            self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
