@@ -390,6 +390,20 @@ def test_the_others_of_a_server_do_not_wait_for_a_pause_that_fails(
         monkeypatch.undo()
 
 
+def test_a_server_that_does_not_sleep_hides_no_signal_to_stop(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint comes next, for which the memory is taken from the server."""
+    engine = build()
+    monkeypatch.setattr(engine, "_sleep", Mock(side_effect=EngineError("refused")))
+    with pytest.raises(Interrupted), engine.awake():
+        assert engine.server.is_running
+        raise Interrupted
+    assert not engine.server.is_running
+    with pytest.raises(EngineError, match="refused"), engine.awake():
+        pass
+
+
 def test_what_is_aborted_without_a_pause_is_an_error(build: Callable[..., SGLangEngine]) -> None:
     engine = build()
 
