@@ -34,6 +34,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import (
@@ -74,11 +75,12 @@ def is_complete(directory: Path) -> bool:
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
     """Find the result of `warm_start` in an earlier process of this run, or in the run whose warm
-    start is taken; None without one.
+    start is taken; None without one. Collective: shared storage may answer each node otherwise.
     """
     critic = config.run_directory / WARM_START_CRITIC if config.warm_starts_critic else None
     start = Start(config.run_directory / WARM_START, critic)
-    return start if all(is_complete(path) for path in start if path is not None) else None
+    is_whole = on_main(lambda: all(is_complete(path) for path in start if path is not None))
+    return start if is_whole else None
 
 
 def take_warm_start(config: StarPOConfig, source: Path) -> None:
