@@ -48,6 +48,7 @@ from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
 from ragen_mega.warm_start.clone import (
     FitStep,
+    always_fails,
     as_trajectory,
     fit,
     recorded_trajectory,
@@ -298,11 +299,13 @@ def scripted_play(
     max_turns: int | None = None,
 ) -> list[Trajectory]:
     """Return the warm start's data, each rank writing its part; the same list, in the same order,
-    on every rank and on any number of ranks. Boards that are evaluated on are not among it.
+    on every rank and on any number of ranks. Boards that are evaluated on are not among it. Raises
+    ValueError on all ranks if no episode of an environment has a turn.
     """
     names, world_size = list(config.environment.shares), collectives.world_size()
     mine = range(collectives.rank(), count, world_size)
     own: dict[int, Trajectory | None] = {}
+    failed: dict[str, str | None] = {}  # environment -> reason, None if an episode has a turn
     with console.progress("scripted play", len(mine)) as progress:
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
@@ -318,9 +321,14 @@ def scripted_play(
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
                 in_sentences=config.model.load is not None,
+                is_part=True,
             )
             held_out = held_out_states(config.environment, name, config.evaluation.boards)
             for index, played in zip(indices, episodes, strict=True):
+                if played.is_answered:
+                    failed[name] = None
+                else:
+                    failed.setdefault(name, always_fails(name, played))
                 # An environment that failed before the first answer leaves nothing to imitate, and
                 # a board that is evaluated on must not be.
                 is_left_out = not played.turns or (
@@ -338,7 +346,10 @@ def scripted_play(
                     )
                 )
                 progress.advance()
-    parts = collectives.gather_objects(own)
+    parts, reasons = zip(*collectives.gather_objects((own, failed)), strict=True)
+    for name in names:
+        if (said := [each[name] for each in reasons if name in each]) and all(said):
+            raise ValueError(said[0])
     ordered = (parts[index % world_size][index] for index in range(count))
     written = [episode for episode in ordered if episode is not None]
     return _that_fit(config, written, f"{', '.join(names)} with the answer of scripted play")
