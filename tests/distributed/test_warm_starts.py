@@ -1,4 +1,4 @@
-"""The warm start on several ranks, which see parts of it, or other files."""
+"""The warm start on several ranks, which play a part each and may see other files."""
 
 import io
 from pathlib import Path
