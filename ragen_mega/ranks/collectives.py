@@ -23,17 +23,25 @@ from ragen_mega.ranks.waits import here
 T = TypeVar("T")
 _SECONDS_OF_SILENCE = 20.0
 """Time after which a rank says that it waits for others."""
+MINUTES_TO_WAIT = 30.0
+"""Time for which ranks wait for each other, unless one may be busy for longer."""
 _control_group: dist.ProcessGroup | None = None
+_timeout = datetime.timedelta(minutes=MINUTES_TO_WAIT)
+"""Time for which ranks wait for each other in the control group."""
 _store: dist.Store | None = None
 """Store in which the ranks of the job find each other."""
 
 
 def start(
-    timeout_minutes: float = 30.0, *, interface: str | None = None, num_samplers: int = 0
+    timeout_minutes: float = MINUTES_TO_WAIT,
+    *,
+    interface: str | None = None,
+    num_samplers: int = 0,
 ) -> None:
     """Join the job that torchrun started, or a job of one process without torchrun; idempotent. A
     job on one node listens on the loopback, or on `interface`, if engines elsewhere have to be
     reached. The last `num_samplers` ranks only sample, and may share GPUs with others.
+    `timeout_minutes` are those for which ranks wait for each other between training steps.
 
     Raises ValueError on a rank that has no GPU where others have one, and where others than
     torchrun promise ranks.
@@ -97,7 +105,7 @@ def board() -> dist.Store:
     return dist.PrefixStore("board", clone)
 
 
-def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
+def divide(num_last: int, timeout_minutes: float = MINUTES_TO_WAIT) -> dist.Store:
     """Divide the job into two parts, the last `num_last` ranks and the others: from now on rank,
     world size and all collectives, megatron-core's too, refer to the part that this rank is in.
     Returns a store that both parts see. Collective over the whole job.
@@ -113,7 +121,7 @@ def divide(num_last: int, timeout_minutes: float = 30.0) -> dist.Store:
 
 
 def _join(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    global _control_group
+    global _control_group, _timeout
     has_gpu = torch.cuda.is_available()
     word = threading.Timer(_SECONDS_OF_SILENCE, _say_what_is_awaited, (rank, world_size))
     word.daemon = True
@@ -125,11 +133,13 @@ def _join(store: dist.Store, rank: int, world_size: int, timeout: datetime.timed
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(minutes=MINUTES_TO_WAIT) if has_gpu else timeout,
         )
     finally:
         word.cancel()
-    _control_group = dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD
+    _timeout = timeout
+    world = dist.group.WORLD
+    _control_group = dist.new_group(backend="gloo", timeout=timeout) if has_gpu else world
 
 
 def _say_what_is_awaited(rank: int, world_size: int) -> None:
@@ -288,7 +298,7 @@ def consecutive_group(size: int) -> dist.ProcessGroup | None:
     if size == 1:
         return None
     groups = [
-        dist.new_group(range(start, start + size), backend="gloo")
+        dist.new_group(range(start, start + size), timeout=_timeout, backend="gloo")
         for start in range(0, world_size(), size)
     ]
     return groups[rank() // size]

@@ -72,7 +72,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         send_again: Callable[[], None] | None = None,
     ) -> None:
         """`send_again` gives all engines their weights again; it is called on all ranks if any
-        engine has lost them.
+        engine has lost them, and raises on all or on none.
         """
         self._collection = Collection(engine, renderer, (), settings, advance=advance)
         self._send_again = send_again
@@ -108,7 +108,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         while (left := self.unfinished) and not (is_enough and is_enough(left)):
             self._deal()
             steps = _STEPS_BETWEEN_DEALS if self._waiting or is_enough else None
-            with _on_all_ranks() as parts:
+            with on_all_ranks() as parts:
                 parts.append((self._collection.play(steps), self._collection.unfinished))
             self._note(parts)
 
@@ -131,7 +131,7 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         """
         have_weights = False
         while not have_weights:
-            with _on_all_ranks() as parts:
+            with on_all_ranks() as parts:
                 parts.append(
                     (self._collection.play(begin_turns=False), self._collection.unfinished)
                 )
@@ -160,10 +160,9 @@ class JointCollection(AbstractContextManager["JointCollection"]):
         have_weights = all(has_weights for has_weights, _ in parts)
         self._unfinished = [set(unfinished) for _, unfinished in parts]
         if not have_weights:
-            with _on_all_ranks():
-                if self._send_again is None:
-                    raise EngineError("the rollout engine has lost its weights")
-                self._send_again()
+            if self._send_again is None:
+                raise EngineError("the rollout engine has lost its weights")
+            self._send_again()
         return have_weights
 
 
@@ -178,10 +177,10 @@ def deal(num_waiting: int, rooms: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def _on_all_ranks() -> Iterator[list[Any]]:
+def on_all_ranks() -> Iterator[list[Any]]:
     """Give the context a list, which on leaving holds what all ranks have put into theirs. If the
     context fails on a rank, raise on all ranks: an interruption if there is one, else the first
-    failure.
+    failure. No rank may wait for others in the context, unless none can fail before that.
     """
     said: list[Any] = []
     failure: Exception | None = None

@@ -274,41 +274,53 @@ class TaskSampler:
         self.has_changed = False
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
-        """Return the P groups of N tasks of a step, or of the step's further round."""
-        further = [sampling_round] if sampling_round else []
-        generator = np.random.default_rng([self.config.train.seed, step, *further])
-        num_groups, group_size = self.config.rollout.num_groups, self.config.rollout.group_size
+        """Return the P groups of N tasks of a step, or of the step's further round. Collective: the
+        first rank looks at states, since an environment that fails on one rank alone would draw
+        other seeds there. Raises ValueError on all ranks if none is found.
+        """
+        drawn = on_main(partial(self._fresh_seeds, step, sampling_round))
+        num_groups = self.config.rollout.num_groups
+        first = (step * self.config.rollout.max_sampling_rounds + sampling_round) * num_groups
         if not sampling_round:
             self._drawn = {}
-        first = (step * self.config.rollout.max_sampling_rounds + sampling_round) * num_groups
+        self._drawn |= {
+            group_id: level
+            for group_id, (_, level) in enumerate(drawn, start=first)
+            if level is not None
+        }
         makers = {
             name: episode_maker(self.config.environment, name, step) for name in set(self._names)
         }
+        return [
+            tasks_for_group(
+                group_id,
+                name,
+                seed,
+                makers[name],
+                group_size=self.config.rollout.group_size,
+                outcome_seed=self.config.train.seed,
+            )
+            for group_id, (name, (seed, _)) in enumerate(zip(self._names, drawn), start=first)
+        ]
+
+    def _fresh_seeds(self, step: int, sampling_round: int) -> list[tuple[int, int | None]]:
+        """Draw the seed of each group, and its level of the curriculum by success."""
+        further = [sampling_round] if sampling_round else []
+        generator = np.random.default_rng([self.config.train.seed, step, *further])
+        world = self.config.environment
         held_out = self._held_out[max(stage for stage in self._held_out if stage <= step)]
-        tasks = []
         with ExitStack() as stack:
             opened = {
                 name: stack.enter_context(
-                    briefly(name, makers[name], self.config.environment.environment_timeout)
+                    briefly(name, episode_maker(world, name, step), world.environment_timeout)
                 )
-                for name in sorted(makers)
+                for name in sorted(set(self._names))
                 if held_out[name] or name in self.levels
             }
-            for group_id, name in enumerate(self._names, start=first):
-                seed, level = self._fresh_seed(name, opened.get(name), held_out[name], generator)
-                if level is not None:
-                    self._drawn[group_id] = level
-                tasks.append(
-                    tasks_for_group(
-                        group_id,
-                        name,
-                        seed,
-                        makers[name],
-                        group_size=group_size,
-                        outcome_seed=self.config.train.seed,
-                    )
-                )
-        return tasks
+            return [
+                self._fresh_seed(name, opened.get(name), held_out[name], generator)
+                for name in self._names
+            ]
 
     def _fresh_seed(
         self,

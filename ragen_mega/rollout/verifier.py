@@ -26,9 +26,9 @@ from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.system.web_client import open_client
 
-_ATTEMPTS = 3
+ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt; twice that before the third
-_AT_ONCE = 32
+AT_ONCE = 32
 AUTHORIZATION = "RAGEN_JUDGE_AUTHORIZATION"
 """The variable with the credentials of judges: flags are visible to others, and are recorded."""
 _REFUSALS = (httpx2.HTTPError, httpx2.InvalidURL)
@@ -63,7 +63,7 @@ class Verifier:
         return [self._known.get(digest) for digest in digests], reason
 
     async def _ask_all(self, bodies: Sequence[str]) -> list[float | str]:
-        room, headers = asyncio.Semaphore(_AT_ONCE), {"content-type": "application/json"}
+        room, headers = asyncio.Semaphore(AT_ONCE), {"content-type": "application/json"}
         async with open_client(self.url, AUTHORIZATION, headers=headers) as client:
             return await asyncio.gather(*(self._ask(client, room, body) for body in bodies))
 
@@ -72,7 +72,7 @@ class Verifier:
     ) -> float | str:
         """Return a score, or the reason why there is none."""
         reason = ""
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE * attempt)
             try:

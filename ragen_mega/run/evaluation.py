@@ -37,6 +37,7 @@ from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import evaluation_prompts, held_out_note, play_settings
 from ragen_mega.run.guards import HeldOutStarts
 from ragen_mega.run.log import RunLog, StepLog
+from ragen_mega.run.nodes import minutes_to_wait
 from ragen_mega.run.timers import Timers
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
@@ -229,11 +230,11 @@ def evaluate_sets(
     load = expanded(str(load))
     load = os.path.abspath(load) if os.path.exists(load) else load  # worlds may change directories
     files = {name: os.path.abspath(expanded(file)) for name, file in boards.items() if file}
-    collectives.start()
-    console = Console(is_writer=collectives.is_main(), num_steps=0)
     of_run = is_run(Path(load))
     recorded = read_recorded(Path(load)) if of_run else {"model": {"load": load}}
     settings = {name: _settings(recorded, name, rules or {}) for name in environments}
+    collectives.start(max(map(minutes_to_wait, settings.values())))
+    console = Console(is_writer=collectives.is_main(), num_steps=0)
     directory = _policy_of(load) if of_run else local_directory(load)
     reader, hf = open_model(directory), load_config(str(directory))
     first = next(iter(settings.values()))

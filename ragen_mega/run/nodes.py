@@ -24,16 +24,22 @@ import ragen_kernels
 import torch.distributed as dist
 
 import ragen_mega
+from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.rules import Sections
 from ragen_mega.models.directory import MODEL_FILES
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
 from ragen_mega.report.hardware import PACKAGES, device, versions
+from ragen_mega.rollout.verifier import AT_ONCE, ATTEMPTS
 from ragen_mega.system.addresses import address_towards
 
 _PATIENCE = 600.0
 """Seconds to wait for another node: file systems give every node its programs in their own time."""
 _CONNECT_SECONDS = 30.0
+_MINUTES_BESIDE = 10.0
+"""Time for which ranks wait beyond what settings allow the slowest one."""
+_MINUTES_WITHOUT_LIMIT = 7 * 24 * 60.0
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 """Samples that two nodes compare of a file, and the bytes of a sample."""
 
@@ -54,10 +60,25 @@ def join_job(config: StarPOConfig) -> None:
     """
     if num_nodes() > 1:
         _agree(config)
-    num_samplers = config.parallel.rollout_ranks
-    collectives.start(interface=_interface_of_engines(config), num_samplers=num_samplers)
+    interface, num_samplers = _interface_of_engines(config), config.parallel.rollout_ranks
+    collectives.start(minutes_to_wait(config), interface=interface, num_samplers=num_samplers)
     about = collectives.rank(), collectives.world_size(), config.parallel.report_waits_after
     watch.begin(collectives.board(), *about)
+
+
+def minutes_to_wait(config: Sections) -> float:
+    """Return the minutes for which ranks wait for one that still plays, or for rank 0, which asks
+    the judges; a week if either has no limit.
+    """
+    world, rollout = config.environment, config.rollout
+    turn, agent = world.environment_timeout, config.agent.agent_timeout
+    if not (turn and agent):
+        return _MINUTES_WITHOUT_LIMIT
+    episode = max(agent, turn * (1 + world.expected_turns))
+    num_attempts = ATTEMPTS * sum(map(is_judge, config.advantage.reward_terms))
+    verdicts = turn * num_attempts * -(-rollout.num_groups * rollout.group_size // AT_ONCE)
+    slowest = max(2 * episode, verdicts)  # an episode that is late is played once more
+    return max(collectives.MINUTES_TO_WAIT, _MINUTES_BESIDE + slowest / 60)
 
 
 def _interface_of_engines(config: StarPOConfig) -> str | None:

@@ -4,13 +4,14 @@ chooses groups.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ragen_mega.algorithm.filters import filter_groups, has_return, with_returns
 from ragen_mega.algorithm.rewards import IDENTITY, shape_rewards
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.ranks.collectives import on_main
+from ragen_mega.ranks.collectives import on_each, on_main
 
 
 def shape_on_main(
@@ -61,17 +62,20 @@ def choose_groups(
 ) -> list[TrajectoryGroup]:
     """Return the groups that the configured filter keeps by their returns, of `num_played` in all,
     and of these only a `share`, those whose returns vary most. It keeps as many groups of several
-    rounds as of one.
+    rounds as of one. Collective. Raises PlugInError on all ranks if a user's filter fails on any.
     """
     rules, strategy, value = config.filter, config.filter.filter_strategy, config.filter.value
     if config.rollout.max_sampling_rounds > 1:
         strategy, value = "top_k", rules.num_kept(config.rollout.num_groups)
-    kept = filter_groups(
-        samples,
-        strategy=strategy,
-        value=value,
-        keep_zero=rules.filter_keep_zero,
-        num_groups=num_played,
+    kept = on_each(
+        partial(
+            filter_groups,
+            samples,
+            strategy=strategy,
+            value=value,
+            keep_zero=rules.filter_keep_zero,
+            num_groups=num_played,
+        )
     )
     if share < 1.0 and kept:
         kept = filter_groups(kept, strategy="top_fraction", value=share, keep_zero=False)

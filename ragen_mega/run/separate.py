@@ -94,7 +94,7 @@ from ragen_mega.run.messages import (
     decode,
     encode,
 )
-from ragen_mega.run.nodes import own_address
+from ragen_mega.run.nodes import minutes_to_wait, own_address
 from ragen_mega.run.sampling import Origin, Sampling, origin_of
 from ragen_mega.run.shares import Shares
 from ragen_mega.run.stop import StopSignal
@@ -128,7 +128,7 @@ def divide(config: StarPOConfig) -> Role:
         return Role(samples=False)
     num_trainers = collectives.world_size() - num_samplers
     samples, senders = collectives.rank() >= num_trainers, config.senders(num_trainers)
-    store, link = collectives.divide(num_samplers), None
+    store, link = collectives.divide(num_samplers, minutes_to_wait(config)), None
     if is_main():
         shared = config.run_directory.parent.absolute()
         link = connect(store, shared) if samples else listen(store, shared, own_address())

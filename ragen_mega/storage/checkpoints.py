@@ -371,7 +371,8 @@ class CheckpointWriter:
         if isinstance(error, OSError) and error.errno is not None:
             why += f"; {write_remedy(error)}"
         if collectives.is_main():
-            print(f"{self._cannot_write()}: {why}; the next one tries again", flush=True)
+            with contextlib.suppress(OSError):  # the output may be on the same full disk
+                print(f"{self._cannot_write()}: {why}; the next one tries again", flush=True)
         return why
 
     def _cannot_write(self) -> str:

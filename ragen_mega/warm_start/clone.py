@@ -64,6 +64,22 @@ class ScriptedEpisode:
     is_of_answer: bool = False
     """Whether the error was raised in a method of the environment that an answer was given to."""
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the environment has taken a turn."""
+        return len(self.turns) > (self.error is not None)
+
+
+def always_fails(name: str, played: ScriptedEpisode) -> str:
+    """Say that no episode of environment `name` has a turn, of which `played` is one."""
+    error = played.error or ""
+    can_draw = played.is_of_answer and hasattr(played.begun.environment, "parse")
+    return (
+        f"environment {name} fails whatever is done, e.g. from seed {played.seed}: {error}"
+        + (late_advice(name, error) or "; mend it")
+        + ", or let random_answer(draw) return what its parse reads" * can_draw
+    )
+
 
 class _Player:
     """Plays one episode after the other with one environment, in a thread and within time limits
@@ -111,6 +127,7 @@ def scripted_episodes(
     timeout: float = EnvironmentConfig.environment_timeout,
     max_turns: int | None = None,
     in_sentences: bool = False,
+    is_part: bool = False,
 ) -> Iterator[ScriptedEpisode]:
     """Yield the first `max_turns` turns (None: all) of scripted episodes, in order of their seeds;
     `in_sentences` is as in `scripted_response`. `name`: the environment's in messages (default: the
@@ -118,7 +135,7 @@ def scripted_episodes(
 
     Environments that are not instant play many episodes at a time, with `timeout` seconds per call,
     and are reused. Raises ValueError if the environment cannot be built or none of the first
-    episodes has a turn.
+    episodes has a turn; not the latter if they are only a part (`is_part`) of what ranks play.
     """
     first = _Player(make_episode, timeout)
     name = name or type(first.episode.environment).__name__
@@ -147,14 +164,9 @@ def scripted_episodes(
         answered = 0
         episodes = threads.map(play, seeds) if threads else map(play, seeds)
         for index, played in enumerate(episodes, start=1):
-            answered += len(played.turns) > (played.error is not None)
-            if not answered and index in (NUM_PLAYERS, len(seeds)):
-                raise ValueError(
-                    f"environment {name} fails whatever is done, e.g. from seed {played.seed}:"
-                    f" {played.error}{late_advice(name, played.error or '') or '; mend it'}"
-                    + ", or let random_answer(draw) return what its parse reads"
-                    * (played.is_of_answer and hasattr(first.episode.environment, "parse"))
-                )
+            answered += played.is_answered
+            if not (answered or is_part) and index in (NUM_PLAYERS, len(seeds)):
+                raise ValueError(always_fails(name, played))
             yield played
     finally:
         if threads:  # episodes that nobody will take are not begun

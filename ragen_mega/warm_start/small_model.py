@@ -34,6 +34,7 @@ from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks import collectives
+from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import (
@@ -47,6 +48,7 @@ from ragen_mega.storage.model_writers import export, save_huggingface
 from ragen_mega.storage.run_directory import BASE, WARM_START, WARM_START_CRITIC
 from ragen_mega.warm_start.clone import (
     FitStep,
+    always_fails,
     as_trajectory,
     fit,
     recorded_trajectory,
@@ -74,11 +76,12 @@ def is_complete(directory: Path) -> bool:
 
 def find_warm_start(config: StarPOConfig) -> Start | None:
     """Find the result of `warm_start` in an earlier process of this run, or in the run whose warm
-    start is taken; None without one.
+    start is taken; None without one. Collective: shared storage may answer each node otherwise.
     """
     critic = config.run_directory / WARM_START_CRITIC if config.warm_starts_critic else None
     start = Start(config.run_directory / WARM_START, critic)
-    return start if all(is_complete(path) for path in start if path is not None) else None
+    is_whole = on_main(lambda: all(is_complete(path) for path in start if path is not None))
+    return start if is_whole else None
 
 
 def take_warm_start(config: StarPOConfig, source: Path) -> None:
@@ -296,11 +299,13 @@ def scripted_play(
     max_turns: int | None = None,
 ) -> list[Trajectory]:
     """Return the warm start's data, each rank writing its part; the same list, in the same order,
-    on every rank and on any number of ranks. Boards that are evaluated on are not among it.
+    on every rank and on any number of ranks. Boards that are evaluated on are not among it. Raises
+    ValueError on all ranks if no episode of an environment has a turn.
     """
     names, world_size = list(config.environment.shares), collectives.world_size()
     mine = range(collectives.rank(), count, world_size)
     own: dict[int, Trajectory | None] = {}
+    failed: dict[str, str | None] = {}  # environment -> reason, None if an episode has a turn
     with console.progress("scripted play", len(mine)) as progress:
         for place, name in enumerate(names):
             indices = [index for index in mine if index % len(names) == place]
@@ -316,9 +321,14 @@ def scripted_play(
                 timeout=config.environment.environment_timeout,
                 max_turns=max_turns,
                 in_sentences=config.model.load is not None,
+                is_part=True,
             )
             held_out = held_out_states(config.environment, name, config.evaluation.boards)
             for index, played in zip(indices, episodes, strict=True):
+                if played.is_answered:
+                    failed[name] = None
+                else:
+                    failed.setdefault(name, always_fails(name, played))
                 # An environment that failed before the first answer leaves nothing to imitate, and
                 # a board that is evaluated on must not be.
                 is_left_out = not played.turns or (
@@ -336,7 +346,10 @@ def scripted_play(
                     )
                 )
                 progress.advance()
-    parts = collectives.gather_objects(own)
+    parts, reasons = zip(*collectives.gather_objects((own, failed)), strict=True)
+    for name in names:
+        if (said := [each[name] for each in reasons if name in each]) and all(said):
+            raise ValueError(said[0])
     ordered = (parts[index % world_size][index] for index in range(count))
     written = [episode for episode in ordered if episode is not None]
     return _that_fit(config, written, f"{', '.join(names)} with the answer of scripted play")

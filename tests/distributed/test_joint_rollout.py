@@ -4,7 +4,8 @@ late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from ragen_mega.environments.registry import make
 from ragen_mega.ranks import collectives
 from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.engine import EngineError, Interrupted, WeightsLost
+from ragen_mega.rollout.engine import EngineError, EngineShard, Interrupted, WeightsLost
 from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
+from ragen_mega.rollout.sync import WeightSync
 from ragen_mega.rollout.tasks import tasks_for_group
 from tests.support.forked_ranks import on_ranks
 from tests.support.rounding import exact_logprobs
@@ -111,12 +113,14 @@ def play_on_ranks(
             model.config, max_context=256, max_sessions=8, **faults.get(index, {})
         )
 
-        def send_again() -> None:
-            collectives.barrier()  # as a weight sync: of all ranks or of none
-            engine.load_weights(model.state_dict().items(), again=True)
+        def export(shard: EngineShard | None) -> Iterator[tuple[str, Tensor]]:
+            collectives.barrier()  # as of ranks that each hold a part
+            yield from model.state_dict().items()
+
+        sync = WeightSync(engine, export)
 
         def play() -> list[TrajectoryGroup]:
-            options = {"advance": advance, "send_again": send_again}
+            options = {"advance": advance, "send_again": sync.send_again}
             with JointCollection(engine, renderer, SETTINGS, **options) as joint:
                 tasks = joint.add(groups)
                 joint.play()
@@ -236,16 +240,19 @@ def test_a_rollout_fails_on_all_ranks_or_on_none(faults: dict[int, dict[str, Any
     play_on_ranks(faults, check)
 
 
-def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks() -> None:
+@pytest.mark.parametrize("step", ["pause", "load_weights", "start"])
+def test_weights_that_cannot_be_sent_again_end_the_rollout_on_all_ranks(step: str) -> None:
+    """Before the ranks meet in the stream of weights, in it and behind it."""
+
     def check(play: Callable[[], list[TrajectoryGroup]], engine: ForgetfulEngine) -> None:
-        load = engine.load_weights
+        work = getattr(engine, step)
 
-        def refuse(weights: Iterable[tuple[str, Tensor]], *, again: bool) -> None:
-            if collectives.rank() == 2:
-                raise EngineError("no server starts")
-            load(weights, again=again)
+        def refuse(*arguments: Any, **options: Any) -> None:
+            for weights in arguments:  # an engine that fails takes the stream to its end
+                deque(weights, maxlen=0)
+            raise EngineError("no server starts")
 
-        engine.load_weights = refuse
+        setattr(engine, step, refuse if collectives.rank() == 2 else work)
         with pytest.raises(EngineError, match="no server starts"):
             play()
 

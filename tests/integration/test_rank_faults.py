@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 from ragen_mega.algorithm.credit import CreditInputs
-from ragen_mega.algorithm.tables import ESTIMATORS, Estimator
+from ragen_mega.algorithm.tables import ESTIMATORS, FILTERS, Estimator, Filter
 from ragen_mega.config.recorded import CONFIG_FILE
 from ragen_mega.megatron.initialize import shutdown
 from ragen_mega.models.huggingface import load_tokenizer
@@ -124,21 +124,32 @@ def test_weights_that_diverge_stop_all_ranks(output: Path, capfd: pytest.Capture
         ] and "Traceback" not in said, said
 
 
-def test_an_estimator_that_fails_on_one_rank_ends_all_with_one_line(
-    output: Path, capfd: pytest.CaptureFixture
+@pytest.mark.parametrize("part", ["estimator", "filter"])
+def test_a_function_of_the_user_that_fails_on_one_rank_ends_all_with_one_line(
+    output: Path, capfd: pytest.CaptureFixture, part: str
 ) -> None:
     """As for want of memory there; after a checkpoint, for which ranks wait before they say so."""
 
-    def failing(inputs: CreditInputs) -> tuple[Tensor, None]:
+    def fail_once_saved() -> None:
         if os.environ["RANK"] == "1" and saved.exists():
             raise RuntimeError("out of memory")
+
+    def estimate(inputs: CreditInputs) -> tuple[Tensor, None]:
+        fail_once_saved()
         return inputs.per_token(inputs.scores), None
 
-    saved = output / "one_fails" / "checkpoints"
-    estimator = ("--advantage-estimator", "failing", "--save-interval", "1")
-    ESTIMATORS.register("failing", Estimator(failing))
-    load = ("--load", str(start_of(output)))
-    processes = start_ranks(output, "one_fails", 2, *FLAGS, *load, *estimator)
+    def choose(returns: Sequence[Sequence[float]], **options: object) -> list[int]:
+        fail_once_saved()
+        return [*range(len(returns))]
+
+    saved = output / f"{part}_fails" / "checkpoints"
+    if part == "estimator":
+        ESTIMATORS.register("failing", Estimator(estimate))
+    else:
+        FILTERS.register("failing", Filter(choose))
+    flag = {"estimator": "--advantage-estimator", "filter": "--filter-strategy"}[part]
+    flags = (*FLAGS, "--load", str(start_of(output)), "--save-interval", "1", flag, "failing")
+    processes = start_ranks(output, f"{part}_fails", 2, *flags)
     for process in processes:
         process.join(120)
     codes = [process.exitcode for process in processes]

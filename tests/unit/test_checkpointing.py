@@ -15,6 +15,7 @@ import textwrap
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -432,6 +433,19 @@ def test_a_failed_write_is_told_at_once_and_costs_one_checkpoint(
     writer.save(3, stage_bytes(b"x"), {}, None)
     writer.require()
     assert find_latest(tmp_path, pytest.fail).step == writer.saved_step == 3
+
+
+def test_a_failed_write_that_cannot_be_told_is_none_the_less_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is on the same full disk."""
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=full, flush=full))
+    writer = make_writer(tmp_path)
+    writer.save(1, lambda directory: full, {}, None)
+    with pytest.raises(OSError, match="step 1.*No space left"):
+        writer.require()
+    assert writer.saved_step is None and not names(tmp_path)
 
 
 @pytest.mark.forks

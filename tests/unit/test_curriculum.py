@@ -273,6 +273,28 @@ def test_all_ranks_draw_the_tasks_of_one(tmp_path: Path) -> None:
         assert json.loads((tmp_path / name).read_text()) == expected
 
 
+@pytest.mark.forks
+@pytest.mark.parametrize("ill", [0, 1])
+def test_an_environment_that_fails_on_one_rank_draws_no_other_tasks(
+    ill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws the same on the other rank, or none there either."""
+    expected = [group[0].seed for group in TaskSampler(parse(FLAGS)).sample(0)]
+
+    def rank() -> None:
+        collectives.start()
+        sampler = TaskSampler(parse(FLAGS))
+        if collectives.rank() == ill:
+            monkeypatch.setattr(Reverse, "reset", Mock(side_effect=OSError("no server")))
+        if ill == 0:
+            with pytest.raises(ValueError, match="cannot begin with training seed .*no server"):
+                sampler.sample(0)
+        else:
+            assert [group[0].seed for group in sampler.sample(0)] == expected
+
+    on_ranks(rank, 2)
+
+
 def test_a_rollout_from_the_disk_is_observed_as_the_one_that_was_sampled(tmp_path: Path) -> None:
     config = parse([*FLAGS, "--max-sampling-rounds", "2"])
     run, replayed = TaskSampler(config), TaskSampler(config)

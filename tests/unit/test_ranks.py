@@ -2,7 +2,9 @@
 
 import os
 import resource
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -89,6 +91,56 @@ def test_engines_are_reached_from_an_address_of_this_machine(
     monkeypatch.setattr(nodes, "address_towards", lambda host: "192.0.2.1")
     with pytest.raises(ValueError, match="elsewhere:1, and connections to it come from 192.0.2.1"):
         nodes.join_job(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "minutes"),
+    [
+        ("--environments bandit", 30),
+        ("--environments bandit --max-turns 39 --environment-timeout 60", 90),
+        ("--environments bandit --environment-timeout 0", 7 * 24 * 60),
+        ("--environments agent:mine:play --agent-timeout 2400", 90),
+        ("--environments agent:mine:play --agent-timeout 0", 7 * 24 * 60),
+        ("--environments bandit --reward https://judge --num-groups 8 --group-size 16", 30),
+        ("--environments bandit --reward https://judge --num-groups 64 --group-size 16", 106),
+    ],
+)
+def test_ranks_wait_for_the_slowest_that_flags_allow(
+    flags: str, minutes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: two episodes of 40 turns of a minute, with the start; 32 rounds of 3 attempts."""
+    waited: list[float] = []
+    monkeypatch.setattr(collectives, "start", lambda minutes, **options: waited.append(minutes))
+    monkeypatch.setattr(nodes.watch, "begin", lambda *arguments: None)
+    monkeypatch.setattr(collectives, "board", lambda: None)
+    nodes.join_job(parse(flags.split()))
+    assert waited == [minutes]
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_control_group_waits_as_long_as_ranks_may_take(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, list[timedelta]] = {"nccl": [], "gloo": []}
+
+    def form(*ranks: object, backend: str, timeout: timedelta, **options: object) -> None:
+        limits[backend].append(timeout)
+
+    def join(backend: str, **options: Any) -> None:
+        form(backend=backend, **options)
+
+    monkeypatch.setattr(collectives.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr(dist, "new_group", form)
+    monkeypatch.setattr(collectives, "_control_group", None)
+    monkeypatch.setattr(collectives, "_timeout", None)
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    collectives._join(dist.HashStore(), 0, 2, timedelta(minutes=90))
+    collectives.consecutive_group(2)
+    assert limits == {
+        "nccl": [timedelta(minutes=30)] * has_gpu,
+        "gloo": [timedelta(minutes=90)] * 2,
+    }
 
 
 def test_nodes_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -373,6 +374,34 @@ def test_a_pause_aborts_requests_and_sends_them_again(build: Callable[..., SGLan
         assert asked(engine) == 2 * GENERATE + FREE + WAKE + SEND + START + 2 * GENERATE
         assert (engine.counts.reissued, engine.counts.restarts) == (2, 0)
         assert engine.weight_version == 1
+
+
+def test_the_others_of_a_server_do_not_wait_for_a_pause_that_fails(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, met = build(), []
+    with engine.awake():
+        engine.load_weights(shards())
+        monkeypatch.setattr(engine, "_sleep", Mock(side_effect=EngineError("refused")))
+        monkeypatch.setattr(engine._transfer, "wait_for_all_ranks", lambda: met.append("there"))
+        with pytest.raises(EngineError, match="refused"):
+            engine.pause()
+        assert met == ["there"]
+        monkeypatch.undo()
+
+
+def test_a_server_that_does_not_sleep_hides_no_signal_to_stop(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint comes next, for which the memory is taken from the server."""
+    engine = build()
+    monkeypatch.setattr(engine, "_sleep", Mock(side_effect=EngineError("refused")))
+    with pytest.raises(Interrupted), engine.awake():
+        assert engine.server.is_running
+        raise Interrupted
+    assert not engine.server.is_running
+    with pytest.raises(EngineError, match="refused"), engine.awake():
+        pass
 
 
 def test_what_is_aborted_without_a_pause_is_an_error(build: Callable[..., SGLangEngine]) -> None:

@@ -127,12 +127,20 @@ class SGLangEngine(RolloutEngine):
             )
         with _among(self._transfer):
             self._wake()
-            self._stage = _Stage.AWAKE
+            self._stage, is_interrupted = _Stage.AWAKE, False
             try:
                 yield
+            except Interrupted:
+                is_interrupted = True
+                raise
             finally:
                 self._stage = _Stage.ASLEEP
-                self._sleep()
+                try:
+                    self._sleep()
+                except EngineError:
+                    if not is_interrupted:
+                        raise
+                    self.server.stop()  # its memory is for the checkpoint, which comes next
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, again: bool = False) -> None:
         """Send a full set of weights to the server, in buckets of bounded size, and check by
@@ -211,8 +219,10 @@ class SGLangEngine(RolloutEngine):
         self._require(_Stage.AWAKE)
         self._num_pauses += 1
         self._stage = _Stage.AWAKE
-        self._sleep()
-        self._transfer.wait_for_all_ranks()
+        try:
+            self._sleep()
+        finally:  # where it fails, too, the others wait
+            self._transfer.wait_for_all_ranks()
 
     async def generate(
         self, tokens: list[int], sampling: SamplingParams, *, session: int
