@@ -8,7 +8,7 @@
 
 All other flags are flags of training (ragen-mega train --help): the policy plays as training would
 evaluate it under them, so a command that trains evaluates what it would begin with. Flags that say
-how to learn change nothing here, and those of a run's directory and logs are refused. A run is
+how to learn change nothing here, and flags of a run's directory and logs are refused. A run is
 evaluated under its own settings, and flags replace them. With --samples-per-prompt above 1 it also
 reports pass@k. The embedded engine plays. As in training --boards is for trained environments only:
 --environments, or the first one of --environment.

@@ -111,9 +111,8 @@ def with_recipe(
     flags = [] if name == "none" else read_flags(directory / f"{name}.flags")
     defaults = {flag_of(setting.name): setting.default for setting in all_flags()}
     # A packaged recipe that says how a default works has chosen it.
-    chosen = [
-        f"{flag}={defaults[flag]}" for flag, of in _BELONGS_TO.items() if _take(flags, *of)[0]
-    ]
+    choices = _BELONGS_TO.items()
+    chosen = [f"{flag}={defaults[flag]}" for flag, own in choices if _take(flags, *own)[0]]
     return _under([*chosen, *flags], rest)
 
 
