@@ -57,7 +57,7 @@ _OF_SMALL_MODEL = (
 _PLAYED = ("warm_start_trajectories", "warm_start_skill")
 _MADE = tuple({*_WARM_START} - {"warm_start_from", "warm_start_critic_steps", "warm_start_skill"})
 _CLIPS = ("clip_ratio_low", "clip_ratio_high", "dual_clip", "value_clip")
-_OF_WORLDS = ("max_actions_per_turn", "max_actions", "prompt_style", "system_prompt")
+_OF_WORLDS = ("max_actions_per_turn", "max_actions", "system_prompt")
 
 
 @staying()
