@@ -348,47 +348,45 @@ def answer(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     except ValueError as error:
         lines.append(f"a plan only, the trainer refuses the model: {error}")
     result: dict[str, Any] = {"fits": True}
-    chosen: StarPOConfig | None = run.config
     if arguments.search:
         result, text = searched(shape, run, machine, num_gpus, capacity, play)
-        lines.append(text)
+        lines += [text] if result["fits"] else []
+    is_listed, chosen = arguments.search and result["fits"], run.config
     if run.is_searched:
-        found = chosen = best(shape, run.config, num_gpus, capacity, machine, play, run.given)
-        title = "best with room to spare"
-        if not chosen and not arguments.search:
-            chosen = smallest(shape, run.config, num_gpus, play.sharing, run.given) or run.config
+        found = best(shape, run.config, num_gpus, capacity, machine, play, run.given)
+        least = None if found else smallest(shape, run.config, num_gpus, play.sharing, run.given)
+        chosen, title = found or least or run.config, "best with room to spare"
+        if not found:
             title = (
                 f"no layout fits {capacity.gpu / GIB:g} GiB a GPU and {capacity.host / GIB:g} GiB"
                 " of host memory a node; the one that needs least of the GPU"
             )
-        elif chosen and not fits(
+        elif not fits(
             shape, chosen, num_gpus, capacity._replace(gpu=FILL * capacity.gpu), play.sharing
         ):
             title = f"best that fits, with less than {1 - FILL:.0%} of a GPU to spare"
-        if chosen:
-            result["flags"] = run.flags(chosen)
-            lines.append(f"{title}: {result['flags']}")
+        result["flags"] = run.flags(chosen)
+        lines.append(f"{title}: {result['flags']}")
         is_open = "context_parallel_size" not in run.given
         if found and is_open and run.config.rollout.max_context_length > max(TOKENS):
             beside = context_ranks(shape, run, machine, num_gpus, capacity, play, found)
             result["context_ranks"], text = beside
             lines.append(text)
-    if chosen and not arguments.search:
+    if not is_listed:
         trainers = chosen.parallel.num_trainers(num_gpus)
         setting = Setting.from_config(chosen, trainers, sharing=play.sharing)
         result |= examine(shape, setting, capacity)
         result["smallest_gpu"] = smallest_gpu(result["peak_gib"])
         lines += [described(result), f"smallest GPU for this layout: {result['smallest_gpu']}"]
-    if chosen:
-        price, default = arguments.dollars_per_gpu_hour, machine.hardware.dollars
-        dollars, used = default if price is None else price, (num_gpus, play)
-        result["cost"] = cost.cost(machine, shape, chosen, *used, dollars)
-        helps = cost.advice(machine, shape, chosen, *used, capacity)
-        result["cost"]["helps"] = helps
-        lines += ["", cost.described(result["cost"], helps, is_searched=run.is_searched)]
-        if chosen.rollout.rollout_engine == "embedded":
-            lines.append(
-                "the rollout is that of --rollout-engine sglang: the embedded engine samples on the"
-                " processor, which --hardware does not describe"
-            )
+    price, default = arguments.dollars_per_gpu_hour, machine.hardware.dollars
+    dollars, used = default if price is None else price, (num_gpus, play)
+    result["cost"] = cost.cost(machine, shape, chosen, *used, dollars)
+    helps = cost.advice(machine, shape, chosen, *used, capacity)
+    result["cost"]["helps"] = helps
+    lines += ["", cost.described(result["cost"], helps, is_searched=run.is_searched)]
+    if chosen.rollout.rollout_engine == "embedded":
+        lines.append(
+            "the rollout is that of --rollout-engine sglang: the embedded engine samples on the"
+            " processor, which --hardware does not describe"
+        )
     return result, "\n".join(lines)

@@ -530,6 +530,7 @@ def stage_phases(
         name: device_state(shape, setting, stage, is_critic=name == "critic") for name in names
     }
     weights, kv = engine_bytes(shape, setting)
+    is_apart = setting.parallel.rollout_ranks > 0 and not setting.on_host
     in_fp8 = {}
     if (
         setting.parallel.fp8 != "none"
@@ -542,17 +543,18 @@ def stage_phases(
         staged = staged_bytes(shape, setting, stage) // setting.dp
         base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
     else:
-        contexts = CUDA_CONTEXT * (2 if weights else 1)
+        is_beside = bool(weights) and not is_apart
+        contexts = CUDA_CONTEXT * (1 + is_beside)
         cp = setting.parallel.context_parallel_size
         groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
         base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
-        base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if weights else {}
+        base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if is_beside else {}
         if setting.senders:
             share = shape.engine_weights(setting.itemsize, 1) // setting.senders
             base["weights on their way"] = min(ON_DEVICE, share)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
-    if setting.lora.lora_sync == "adapter":
+    if setting.lora.lora_sync == "adapter" and not is_apart:
         base["engine weights"] = weights  # it keeps them
     turns, teachers = offload == "turns", teacher_bytes(setting, stage)
     teacher = {"teacher": sum(teachers)} if teachers else {}
@@ -590,6 +592,9 @@ def stage_phases(
     else:
         stays, sending = {}, {"actor parameters": trains["actor"].parameters}
     largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
+    if is_apart:  # a GPU that samples has nothing of those that train
+        base = {"CUDA and NCCL": CUDA_CONTEXT + COMMUNICATOR, "engine's CUDA graphs": ENGINE_GRAPHS}
+        stays, sending, largest = {}, {}, 0
     if weights and setting.engine == "embedded":
         # received as they are, then joined and transposed
         yield "sync", base | stays | {"engine weights": 2 * weights}

@@ -188,7 +188,7 @@ def test_search_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     assert all(layout["fits"] and layout["peak_gib"] <= 80 for layout in layouts)
     code, said = run_plan(capsys, *flags, "--gpu-memory-gb", "16")
-    assert code == 1
+    assert code == 1 and "no layout fits 16 GiB" in said and "does not fit: " in said
 
 
 def told(
@@ -698,3 +698,22 @@ def test_memory_is_what_the_control_groups_allow(tmp_path: Path, listed: str, fi
     assert host_memory(tmp_path) == whole
     (tmp_path / file).write_text(f"{2**28}\n")
     assert host_memory(tmp_path) == 2**28
+
+
+def test_a_gpu_that_samples_holds_nothing_of_those_that_train() -> None:
+    """By hand: the driver, one group of NCCL, graphs, workspace, weights of TP 2, and the cache."""
+    shape, flags = shape_of("Qwen2.5-7B"), "--bf16 --rollout-engine sglang"
+    flags += " --rollout-tensor-parallel-size 2 --kv-cache-tokens 100000"
+    apart = " --placement separate --rollout-ranks 2 --importance-cap 2"
+    beside, separate = (
+        plan(shape, Setting.from_config(parse((flags + more).split()), 6)) for more in ("", apart)
+    )
+    weights, cache = shape.engine_weights(2, 2), 100_000 * shape.kv_cache_bytes(2, 2)
+    own = int(1.5 * GIB) + GIB + 2 * int(1.5 * GIB) + weights
+    assert sum(separate["rollout"].values()) == own + cache
+    assert sum(separate["sync"].values()) - own == separate["sync"]["buffers"] < GIB
+    # a second driver context, and the server's graphs
+    engine = beside["train actor"]["engine's CUDA graphs"] + int(1.5 * GIB)
+    sent = separate["train actor"].pop("weights on their way")
+    assert sum(beside["train actor"].values()) - engine == sum(separate["train actor"].values())
+    assert sent == shape.engine_weights(2, 1)
