@@ -520,6 +520,18 @@ def engine_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
     )
 
 
+def _besides_models(shape: ModelShape, setting: Setting, *, has_engine: bool) -> dict[str, int]:
+    """List term -> bytes of what a GPU that trains holds all the time besides models."""
+    cut, cp = setting.parallel.cut, setting.parallel.context_parallel_size
+    groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
+    base = {"CUDA and NCCL": CUDA_CONTEXT * (1 + has_engine) + COMMUNICATOR * groups}
+    base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if has_engine else {}
+    if setting.senders:
+        share = shape.engine_weights(setting.itemsize, 1) // setting.senders
+        base["weights on their way"] = min(ON_DEVICE, share)
+    return base
+
+
 def stage_phases(
     shape: ModelShape, setting: Setting, stage: int
 ) -> Iterator[tuple[str, dict[str, int]]]:
@@ -543,15 +555,7 @@ def stage_phases(
         staged = staged_bytes(shape, setting, stage) // setting.dp
         base["checkpoint and host copies"] = host_copies(shape, setting, stage) + staged
     else:
-        is_beside = bool(weights) and not is_apart
-        contexts = CUDA_CONTEXT * (1 + is_beside)
-        cp = setting.parallel.context_parallel_size
-        groups = sum(size > 1 for size in (cut.tp, cut.pp, cut.ep, cp, setting.dp))
-        base = {"CUDA and NCCL": contexts + COMMUNICATOR * groups}
-        base |= {"engine's CUDA graphs": ENGINE_GRAPHS} if is_beside else {}
-        if setting.senders:
-            share = shape.engine_weights(setting.itemsize, 1) // setting.senders
-            base["weights on their way"] = min(ON_DEVICE, share)
+        base = _besides_models(shape, setting, has_engine=bool(weights) and not is_apart)
     if setting.lora.rank:
         base["frozen model"] = base_bytes(shape, setting, stage)
     if setting.lora.lora_sync == "adapter" and not is_apart:
