@@ -61,10 +61,10 @@ OF_COMPUTED = (
 """Endings of metrics of the tokens that are computed: each microbatch computes a shared beginning
 once, so another division of the trajectories among ranks computes other tokens.
 """
-OF_EVALUATIONS = tuple(
-    f"evaluation.{name}"
-    for name in ("eval_interval", "eval_prompts", "eval_samples", "eval_temperature")
-) + ("evaluation.stop_at_success",)
+OF_EVALUATIONS = (
+    *("evaluation.eval_interval", "evaluation.eval_prompts", "evaluation.eval_samples"),
+    *("evaluation.eval_temperature", "evaluation.stop_at_success"),
+)
 """Settings without effect on a step; `boards` are left out of the states that it draws."""
 EXCLUDED = ("rollout/random", "rollout/optimum")  # for the evaluation boards, not the step
 

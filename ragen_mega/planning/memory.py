@@ -595,7 +595,7 @@ def stage_phases(
         stays, sending = stays | teacher, {}
     else:
         stays, sending = {}, {"actor parameters": trains["actor"].parameters}
-    largest = 2 * shape.vocab_size * shape.hidden_size * setting.itemsize  # gathered and joined
+    largest = 2 * shape.head_size * setting.itemsize  # gathered and joined
     if is_apart:  # a GPU that samples has nothing of those that train
         base = {"CUDA and NCCL": CUDA_CONTEXT + COMMUNICATOR, "engine's CUDA graphs": ENGINE_GRAPHS}
         stays, sending, largest = {}, {}, 0

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import ragen_mega
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
+from ragen_mega.config.recorded import flat
 from ragen_mega.config.rules import Sections
 from ragen_mega.models.directory import MODEL_FILES
 from ragen_mega.ranks import collectives, watch
@@ -271,11 +272,7 @@ def describe(config: StarPOConfig) -> dict[str, Any]:
         "host": platform.node(),
         "num_ranks": int(os.environ["LOCAL_WORLD_SIZE"]),
         "token": secrets.token_hex(8),
-        "flags": {
-            f"{section}.{name}": value
-            for section, values in config.to_dict().items()
-            for name, value in values.items()
-        },
+        "flags": flat(config.to_dict()),
         "code": {
             name: hashlib.sha256(file.read_bytes()).hexdigest()[:12]
             for name, file in files.items()
