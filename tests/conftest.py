@@ -1,5 +1,5 @@
 """What every test shares: no network, one thread per process, GPU tests skipped where there is no
-GPU, forks first.
+GPU, forks first, an end to tests that hang.
 """
 
 import os
@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -37,6 +38,8 @@ POISONED = {
     " tensor_parallel".split()
 }
 """Files whose tests run with `poisoned_memory`: what they test allocates without writing."""
+SECONDS_TO_CLEAN_UP = 60.0
+"""Of a test whose time is over."""
 MAX_WORKERS = 8
 """Of `-n auto`: each imports torch and megatron-core anew, and some tests start four ranks."""
 
@@ -48,6 +51,16 @@ def pytest_xdist_auto_num_workers() -> int:
     """
     cores = len(os.sched_getaffinity(0))
     return 0 if torch.cuda.is_available() or cores == 1 else min(cores + 1, MAX_WORKERS)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Let pytest-timeout fail a test again and again after its time: once is not enough where the
+    end of a `with` or a `finally` then waits for what hangs.
+    """
+    if limit := signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, limit, SECONDS_TO_CLEAN_UP)
+    return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

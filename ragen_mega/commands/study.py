@@ -19,7 +19,6 @@ sampled trajectories; none takes the number of steps from the arms.
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +40,6 @@ from ragen_mega.studies import tables
 from ragen_mega.studies.definitions import PRESETS, STUDIES, Study, find
 from ragen_mega.studies.runs import (
     Runner,
-    Terminated,
     check_ranks,
     claim_folder,
     find_jobs,
@@ -141,10 +139,9 @@ def main(arguments: argparse.Namespace) -> int | None:
         return 0
     runner = Runner(jobs)
     print(f"{len(jobs)} runs to go, {arguments.jobs} at a time, in {folder}", flush=True)
-    try:
-        runner.run(arguments.jobs)
-    except KeyboardInterrupt as stopped:
+    runner.run(arguments.jobs)
+    if runner.stopped_by:
         print("stopped; the same command goes on from the checkpoints", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
+        return 128 + runner.stopped_by
     tables.write(study, folder, arguments.reports, seeds, mixed=mixed)
     return 1 if runner.failed else 0

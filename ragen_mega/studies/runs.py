@@ -11,8 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -264,49 +263,39 @@ def warm_start_key(config: StarPOConfig) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-_POLL_SECONDS = 0.05
-
-
-class Terminated(KeyboardInterrupt):
-    """A stop by SIGTERM: as Ctrl-C, with another exit code."""
-
-
 class Runner:
     """A queue of jobs of which some run at a time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._running: dict[str, subprocess.Popen] = {}
-        self._lock = threading.Lock()
-        self._is_stopped = False
+        self._lock = threading.RLock()  # of the thread that a signal interrupts, as well
         self._started = time.monotonic()
+        self.stopped_by: signal.Signals | None = None
         self.done = 0
         self.failed: list[str] = []
 
     def run(self, at_a_time: int) -> None:
-        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint; then
-        raises KeyboardInterrupt, `Terminated` on SIGTERM. They get every further one as well: the
-        second ends them without a checkpoint, even those that hang.
+        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint, and
+        `stopped_by` says so. They get every further one as well: the second ends them without a
+        checkpoint, even those that hang.
         """
-        signal.signal(signal.SIGTERM, _terminate)
-        # Not by joining threads: one whose join is interrupted counts as ended.
-        with ThreadPoolExecutor(at_a_time) as pool:
-            try:  # a signal may come as soon as the first run has begun
+        # Nothing is raised: it could come where nobody catches it, and leave the runs unstopped.
+        before = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            with ThreadPoolExecutor(at_a_time) as pool:
                 runs = [pool.submit(self._work, job) for job in self._jobs]
-                wait(runs)
-            except KeyboardInterrupt:
-                while self._running or not self._is_stopped:
-                    with suppress(KeyboardInterrupt):
-                        self._stop()
-                        while self._running:
-                            time.sleep(_POLL_SECONDS)
-                raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         for run in runs:
             run.result()
 
-    def _stop(self) -> None:
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
         with self._lock:
-            self._is_stopped = True
+            self.stopped_by = self.stopped_by or signal.Signals(signum)
             for process in self._running.values():
                 process.terminate()
 
@@ -314,7 +303,7 @@ class Runner:
         # Not as many as there are cores: sums would depend on --jobs in their last bits.
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         with self._lock:
-            if self._is_stopped:
+            if self.stopped_by:
                 return
             try:
                 with job.log.open("a") as file:
@@ -331,7 +320,7 @@ class Runner:
         status = process.wait()
         with self._lock:
             del self._running[job.name]
-            if not self._is_stopped:
+            if not self.stopped_by:
                 self._close(job.name, f"failed ({status}): {_told(job.log)}" if status else None)
 
     def _close(self, name: str, failure: str | None) -> None:
@@ -342,10 +331,6 @@ class Runner:
             print(f"{name} {failure}", flush=True)
         left = (time.monotonic() - self._started) / self.done * (len(self._jobs) - self.done)
         print(f"{self.done}/{len(self._jobs)} runs, {name}; about {left / 60:.0f} min left")
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _told(log: Path) -> str:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import tomllib
@@ -36,6 +35,7 @@ from ragen_mega.studies.runs import flags_of
 from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
+STOPS = [signal.SIGTERM, signal.SIGINT]
 TINY = """
 title = "Tiny"
 source = "nowhere"
@@ -593,71 +593,28 @@ class SlowPool(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
     number: signal.Signals, pool: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
     stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
-    work, before = study_runs.Runner.run, signal.getsignal(signal.SIGTERM)
-    # as in a new process: other tests may have left a handler
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    log, handlers = tmp_path / "slow.log", [*map(signal.getsignal, STOPS)]
 
-    def run(runner: study_runs.Runner, at_a_time: int) -> None:
-        log = tmp_path / "slow.log"
-        job = study_runs.Job("slow", ["bash", "-c", stubborn], log, None)
-
-        def stop() -> None:
-            for line in ("up", "first"):
-                wait_until(lambda line=line: log.exists() and line in log.read_text())
-                os.kill(os.getpid(), number)
-
+    def find_jobs(*_: Any) -> list[study_runs.Job]:
         threading.Thread(target=stop).start()
-        work(study_runs.Runner([job]), at_a_time)
+        return [study_runs.Job("slow", ["bash", "-c", stubborn], log, None)]
 
-    monkeypatch.setattr(study_runs.Runner, "run", run)
-    try:
-        with pytest.raises(SystemExit) as left:
-            tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupt)
+    def stop() -> None:
+        for line in ("up", "first"):
+            wait_until(lambda line=line: log.exists() and line in log.read_text())
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(tool, "find_jobs", find_jobs)
+    with pytest.raises(SystemExit) as left:
+        tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
     assert left.value.code == 128 + number
-
-
-def test_every_further_signal_reaches_the_runs_of_a_study(tmp_path: Path) -> None:
-    """A run that hangs ends at the second one, and no run is left behind."""
-    source = """
-        import os, signal, sys
-        def receive(number, frame):
-            received.append(number)
-            if len(received) == 2:
-                sys.exit(1)
-        received = []
-        signal.signal(signal.SIGTERM, receive)
-        open(sys.argv[1], "w").close()
-        while True:
-            signal.pause()
-        """
-    command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path / "up")]
-    before = signal.getsignal(signal.SIGTERM)
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt_twice() -> None:
-        wait_until((tmp_path / "up").exists)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1.0)
-
-    thread = threading.Thread(target=interrupt_twice)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            study_runs.Runner([study_runs.Job("hangs", command, tmp_path / "log", None)]).run(1)
-        thread.join()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupt)
+    assert [*map(signal.getsignal, STOPS)] == handlers
 
 
 @pytest.mark.slow
