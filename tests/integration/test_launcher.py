@@ -617,7 +617,7 @@ class TestLaunch:
             signal.signal(signal.SIGTERM, receive)
             os.write(1, b"up\\n")
             while True:
-                signal.pause()
+                time.sleep(0.05)
             """,
         )
         for numbers in ([signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1]):
