@@ -1,8 +1,15 @@
-"""The critic's regression towards returns, with the clipped branch of PPO (arXiv:1707.06347)."""
+"""The critic's regression towards returns, with the clipped branch of PPO (arXiv:1707.06347), and
+what its values explain of the returns.
+"""
 
 import torch
 from ragen_kernels.reference import compute_dtype
 from torch import Tensor
+
+_ROUNDING = 1e-6
+"""Distance of float32 returns that are equal but for rounding, in parts of the largest number that
+they are computed from.
+"""
 
 
 def value_loss(
@@ -36,3 +43,17 @@ def value_loss(
         is_clipped = clipped > losses
         losses = torch.where(is_clipped, clipped, losses)
     return 0.5 * torch.sum(weights * losses), is_clipped.float()
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return 1 - Var(return - value) / Var(return) of float32 numbers [T]; 0 where the returns are
+    equal but for their rounding, or there are none.
+    """
+    if not len(returns):
+        return 0.0
+    values, returns = values.double(), returns.double()
+    largest = torch.maximum(values.abs(), returns.abs()).max()
+    if returns.max() - returns.min() <= _ROUNDING * largest:
+        return 0.0
+    left = (returns - values).var(correction=0) / returns.var(correction=0)
+    return 1.0 - float(left)

@@ -7,7 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ragen_mega.algorithm.value_loss import value_loss
+from ragen_mega.algorithm.value_loss import explained_variance, value_loss
 from ragen_mega.config import LoraConfig, LossConfig, ParallelConfig, TrainConfig
 from ragen_mega.data.fields import ROUTES
 from ragen_mega.data.types import Microbatch, TokenBatch
@@ -78,14 +78,9 @@ class MegatronCritic:
         sums, _, step = self.trainer.step(minibatch.without(ROUTES), loss, 2)
         mask, returns, values = minibatch.loss_mask, minibatch.returns, minibatch.values
         assert returns is not None and values is not None  # `score` has added them
-        num_tokens = max(1, int(mask.sum()))
-        residual = (returns - values)[mask]
-        variance = float(returns[mask].var(unbiased=False))
         return {
             "loss": float(sums[0]),
-            "clip_fraction": float(sums[1]) / num_tokens,
-            "explained_variance": (
-                1.0 - float(residual.var(unbiased=False)) / variance if variance > 0 else 0.0
-            ),
+            "clip_fraction": float(sums[1]) / max(1, int(mask.sum())),
+            "explained_variance": explained_variance(values[mask], returns[mask]),
             "lr": self.trainer.lr,
         } | step

@@ -1,9 +1,11 @@
 """The critic's clipped loss against float64 autograd of the usual formula."""
 
+from statistics import pvariance
+
 import pytest
 import torch
 
-from ragen_mega.algorithm.value_loss import value_loss
+from ragen_mega.algorithm.value_loss import explained_variance, value_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,3 +40,23 @@ def test_an_unchanged_value_is_unclipped():
     (gradient,) = torch.autograd.grad(loss, values)
     torch.testing.assert_close(gradient, torch.tensor([-0.9, 1.2]))
     assert not is_clipped.any()
+
+
+def test_explained_variance() -> None:
+    values, returns = torch.randn(2, 300, generator=torch.Generator().manual_seed(3))
+    returns = 1e-3 * returns + 5  # in float32 the squares of such numbers hide their spread
+    left, all_of_it = ([float(x) for x in y.double()] for y in (returns.double() - values, returns))
+    expected = 1 - pvariance(left) / pvariance(all_of_it)
+    assert explained_variance(values, returns) == pytest.approx(expected, rel=1e-9)
+    assert explained_variance(returns, returns) == 1.0
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -0.1, 7.3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 7, 37, 1000])
+def test_equal_returns_have_no_variance_to_explain(reward: float, num_tokens: int) -> None:
+    random = torch.Generator().manual_seed(num_tokens)
+    values = torch.randn(num_tokens, generator=random)
+    returns = torch.full((num_tokens,), reward)
+    assert explained_variance(values, returns) == 0.0
+    advantages = returns - values  # the same returns with the rounding of their sum
+    assert explained_variance(values, values + advantages) == 0.0
