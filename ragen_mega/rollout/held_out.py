@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from ragen_mega.algorithm.filters import has_return
@@ -58,7 +59,7 @@ class EvaluationResult:
     reward: float | None
     """Mean total reward of the episodes that no error ended; None if there are none."""
     valid_format_rate: float
-    """Share of the answers that could be read."""
+    """Share of the answers that could be read, in episodes that no error ended."""
     environment_errors: int
     """Episodes that the environment ended by an error or was too slow for. They count as not
     solved, since leaving them out would flatter a policy that breaks its environment.
@@ -162,12 +163,13 @@ def _score(
     trajectories = [trajectory for group in played for trajectory in group.trajectories]
     check_starts(trajectories)
     check_ends(played)
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    # An episode that its environment ended says nothing about the answers of the policy.
+    scored = [trajectory for trajectory in trajectories if has_return(trajectory)]
+    turns = [turn for trajectory in scored for turn in trajectory.turns]
     successes = [[t.success for t in group.trajectories] for group in played]
     success, ci_low, ci_high = success_interval(successes)
-    rewards = [trajectory.total_reward for trajectory in trajectories if has_return(trajectory)]
-    if not success and rewards:
-        unsolved = why_unsolved(trajectories, teach_the_form(held_out.config))
+    if not success and scored:
+        unsolved = why_unsolved(scored, teach_the_form(held_out.config))
         unsolved += f"; {held_out.foreign}" if held_out.foreign else ""
     return EvaluationResult(
         environment=name,
@@ -179,7 +181,7 @@ def _score(
         ci_high=ci_high,
         random=reference.random,
         optimum=reference.optimum,
-        reward=sum(rewards) / len(rewards) if rewards else None,
+        reward=fmean(each.total_reward for each in scored) if scored else None,
         valid_format_rate=sum(bool(turn.info.get("is_format_valid")) for turn in turns)
         / max(1, len(turns)),
         environment_errors=len(environment_errors(played)),

@@ -224,6 +224,18 @@ def test_a_success_of_zero_says_its_cause(episodes: list[Trajectory], said: str)
     assert f"readable {solved.valid_format_rate:.1%}  score {solved.reward:.3g}" in str(solved)
 
 
+def test_episodes_that_their_environment_ended_tell_nothing_about_answers() -> None:
+    """Six of ten could not start, or were lost in their first turn; the others were read."""
+    config = parse(["--load", "own/my-model", "--environments", "bandit"])
+    lost = failed_turn(EnvironmentFailed("OSError: gone")).info
+    groups = [TrajectoryGroup(n, [episode(READ, reward=0.25)]) for n in range(4)]
+    groups += [TrajectoryGroup(n, [episode(lost)]) for n in range(4, 10)]
+    result = _score("bandit", groups, 1, held_out(config))
+    assert result.valid_format_rate == 1.0 and result.reward == 0.25
+    assert result.why_unsolved == "answers have the form and are wrong: scores from 0.25 to 0.25"
+    assert result.num_prompts == 10 and result.environment_errors == 6 and result.success == 0
+
+
 def test_a_set_that_a_run_does_not_know_is_played_under_its_limits(tmp_path: Path) -> None:
     recorded = parse(["--recipe", "bandit"]).to_dict()
     for name, rules, expected in (
