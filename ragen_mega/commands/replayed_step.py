@@ -26,6 +26,7 @@ from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics
 from ragen_mega.report.provenance import STARTS, read_settings
+from ragen_mega.report.step_metrics import OF_COMPUTED
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
 from ragen_mega.run.build import build_models, set_fields
@@ -50,17 +51,6 @@ LAYOUT = (
 )
 OF_LAYOUT = ("per_second", "context_gbytes")
 """Endings of metrics that the clock or the layout decides."""
-OF_COMPUTED = (
-    "computed_share",
-    "routing_unshared",
-    "routing_load",
-    "routing_entropy",
-    "routing_overlap",
-    "routing_drift",
-)
-"""Endings of metrics of the tokens that are computed: each microbatch computes a shared beginning
-once, so another division of the trajectories among ranks computes other tokens.
-"""
 OF_EVALUATIONS = (
     *("evaluation.eval_interval", "evaluation.eval_prompts", "evaluation.eval_samples"),
     *("evaluation.eval_temperature", "evaluation.stop_at_success"),

@@ -28,10 +28,23 @@ from ragen_mega.config import FilterConfig
 from ragen_mega.data.types import TokenBatch, TrajectoryGroup
 from ragen_mega.extensions.scalars import as_number
 from ragen_mega.ranks.collectives import max_over_ranks
-from ragen_mega.report.metrics import Metrics
+from ragen_mega.report.metrics import Mean, Metrics
 
 EVALUATED = ("success", "reward", "random", "optimum", "starts_met")
 """The values of an evaluated set that are logged as eval/...; the last one from 1 on."""
+OF_UPDATE = ("loss", "grad_norm", "skipped", "lr", "explained_variance", "context_gbytes")
+"""Metrics of an update as a whole."""
+OF_COMPUTED = (
+    "computed_share",
+    "routing_unshared",
+    "routing_load",
+    "routing_entropy",
+    "routing_overlap",
+    "routing_drift",
+)
+"""Metrics of the tokens that an update computes: each microbatch computes a shared beginning once,
+so another division of the trajectories among ranks computes other tokens.
+"""
 
 
 def filter_metrics(
@@ -116,6 +129,15 @@ def group_weights(kept: Sequence[TrajectoryGroup], config: FilterConfig) -> Tens
         weights[places] = soft_reweighting(spread[places])
     sizes = torch.tensor([len(group.trajectories) for group in kept])
     return torch.repeat_interleave(weights, sizes).float()
+
+
+def update_metrics(result: Mapping[str, float], minibatch: TokenBatch) -> dict[str, Mean]:
+    """Return the metrics of an update with their weights in the means of the step. A metric that is
+    in neither table is a mean over the sampled tokens; every rank knows the mask of them all.
+    """
+    num_sampled = int(minibatch.loss_mask.sum())
+    weights = dict.fromkeys(OF_UPDATE, 1) | dict.fromkeys(OF_COMPUTED, minibatch.num_positions)
+    return {name: Mean(value, weights.get(name, num_sampled)) for name, value in result.items()}
 
 
 def engine_vs_policy(batch: TokenBatch, logprobs: Tensor) -> dict[str, float]:

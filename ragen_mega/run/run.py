@@ -33,6 +33,7 @@ from ragen_mega.report.step_metrics import (
     group_weights,
     observe,
     staleness,
+    update_metrics,
 )
 from ragen_mega.report.terminal import command_line, shown
 from ragen_mega.rollout.all_ranks import engine_metrics
@@ -313,7 +314,8 @@ class Run:
         """Log an update that was made; the first one of the actor is compared with the engine that
         sampled. Raises FloatingPointError after too many updates that are not finite.
         """
-        log.add(name, self.guard.check(log.step, name, minibatch, result))
+        finite = self.guard.check(log.step, name, minibatch, result)
+        log.add(name, update_metrics(finite, minibatch))
         if name == "actor" and not log.has("mismatch"):
             logprobs = self.policy.pass_logprobs  # under the weights that sampled
             log.add("mismatch", engine_vs_policy(minibatch, logprobs))

@@ -26,6 +26,7 @@ from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.models.huggingface import load_config
+from ragen_mega.report.step_metrics import OF_COMPUTED, OF_UPDATE
 from ragen_mega.report.traces import TRACES, traces
 from ragen_mega.rollout.held_out import evaluate_each
 from ragen_mega.run.build import build
@@ -228,6 +229,7 @@ def test_metrics_of_an_update_are_means_over_sampled_tokens(start: Path, batch) 
     means = {name: float(values.double().mean()) for name, values in expected.items()}
     assert {name: result[name] for name in means} == pytest.approx(means, **TOLERANCE)
     assert min(means.values()) > 0 and len(set(means.values())) == len(means)
+    assert result.keys() - {*OF_UPDATE, *OF_COMPUTED} == means.keys()
     plain = make(MegatronPolicy, start, TrainConfig(), LossConfig(), temperature=TEMPERATURE)
     assert not {"ref_kl", "importance_masked", "forking_share"} & plain.update(packed).keys()
 
@@ -250,6 +252,7 @@ def test_loss_of_the_critic(start: Path, batch, value_clip) -> None:
     left = (returns - old).var(correction=0) / returns.var(correction=0)
     assert result["explained_variance"] == pytest.approx(1 - float(left), **TOLERANCE)
     assert result["lr"] == TrainConfig().critic_lr
+    assert result.keys() - {*OF_UPDATE, *OF_COMPUTED} == {"clip_fraction"}
 
 
 OPTIMIZERS = [

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +36,10 @@ from ragen_mega.report.metrics import (
 )
 from ragen_mega.report.provenance import read_settings
 from ragen_mega.report.step_metrics import engine_vs_policy, evaluation_metrics
+from ragen_mega.run.guards import UpdateGuard
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.run import Run
+from ragen_mega.run.timers import Timers
 from ragen_mega.storage.run_directory import put_back, recover
 
 
@@ -395,6 +401,33 @@ def test_the_engine_is_compared_with_the_policy_on_what_was_sampled() -> None:
         "logprob_max_abs_diff": pytest.approx(0.5),
         "kl_rollout_old": pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 3),
     }
+
+
+def test_means_over_the_tokens_of_a_step_are_of_all_its_minibatches() -> None:
+    """Two minibatches of 2 and 18 sampled tokens, 12 and 28 positions, in which known tokens are
+    clipped and known positions computed.
+    """
+    guard = UpdateGuard(None, max_consecutive=1, report=print)
+    run = cast(Run, SimpleNamespace(guard=guard))
+    log, is_clipped, is_computed = StepLog(0, Timers()), [], []
+    for num_sampled, num_clipped in ((2, 2), (18, 1)):
+        trajectory = Trajectory(group_id=0, environment="toy", seed=0)
+        trajectory.append_observation([1] * 11)
+        trajectory.append_action(Completion([2] * num_sampled, [-1.0] * num_sampled, "stop"))
+        minibatch = pack([trajectory])
+        positions = minibatch.num_positions
+        clipped = [index < num_clipped for index in range(num_sampled)]
+        computed = [index < 10 for index in range(positions)]
+        is_clipped += clipped
+        is_computed += computed
+        result: dict[str, Any] = {"loss": float(num_sampled), "skipped": 0.0}
+        result["clip_fraction"] = np.mean(clipped)
+        result["computed_share"] = np.mean(computed)
+        Run.check_update(run, "critic", minibatch, result, log)
+    found = log.result()
+    assert found["critic/clip_fraction"] == pytest.approx(np.mean(is_clipped)) == 3 / 20
+    assert found["critic/computed_share"] == pytest.approx(np.mean(is_computed))
+    assert found["critic/loss"] == 10.0 and found["critic/skipped"] == 0.0  # of updates
 
 
 def test_numbers_that_json_does_not_have_are_read_as_missing(tmp_path: Path) -> None:
