@@ -141,11 +141,7 @@ def warnings(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(["", "## Warnings", "", *lines, ""]) if lines else ""
 
 
-def plot(
-    runs: Sequence[dict[str, Any]],
-    rows: Sequence[dict[str, Any]],
-    path: Path,
-) -> None:
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot success in training (per step) and on the held-out boards (marked), beside random and
     optimal play where all runs have the same; and SIGNALS.
     """
@@ -161,7 +157,7 @@ def plot(
         for key, panel in panels.items():
             panel.plot(*series(run, key), color=line.get_color())
             panel.set(ylabel=SIGNALS[key], ylim=(0, None))
-    for (key, value), style in zip(shared_players(rows).items(), STYLES):
+    for (key, value), style in zip(shared_players(runs).items(), STYLES):
         axes.axhline(value, color="black", linestyle=style, linewidth=1, label=key)
     axes.set(ylabel="success", ylim=(0, 1.02))
     axes.legend(fontsize="small")
@@ -172,25 +168,28 @@ def plot(
     pyplot.close(figure)
 
 
-def shared_players(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return random and optimal play on the first set, as far as known and equal for all runs on
-    it.
+def shared_players(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the success of random and optimal play that belongs to the mean success of the trained
+    environments, as far as it is known and equal for all runs.
     """
-    values = {
-        player: {row[player] for row in rows if row["set"] == rows[0]["set"]}
+    rates = {
+        player: [set(series(run, f"rollout/{player}")[1]) for run in runs]
         for player in ("random", "optimum")
     }
     return {
-        player: min(rates)
-        for player, rates in values.items()
-        if len(rates) == 1 and None not in rates
+        player: min(first)
+        for player, (first, *others) in rates.items()
+        if len(first) == 1 and all(other == first for other in others)
     }
 
 
 def series(run: dict[str, Any], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps at which `key` was logged, and its values."""
+    """Return the steps at which `key` was logged, and its values. An evaluation is played when the
+    step of its row is done; the number of done steps is its place.
+    """
+    done = key.startswith("eval/") and not key.startswith("eval/initial_")
     steps, values = run["metrics"]["steps"], run["metrics"]["values"].get(key, ())
-    logged = [(step, value) for step, value in zip(steps, values) if value is not None]
+    logged = [(step + done, value) for step, value in zip(steps, values) if value is not None]
     return [step for step, _ in logged], [value for _, value in logged]
 
 
@@ -231,6 +230,6 @@ def main(arguments: argparse.Namespace) -> None:
     hardware = ", ".join({row["hardware"]: None for row in rows})
     report = {"hardware": hardware, "runs": published, "means": means(rows)}
     write_json(f"{target}.json", report)
-    plot(runs, rows, Path(f"{target}.svg"))
+    plot(runs, Path(f"{target}.svg"))
     print(text)
     print(f"written to {shown(target)}.md, .json and .svg")

@@ -14,6 +14,7 @@ from ragen_mega.commands import report
 from ragen_mega.commands.command_line import report_folder
 from ragen_mega.config import parse
 from ragen_mega.report.markdown import table
+from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.viewer.data import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,33 @@ def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     result = json.loads((tmp_path / "out" / "mine.json").read_text())
     assert result["hardware"] == "another machine, unknown hardware"
     assert [row["run"] for row in result["runs"]] == ["new", "old"]
+
+
+@pytest.mark.parametrize("other", [{}, {"random": 0.3}, {"optimum": None}])
+def test_the_plot_has_the_players_of_its_curves_and_evaluations_where_they_were_played(
+    other: dict[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs on two environments: the players of the mean, if both runs have the same, and the
+    evaluation after step 1 at 2 steps.
+    """
+    for number in range(2):
+        run = finished(tmp_path / f"run{number}", {"bandit": 0.5, "sokoban": 0.1})
+        players = {"random": 0.25, "optimum": 0.75} | (other if number else {})
+        rows = [
+            {"step": step, "rollout/success": 0.3} | {f"rollout/{k}": v for k, v in players.items()}
+            for step in (0, 1)
+        ]
+        rows[0]["eval/initial_success"], rows[1]["eval/success"] = 0.1, 0.4
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn: list[Any] = []
+    monkeypatch.setattr(headless_pyplot(), "close", drawn.append)
+    report.main([*(str(tmp_path / f"run{n}") for n in range(2)), "--output", str(tmp_path / "o")])
+    lines = drawn[0].axes[0].lines
+    evaluated = [line for line in lines if line.get_marker() == "o"]
+    assert [line.get_xydata().tolist() for line in evaluated] == 2 * [[[0, 0.1], [2, 0.4]]]
+    found = {line.get_label(): line.get_ydata()[0] for line in lines}
+    for player, rate in {"random": 0.25, "optimum": 0.75}.items():
+        assert found.get(player) == (None if player in other else rate)
 
 
 def test_a_set_that_a_resume_added_has_no_warm_start(tmp_path: Path) -> None:
