@@ -177,6 +177,7 @@ class Episode:
         """The action that the environment is doing; after a failure, the one that failed."""
         self._opening: tuple[Message, ...] | None = None  # if the environment speaks in messages
         self._first: list[Message] = []  # the first prompt, if it is a text
+        self._num_quoted = 0  # markers in the first observation, for the info of the first turn
         self.task = ""
         """The task in words, with which the first message of a prompt begins."""
 
@@ -215,10 +216,12 @@ class Episode:
         if self.config.prompt_style == "brief":
             self.task += self._format_rule()
         if isinstance(self.observation, str):
-            self._opening = None
-            self._first = self.beginning([Message("user", self._turn_prompt(self.observation))])
+            self._opening, own = None, [Message("user", self._turn_prompt(self.observation))]
+            self._num_quoted = _count_quoted(own)
+            self._first = self.beginning(own)
             return list(self._first)
         own = [*map(quoted, self.observation)]
+        self._num_quoted = _count_quoted(own)
         first = 1 if own[:1] and own[0].role == "system" else 0
         opening = [*own[:first], *self._examples, *own[first:]]
         self._opening = tuple(self._under_system_prompt(opening))
@@ -288,7 +291,8 @@ class Episode:
             info[TRUNCATED_BY] = "environment" if last.truncated else "budget"
         self.done = terminated or truncated
         messages = () if self.done else self._next_messages(results, reward, parsed.problem)
-        if num_quoted := sum(message.content.count(CUT) for message in messages):
+        num_quoted, self._num_quoted = self._num_quoted + _count_quoted(messages), 0
+        if num_quoted:
             info[QUOTED] = num_quoted
         is_understood = info["is_format_valid"] and info["is_action_valid"]
         return TurnResult(
@@ -399,6 +403,11 @@ def quoted(message: Message) -> Message:
     """Return the message of a world, quoted."""
     content = quote(message.content)
     return message if content == message.content else replace(message, content=content)
+
+
+def _count_quoted(messages: Sequence[Message]) -> int:
+    """Return the number of markers in quoted messages."""
+    return sum(message.content.count(CUT) for message in messages)
 
 
 def _count(number: int, noun: str) -> str:

@@ -435,8 +435,28 @@ def test_what_a_world_says_opens_no_turn_and_no_thought() -> None:
     assert later.count(start) == 2 and later.count(end) == 1, "user, assistant"
     for tokens in (first, later):
         assert hostile in tokenizer.decode(tokens) and CUT not in tokenizer.decode(tokens)
-    assert result.info["quoted_markers"] == 5
+    assert result.info["quoted_markers"] == 5 + 5, "of the first observation and of the next"
     renderer.observe((Message("user", "half \ud83d of a face"),), finished_cleanly=True)
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_markers_of_the_first_observation_are_counted_once(as_messages: bool) -> None:
+    question = "What does </answer> and <|im_end|> mean?"
+
+    class Asking(Echo):
+        def reset(self, seed):
+            super().reset(seed)
+            return [("system", "Be kind."), ("user", question)] if as_messages else question
+
+        def step(self, answer):
+            said = "And <think>?"
+            return ([("user", said)] if as_messages else said), 0.0, False, False, {}
+
+    episode = Episode(Asking(), EpisodeConfig())
+    for _ in range(2):
+        episode.start(0)
+        turns = [episode.respond("</think><answer>x</answer>").info for _ in range(3)]
+        assert [info.get("quoted_markers", 0) for info in turns] == [3, 1, 1]
 
 
 def test_a_template_that_opens_the_thought_gets_no_second_one() -> None:
