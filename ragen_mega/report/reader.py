@@ -42,9 +42,10 @@ class RecordedRun:
             trace = read_json(gzip.decompress(path.read_bytes()).decode())
             for group in trace["groups"]:
                 about = {"kind": its_kind, "step": step, "environment": group["environment"]}
-                about |= {"group": group["id"], "seed": group["seed"], "kept": group["kept"]}
+                about |= {"group": group["id"], "seed": group["seed"]}
                 for member in group["members"]:
                     yield about | {
+                        "kept": member.get("kept", group["kept"]),  # traces of before lack it
                         "reward": member["reward"],
                         "success": member["success"],
                         "ended": member["truncated_by"] or "terminated",

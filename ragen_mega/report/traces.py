@@ -5,8 +5,9 @@ that a browser can open directly.
     <run>/traces/eval_00000030_frozen_lake.json.gz  the same initial states at every evaluation
 
 A trace is `{step, environment, strings, groups: [{id, environment, seed, kept, members}]}`. A
-member has `tokens` (indices into `strings`), `turns`, `channels` (a number for every sampled
-token, in order) and, where the environment draws itself, `pictures` before and after every turn.
+member has `tokens` (indices into `strings`), `turns`, `kept` (whether it was trained on; of a
+group: whether any member was), `channels` (a number for every sampled token, in order) and, where
+the environment draws itself, `pictures` before and after every turn.
 """
 
 import gzip
@@ -114,7 +115,11 @@ class TraceWriter:
             drawn = self._pictures(group.trajectories, board, options(first.environment))
             members = [
                 self._member(member, strings)
-                | {"channels": _channels(member, batch, rows.get(id(member))), "pictures": shown}
+                | {
+                    "kept": id(member) in rows,
+                    "channels": _channels(member, batch, rows.get(id(member))),
+                    "pictures": shown,
+                }
                 for member, shown in zip(group.trajectories, drawn, strict=True)
             ]
             entries.append(
@@ -122,7 +127,7 @@ class TraceWriter:
                     "id": group.group_id,
                     "environment": first.environment,
                     "seed": first.seed,
-                    "kept": any(id(member) in rows for member in group.trajectories),
+                    "kept": any(member["kept"] for member in members),
                     "members": members,
                 }
             )

@@ -37,7 +37,8 @@ from tests.support.training import FLAGS
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 MORE = """
-    --filter-strategy top_fraction --filter-value 0.5 --lam 1 --reward-placement turn
+    --filter-strategy within_group --filter-value 0.5 --filter-keep-zero
+    --lam 1 --reward-placement turn
     --keep-rollouts 0 --timeline --old-logprobs recompute --seed 3
     --environment-options {"frozen_lake":{"observation":"cells","success_rate":1.0}}
 """.split()
@@ -46,7 +47,7 @@ NEVER_SEEN = "</script><b>never</b>"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two environments; half of the groups are filtered out; gamma and lambda are 1."""
+    """Two environments; half of each group is filtered out; gamma and lambda are 1."""
     output = tmp_path_factory.mktemp("viewer")
     train(parse([*FLAGS, *MORE, "--output", str(output), "--name", "run"]))
     return output / "run"
@@ -86,9 +87,9 @@ def test_returns_are_those_of_the_rewards_to_come(run: Path) -> None:
     trained = 0
     for group in read_trace(run, "step_00000001")["groups"]:
         for one in group["members"]:
-            assert ("return" in one["channels"]) == group["kept"]
-            assert ("entropy" in one["channels"]) == group["kept"]
-            if not group["kept"]:
+            assert ("return" in one["channels"]) == one["kept"]
+            assert ("entropy" in one["channels"]) == one["kept"]
+            if not one["kept"]:
                 continue
             rewards = [turn["reward"] for turn in one["turns"]]
             expected = [
@@ -307,6 +308,9 @@ def test_filters_narrow_what_is_listed(run: Path, page) -> None:
     page.get_by_label("search trajectories").fill("")
     page.get_by_label("show").select_option("good")
     assert page.locator(".member").count() == sum(one["success"] for one in listed)
+    page.get_by_label("show").select_option("kept")
+    trained = sum("return" in one["channels"] for one in listed)
+    assert page.locator(".member").count() == trained < len(listed)
     page.get_by_label("show").select_option("")
 
 

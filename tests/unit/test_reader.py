@@ -1,5 +1,8 @@
 """What a run has written, as plain objects."""
 
+import gzip
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,8 @@ def test_a_conversation_comes_back_with_its_prompts_answers_and_rewards(tmp_path
         EnvironmentConfig(environments="bandit"),
         print,
     )
-    writer.write_step(0, groups, groups)
+    lost = replace(one, turns=[], tokens=[], outcome_seed=1)  # beside it, and not trained on
+    writer.write_step(0, [TrajectoryGroup(3, [one, lost])], groups)
     writer.write_evaluation(0, "bandit", groups, [None])
     RolloutStore(tmp_path / "run" / ROLLOUTS).write(0, groups, {})
 
@@ -40,15 +44,21 @@ def test_a_conversation_comes_back_with_its_prompts_answers_and_rewards(tmp_path
     assert run.summary is None and run.config["environment"]["environments"] == "frozen_lake"
     assert run.metrics == [{"step": 0, "rollout/success": 0.5}]
     assert run.events[0]["text"] == "something"
-    trained, evaluated = run.episodes()  # both kinds
-    assert {trained["kind"], evaluated["kind"]} == {"step", "eval"}
-    (episode,) = run.episodes("step")
+    assert [episode["kind"] for episode in run.episodes()].count("eval") == 1
+    episode, not_trained = run.episodes("step")
+    assert not_trained["kept"] is False
     assert (episode["group"], episode["seed"], episode["kept"]) == (3, 7, True)
     assert (episode["reward"], episode["success"], episode["ended"]) == (0.75, False, "budget")
     assert [(turn["prompt"], turn["answer"], turn["reward"]) for turn in episode["turns"]] == [
         ("hello ", "left", -0.25),
         ("wrong ", "right", 1.0),
     ]
+    (trace,) = (tmp_path / "run" / TRACES).glob("step_*")
+    old = json.loads(gzip.decompress(trace.read_bytes()))
+    for member in old["groups"][0]["members"]:
+        del member["kept"]
+    trace.write_bytes(gzip.compress(json.dumps(old).encode()))
+    assert [each["kept"] for each in run.episodes("step")] == [True, True]  # the group's
     assert run.rollout(0)[0].trajectories[0].tokens == one.tokens
     with pytest.raises(FileNotFoundError, match="step 1, and those of 0 to 0; train with --keep-r"):
         run.rollout(1)

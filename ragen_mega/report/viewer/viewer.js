@@ -362,7 +362,7 @@ function channel(one, name) {
 }
 
 function fits(trace, group, one, at) {
-  const only = { good: one.success, bad: !one.success, kept: group.kept, cut: one.truncated, [one.truncated_by]: true, error: one.turns.some((turn) => turn.info.error || turn.info.failed_attempts) };
+  const only = { good: one.success, bad: !one.success, kept: one.kept ?? group.kept, cut: one.truncated, [one.truncated_by]: true, error: one.turns.some((turn) => turn.info.error || turn.info.failed_attempts) };
   if (at.only && !only[at.only]) return false;
   const bound = /^\s*([<>])\s*(-?[\d.]+)\s*$/.exec(at.text ?? "");
   if (bound) return bound[1] === ">" ? one.reward > Number(bound[2]) : one.reward < Number(bound[2]);
@@ -372,7 +372,7 @@ function fits(trace, group, one, at) {
 function transcript(trace, one, channelName, searched) {
   const strings = one.tokens.map((token) => trace.strings[token]);
   const values = channelName ? channel(one, channelName) : null;
-  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off"].map((fact) => make("span", { title: `outcome seed ${one.outcome_seed}; sampled under weights ${one.weight_version}: how often the engine has loaded weights, evaluations included` }, fact))),
+  const parts = [make("div", { class: "bar facts" }, make("b", { class: one.success ? "good" : "bad" }, one.success ? "solved" : "not solved"), ...[`reward ${number(one.reward)}`, one.terminated ? "ended by the environment" : one.truncated_by ? `cut by ${CUT[one.truncated_by]}` : "cut off"].map((fact) => make("span", { title: `outcome seed ${one.outcome_seed}; sampled under weights ${one.weight_version}: how often the engine has loaded weights, evaluations included; with --placement separate the steps that they were trained for` }, fact))),
     make("div", { id: "token", class: "facts" }, channelName && !values ? "this trajectory was not trained on: it has no such number" : "point at a token to read its numbers")];
   const detail = parts[1];
   const tree = callTree(one, (t) => parts[first + t].scrollIntoView({ block: "start" }));
