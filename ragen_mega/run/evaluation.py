@@ -113,9 +113,10 @@ class RunEvaluation:
 
     def play(self, step: int, samples: int = 1) -> dict[str, EvaluationResult]:
         """Play `samples` episodes from every held-out initial state of every trained environment,
-        and of --eval-environments, under the present weights.
+        and of --eval-environments, under the present weights. The engine counts nothing of it but
+        lost servers: its other counts are of rollouts.
         """
-        config = self._config
+        config, rollouts = self._config, replace(self._engine.counts)
         settings = play_settings(config, temperature=config.evaluation.eval_temperature, seed=0)
         sets = {
             name: HeldOut(config, settings, self._prompts[name], self.references[name])
@@ -132,6 +133,8 @@ class RunEvaluation:
                 send_again=self._sync.send_again,
                 watch=partial(self._watch, step),
             )
+        found = self._engine.counts
+        self._engine.counts = replace(rollouts, restarts=found.restarts, reissued=found.reissued)
         counts = on_main(lambda: {name: self.starts.count(name) for name in sets})
         for name in config.environment.shares:
             if (count := counts[name]) is not None:

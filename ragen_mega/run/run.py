@@ -375,7 +375,6 @@ class Run:
         log.add("share", shares(ranks))
         on_main(lambda: self.logger.idle(log.step, [rank.seconds for rank in ranks], text))
         self.timers.close_step(log)
-        log.add("memory", self.placement.take_ledger())
         self.console.step(log.step, log.result())
 
     def close(self, log: StepLog) -> None:
@@ -385,6 +384,7 @@ class Run:
         step = log.step
         if not self.rollouts.are_remote:
             log.add("engine", engine_metrics(self.engine))
+        log.add("memory", self.placement.take_ledger())  # of its evaluation too
         result = log.result()
         for note in (inversion_note(result), cut_note(result, self.config.rollout)):
             if note is not None:

@@ -3,13 +3,24 @@ its evaluation.
 """
 
 import json
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen_mega.commands import evaluate
+from ragen_mega.config import parse
+from ragen_mega.data.types import TrajectoryGroup
+from ragen_mega.rollout import held_out
+from ragen_mega.rollout.engine import EngineCounts, RolloutEngine
+from ragen_mega.run import evaluation, placement
+from ragen_mega.run.log import StepLog
+from ragen_mega.run.placement import GIB
+from ragen_mega.run.rollouts import Rollouts
+from ragen_mega.train import train
 from tests.support.runs import launch as launch_ranks
 from tests.support.training import FLAGS, launch, read_metrics
 
@@ -44,6 +55,48 @@ def test_every_step_is_logged_and_engine_agrees_with_trainer(run: Path) -> None:
             0.5 < row["engine/cached_share"] < 1
             and row["engine/restarts"] == row["engine/reissued"] == 0
         )
+
+
+def test_a_row_has_the_engine_of_its_rollout_and_the_memory_of_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations take eight times the memory here, and each loses a server; what the engine counts
+    in a rollout is noted beside it.
+    """
+    sampled: list[EngineCounts] = []
+    resident = [1]
+
+    def sample(rollouts: Rollouts, step: int, log: StepLog) -> list[TrajectoryGroup]:
+        engine = rollouts.sampling.engine
+        engine.counts, before = EngineCounts(), engine.counts
+        groups = original(rollouts, step, log)
+        sampled.append(engine.counts)
+        together = zip(astuple(engine.counts), astuple(before), strict=True)
+        engine.counts = EngineCounts(*map(sum, together))
+        return groups
+
+    def evaluate_each(engine: RolloutEngine, *arguments: Any, **options: Any) -> Any:
+        resident[0] = 8
+        results = held_out.evaluate_each(engine, *arguments, **options)
+        engine.counts.restarts += 1
+        return results
+
+    def memory() -> dict[str, int]:
+        found, resident[0] = resident[0], 1
+        return {"resident": found * GIB}
+
+    original = Rollouts.sample
+    monkeypatch.setattr(Rollouts, "sample", sample)
+    monkeypatch.setattr(evaluation, "evaluate_each", evaluate_each)
+    monkeypatch.setattr(placement, "device_memory", memory)
+    flags = (*FLAGS, "--num-steps", "4", "--output", str(tmp_path), "--name", "run")
+    train(parse(flags))
+    rows = read_metrics(tmp_path / "run")
+    shares = [each.cached_tokens / each.prompt_tokens for each in sampled]
+    assert [row["engine/cached_share"] for row in rows] == pytest.approx(shares)
+    # Before the first step, after two and after four.
+    assert [row["engine/restarts"] for row in rows] == [1, 1, 0, 1]
+    assert [row["memory/rollout_end_resident_gib"] for row in rows] == [8, 8, 1, 8]
 
 
 def test_summary_puts_success_beside_random_and_optimum(run: Path) -> None:
