@@ -44,7 +44,9 @@ GLOSSARY = {
     " time limit ended.",
     "rollout/truncated_by_error": "Share of trajectories that an error of the environment ended.",
     "rollout/num_trajectories": "Trajectories of the step.",
-    "rollout/sampled_tokens": "Tokens that the policy sampled in the step.",
+    "rollout/sampled_tokens": "Sampled tokens of the step's trajectories under the loss mask. The"
+    " progress bar counts untrained and undelivered answers of agents too, and episodes that"
+    " another attempt replaced.",
     "rollout/level": "Hardest difficulty of an environment from which tasks are drawn"
     " (--curriculum-success).",
     "rollout/sampling_rounds": "Rollouts that the step took until enough groups had spread.",
@@ -56,7 +58,7 @@ GLOSSARY = {
     "rollout/resampled": "Episodes among them that another attempt replaced.",
     "rollout/lost_trajectories": "Trajectories without a return, since their last attempt failed"
     " too: they are in no mean, in no ranking and in no loss.",
-    "rollout/tokens_per_second": "Sampled tokens a second of rollout and weight sync.",
+    "rollout/tokens_per_second": "rollout/sampled_tokens a second of rollout and weight sync.",
     "reward/*": "Mean over trajectories of what this reward term contributed, its weight included.",
     "reward/success_ranking": "How often a solved trajectory earned more than an unsolved one, ties"
     " half: 1 teaches success, 0.5 does not see it, less pays for failing.",
@@ -109,8 +111,8 @@ GLOSSARY = {
     "actor/loss": "Clipped surrogate with its entropy and KL terms.",
     "actor/entropy": "Entropy of the policy, nats a token. A collapse or a jump is a sign of the"
     " Echo Trap.",
-    "actor/approx_kl": "KL divergence from the sampling policy to the updated one (k3), nats a"
-    " token.",
+    "actor/approx_kl": "KL divergence from the policy of the old log-probabilities (--old-logprobs)"
+    " to the updated one (k3), nats a token.",
     "actor/ref_kl": "KL divergence to the reference policy, nats a token.",
     "actor/clip_fraction_low": "Share of tokens whose ratio fell below 1 - clip_ratio_low where"
     " that binds.",
@@ -145,7 +147,8 @@ GLOSSARY = {
     "guard/filter_share": "Share of the groups that the filter keeps which the guard leaves.",
     "update/nonfinite": "Updates whose loss or gradient was not finite; they changed nothing.",
     "update/tokens_per_second": "Tokens a second that advantages and updates went through.",
-    "update/computed_tokens_per_second": "Of them those that the actor's updates computed.",
+    "update/computed_tokens_per_second": "Of them those that the actor's updates computed, where it"
+    " has any.",
     "share/*": "Share of the seconds of all ranks in this part of the step (rollout, sync, update,"
     " other), without waits.",
     "share/waiting_samples": "Share of the ranks' seconds in which they waited for a rollout of"
@@ -157,13 +160,15 @@ GLOSSARY = {
     "time/*": "Seconds of this part of the step, without parts inside it.",
     "time/step": "Seconds of the whole step.",
     "time/sync_seconds": "Seconds in which weights moved to the engine.",
+    "time/sync_gbytes_expert": "Gigabytes that moved between expert-parallel ranks in a sync.",
+    "time/sync_gbytes_per_second": "Gigabytes that moved between ranks a second of the sync.",
     "time/sync_gbytes_shard": "Gigabytes that each rank handed to its own engine.",
     "time/sync_gbytes_tensor": "Gigabytes that moved between tensor-parallel ranks in a sync.",
     "time/sync_gbytes_pipeline": "Gigabytes that moved between pipeline stages in a sync.",
-    "memory/*": "GiB of this kind at this moment of the step.",
+    "memory/*": "GiB of this kind at this moment of the step or of its evaluation.",
     "engine/cached_share": "Share of the prompts' tokens that the engine did not compute again.",
     "engine/imbalance": "Decoding steps of the busiest engine over their mean.",
-    "engine/restarts": "Rollout servers that were lost and replaced.",
+    "engine/restarts": "Rollout servers that were lost and replaced, in an evaluation too.",
     "engine/reissued": "Requests that were asked again for that.",
     "engine/ready": "Rollouts that lay ready when the trainers asked for one (placement separate)."
     " Always 0: they wait for the samplers, and more --rollout-ranks would help.",

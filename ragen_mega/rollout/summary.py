@@ -38,9 +38,9 @@ def summarize(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     ngram_overlap: see `algorithm.diagnostics`. All of these are missing where there is none.
 
     Metrics of all trajectories: truncated_rate, and the shares of it by cause. num_trajectories,
-    sampled_tokens: counts. environment_errors: episodes that an error or the time limit of their
-    environment ended. resampled: how many of these another attempt replaced. lost_trajectories:
-    trajectories that have no return. Without groups, no metrics.
+    sampled_tokens (under the loss mask): counts. environment_errors: episodes that an error or the
+    time limit of their environment ended. resampled: how many of these another attempt replaced.
+    lost_trajectories: trajectories that have no return. Without groups, no metrics.
     """
     if not groups:
         return {}

@@ -95,8 +95,10 @@ class Timers:
             metrics.add("rollout", tokens_per_second=self.sampled_tokens / rollout)
         if self.trained_tokens:
             rate = self.trained_tokens / training
-            share = metrics.result().get("actor/computed_share", 1.0)
-            metrics.add("update", tokens_per_second=rate, computed_tokens_per_second=share * rate)
+            metrics.add("update", tokens_per_second=rate)
+            share = metrics.result().get("actor/computed_share")
+            if share is not None:  # else the critic alone was trained
+                metrics.add("update", computed_tokens_per_second=share * rate)
         metrics.add("time", seconds, step=sum(seconds.values()))
         self._seconds, self.sampled_tokens, self.trained_tokens = {}, 0, 0
         self.sampling_seconds = None

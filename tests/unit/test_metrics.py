@@ -25,6 +25,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.megatron.resharding import Traffic
+from ragen_mega.report.glossary import GLOSSARY
 from ragen_mega.report.metrics import (
     Max,
     Mean,
@@ -428,6 +430,28 @@ def test_means_over_the_tokens_of_a_step_are_of_all_its_minibatches() -> None:
     assert found["critic/clip_fraction"] == pytest.approx(np.mean(is_clipped)) == 3 / 20
     assert found["critic/computed_share"] == pytest.approx(np.mean(is_computed))
     assert found["critic/loss"] == 10.0 and found["critic/skipped"] == 0.0  # of updates
+
+
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_the_rate_of_computed_tokens_is_of_the_actor(share: float | None) -> None:
+    """None: its updates wait for the critic's (--critic-warmup)."""
+    timers, metrics = Timers(), Metrics()
+    metrics.add("critic", computed_share=0.75)
+    if share:
+        metrics.add("actor", computed_share=share)
+    with timers.timed("update"):
+        timers.trained_tokens = 1000
+    timers.close_step(metrics)
+    found = metrics.result()
+    expected = share and pytest.approx(share * found["update/tokens_per_second"])
+    assert found.get("update/computed_tokens_per_second") == expected
+
+
+def test_every_number_of_a_sync_has_a_meaning_of_its_own() -> None:
+    """The entry of all other times says seconds."""
+    traffic = Traffic(pp_bytes=1, seconds=1.0)
+    missing = [key for key in traffic.metrics() if f"time/{key}" not in GLOSSARY]
+    assert missing == [] and "sync_gbytes_per_second" in traffic.metrics()
 
 
 def test_numbers_that_json_does_not_have_are_read_as_missing(tmp_path: Path) -> None:
