@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +31,7 @@ from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from tests.support.door import RENDERER, TOOLS, TalkingEngine, ask, play, refusal, sampled
 from tests.support.small_policy import tiny_qwen2
+from tests.support.web_server import Request, serving
 
 
 def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
@@ -544,27 +544,18 @@ def test_agents_may_be_coroutines_with_calls_of_their_own_at_once():
 def remote_agent() -> Iterator[str]:
     """URL of an agent in its own server."""
 
-    class Agent(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    class Agent(Request):
+        def answer(self) -> None:
+            given = json.loads(self.body)
             client = openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"])
             said = ask(client, f"remote {given['task']['seed']}").choices[0].message.content
-            status, answer = 200, {"reward": float(said == "yes")}
             if self.path == "/broken":
-                status, answer = 500, {"detail": "out of order"}
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+                self.reply({"detail": "out of order"}, 500)
+            else:
+                self.reply({"reward": float(said == "yes")})
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(Agent) as address:
+        yield f"http://{address}"
 
 
 def test_an_agent_may_live_behind_a_url(remote_agent):
