@@ -21,7 +21,6 @@ import pytest
 
 from ragen_mega.agents.call_tree import CALL
 from ragen_mega.agents.repetition import RecordedAnswers
-from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -29,7 +28,16 @@ from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from tests.support.door import RENDERER, TOOLS, TalkingEngine, ask, play, refusal, sampled
+from tests.support.door import (
+    RENDERER,
+    TOOLS,
+    TalkingEngine,
+    ask,
+    play,
+    put_at_the_door,
+    refusal,
+    sampled,
+)
 from tests.support.small_policy import tiny_qwen2
 from tests.support.web_server import Request, serving
 
@@ -639,10 +647,7 @@ def test_agents_are_held_between_calls_and_go_on():
             time.sleep(0.2)  # longer than a part of the play, so that three parts do not end it
         return 1.0
 
-    name = "agent:door_agents:run"
-    module = sys.modules["door_agents"] = ModuleType("door_agents")
-    module.run = run
-    AGENTS._known.clear()
+    name = put_at_the_door(run)
     maker = episode_maker(EnvironmentConfig(environments=name), name)
     tasks = tasks_for_group(0, name, 7, maker, group_size=4)
     engine = TalkingEngine(lambda text: "yes", seconds=0.02)
