@@ -24,7 +24,7 @@ from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS as TINY
 from tests.support.faulty_runs import WARM_START, start_of
-from tests.support.forked_ranks import join_ranks
+from tests.support.forked_ranks import join_ranks, wait_for
 from tests.support.pretend_nodes import (
     ROOT,
     Node,
@@ -262,9 +262,7 @@ def test_two_nodes_compute_what_two_ranks_of_one_do(output: Path, layout: tuple[
     argv = [*flags, "--output", str(output), "--name", two.name, "--resume"]
     with two_nodes(output) as nodes:
         ranks = fork_on_nodes(nodes, lambda: main(argv))
-        while not (two / "checkpoints" / "step_00000002").exists():
-            assert all(rank.is_alive() for rank in ranks)
-            time.sleep(0.01)
+        wait_for(two / "checkpoints" / "step_00000002", ranks)
         ranks[1].kill()
         ranks[0].join()
         assert ranks[0].exitcode == 2

@@ -23,7 +23,7 @@ from ragen_mega.run.run import Run
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import play_part
 from tests.support.faulty_runs import FLAGS, WARM_START, start_of
-from tests.support.forked_ranks import on_ranks
+from tests.support.forked_ranks import kill_ranks, on_ranks, wait_for
 from tests.support.runs import launch, metrics, start_ranks, state
 from tests.support.sockets import all_listening, is_loopback
 
@@ -66,8 +66,7 @@ def assert_equal(run: Path, straight: Path) -> None:
     assert metrics(run) == metrics(straight)
     assert sampled(run) == sampled(straight)
     last, others = state(run, NUM_STEPS), state(straight, NUM_STEPS)
-    assert last.keys() == others.keys()
-    assert all(torch.equal(last[key], others[key]) for key in last)
+    torch.testing.assert_close(last, others, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +197,8 @@ def test_any_step_is_repeated_to_the_bit(stale: Path) -> None:
 
 def kill_after_two_steps(output: Path, name: str, *others: str) -> None:
     processes = start_ranks(output, name, 2, *flags(output, *others))
-    checkpoint = output / name / "checkpoints" / "step_00000002"
-    while not checkpoint.exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
-    for process in processes:
-        process.kill()
-        process.join()
+    wait_for(output / name / "checkpoints" / "step_00000002", processes)
+    kill_ranks(processes)
 
 
 def test_a_killed_run_goes_on_to_the_bit(output: Path, stale: Path) -> None:
@@ -218,9 +212,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
 ) -> None:
     """The signal reaches the rank that samples alone, which has the others stop."""
     processes = start_ranks(output, "stopped", 2, *flags(output, *STALE, "--save-interval", "0"))
-    while not (output / "stopped" / "rollouts" / "step_00000000.safetensors").exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
+    wait_for(output / "stopped" / "rollouts" / "step_00000000.safetensors", processes)
     os.kill(processes[1].pid, signal.SIGTERM)
     for process in processes:
         process.join()
@@ -238,9 +230,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(
 ) -> None:
     name = f"without_{victim}"
     processes = start_ranks(output, name, 2, *flags(output, *STALE, "--save-interval", "1"))
-    while not (output / name / "rollouts" / "step_00000000.safetensors").exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
+    wait_for(output / name / "rollouts" / "step_00000000.safetensors", processes)
     capfd.readouterr()
     processes[victim].kill()
     processes[1 - victim].join()
@@ -258,9 +248,7 @@ def test_a_sampler_that_never_answers_ends_the_run(
 ) -> None:
     patience = ("--sampler-timeout", "3")
     processes = start_ranks(output, "silent", 2, *flags(output, *STALE, *patience))
-    while not (output / "silent" / "rollouts").exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
+    wait_for(output / "silent" / "rollouts", processes)
     os.kill(processes[1].pid, signal.SIGSTOP)
     processes[0].join()
     said = capfd.readouterr().err
@@ -302,9 +290,7 @@ def test_what_ends_one_sampler_alone_is_what_the_run_says(
     layout = ("--rollout-ranks", "2")
     processes = start_ranks(output, f"alone_{rank}", 3, *flags(output, *SEPARATE, *layout))
     processes[0].join()
-    for process in processes[1:]:  # as the launcher does
-        process.kill()
-        process.join()
+    kill_ranks(processes[1:])  # as the launcher does
     assert processes[0].exitcode == 2
     reason, *others = capfd.readouterr().err.splitlines()
     assert reason == "error: no engine here"

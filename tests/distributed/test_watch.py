@@ -17,7 +17,7 @@ from ragen_mega.engines.sglang.requests import Requests
 from ragen_mega.environments.pool import Worker
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.waits import here
-from tests.support.forked_ranks import fork_ranks
+from tests.support.forked_ranks import fork_ranks, kill_ranks
 
 pytestmark = pytest.mark.forks
 PATIENCE = 3.0
@@ -72,9 +72,7 @@ def ranks_of(hang: Callable[[], None], patience: float = PATIENCE) -> Iterator[l
     try:
         yield processes
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        kill_ranks(processes)
 
 
 def read_report(capfd: pytest.CaptureFixture, seconds: float = 60.0) -> list[str]:

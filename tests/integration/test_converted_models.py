@@ -133,8 +133,9 @@ def test_a_run_exported_and_loaded_again(tmp_path: Path, architecture: str) -> N
 
     # Megatron format: what the ranks of the run wrote, and under another layout it can be loaded
     # all the same.
-    assert_equal(stored(convert(steps, tmp_path / "same", "megatron", 2)), stored(steps))
-    model = convert(exported, tmp_path / "megatron", "megatron", 1, 2)
+    same = convert(steps, tmp_path / "same", "megatron", tensor_model_parallel_size=2)
+    assert_equal(stored(same), stored(steps))
+    model = convert(exported, tmp_path / "megatron", "megatron", pipeline_model_parallel_size=2)
 
     def load_on_two_ranks() -> None:
         run = build(

@@ -43,7 +43,8 @@ TEXT = "<|im_start|>user\nWhich arm?<|im_end|>\n"
 @pytest.mark.parametrize("architecture", ["qwen2_tied", "qwen3_untied"])
 def test_sglang_serves_a_converted_model(architecture: str, tmp_path: Path) -> None:
     start = write_start(tmp_path, architecture)
-    cut = convert(start, tmp_path / "megatron", "megatron", tp=2, pp=2)
+    sizes = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    cut = convert(start, tmp_path / "megatron", "megatron", **sizes)
     export = convert(cut, tmp_path / "export", "huggingface")
     options = {"model-path": export, "load-format": "auto", "skip-tokenizer-init": False}
     settings = ServerSettings(

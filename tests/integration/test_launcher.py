@@ -23,6 +23,7 @@ import torch.distributed.run
 from ragen_mega.commands import launch, train
 from ragen_mega.config import StarPOConfig, parse, read_flags, with_recipe
 from ragen_mega.run.check import check_flags, flags_without_effect, warmup_note
+from tests.support.refusals import refused
 from tests.support.sockets import is_loopback, listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,11 +287,7 @@ class TestCheck:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text('{"warm_start": {}}')
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(SystemExit) as left:
-            check_flags(shlex.split(flags), 2, 2)
-        out, err = capsys.readouterr()
-        assert (left.value.code, out) == (2, "")
-        assert err.startswith("error: ") and len(err.splitlines()) == 1, err
+        err = refused(capsys, check_flags, shlex.split(flags), 2, 2)
         assert all(part in err for part in said.split(" & ")), err
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -348,10 +345,7 @@ class TestCheck:
     def test_a_number_of_ranks_that_is_none(self, number, monkeypatch, capsys):
         monkeypatch.setenv("NPROC_PER_NODE", number)
         monkeypatch.setattr(train.signal, "signal", lambda number, handler: None)
-        with pytest.raises(SystemExit) as left:
-            train.main([])
-        assert left.value.code == 2
-        (said,) = capsys.readouterr().err.splitlines()
+        said = refused(capsys, train.main, [])
         assert f"NPROC_PER_NODE must be a number of ranks, at least 1, not '{number}'" in said
 
 

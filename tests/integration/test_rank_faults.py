@@ -30,7 +30,7 @@ from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import FINAL_EXPORT, SUMMARY_FILE
 from ragen_mega.train import main
 from tests.support.faulty_runs import FLAGS, WARM_START, open_run, poison, record_moves, start_of
-from tests.support.forked_ranks import on_ranks
+from tests.support.forked_ranks import on_ranks, wait_for
 from tests.support.runs import finish, launch, metrics, start_ranks
 from tools.chaos import write_mixture
 
@@ -58,9 +58,7 @@ def test_other_ranks_leave_when_one_is_killed_and_the_run_goes_on(
         "--save-interval", "1",
     )  # fmt: skip
     processes = start_ranks(output, "killed", 2, *flags)
-    while not (output / "killed" / "checkpoints" / "step_00000002").exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
+    wait_for(output / "killed" / "checkpoints" / "step_00000002", processes)
     capfd.readouterr()
     processes[1].kill()
     processes[0].join()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from ragen_mega.run.run import Run
 from ragen_mega.storage.checkpoints import read_checkpoint
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.storage.run_directory import Finished
+from tests.support.forked_ranks import kill_ranks, wait_for
 from tests.support.runs import (
     finish,
     launch,
@@ -76,21 +76,16 @@ def open_run(output: Path, name: str, *flags: str) -> Run:
 def launch_and_kill(output: Path, name: str, num_ranks: int, *flags: str) -> None:
     """Start a run and end all its processes by SIGKILL as soon as its first checkpoint is there."""
     processes = start_ranks(output, name, num_ranks, *flags)
-    while not (output / name / "checkpoints" / "step_00000003").exists():
-        assert all(process.is_alive() for process in processes)
-        time.sleep(0.01)
-    for process in processes:
-        process.kill()
-        process.join()
+    wait_for(output / name / "checkpoints" / "step_00000003", processes)
+    kill_ranks(processes)
     assert not (output / name / "summary.json").exists()
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
     assert [row["step"] for row in metrics(one)] == list(range(6))
     assert metrics(one) == metrics(other)
-    last, others = state(one, 6), state(other, 6)
-    assert last.keys() == others.keys()
-    assert all(torch.equal(last[key], others[key]) for key in last)
+    last = state(one, 6)
+    torch.testing.assert_close(last, state(other, 6), rtol=0, atol=0)
     assert not all(torch.equal(value, last[key]) for key, value in state(one, 3).items()), (
         "training did nothing"
     )

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
@@ -19,19 +20,10 @@ FLAGS = """
 """.split()
 
 
-def convert(
-    source: Path, target: Path, format: str, tp: int | None = None, pp: int | None = None
-) -> Path:
-    arguments = argparse.Namespace(
-        source=source,
-        base=None,
-        target=target,
-        format=format,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        dtype=None,
-        max_shard_size=None,
-    )
+def convert(source: Path, target: Path, format: str, **flags: Any) -> Path:
+    names = "tensor_model_parallel_size pipeline_model_parallel_size base dtype max_shard_size"
+    given = dict.fromkeys(names.split()) | flags
+    arguments = argparse.Namespace(source=source, target=target, format=format, **given)
     convert_checkpoint.convert(arguments, Console(is_writer=True, num_steps=0))
     return target
 

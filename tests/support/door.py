@@ -51,6 +51,14 @@ class TalkingEngine(RolloutEngine):
         return Completion(answer, logprobs, "stop" if ended else "length")
 
 
+def put_at_the_door(run: Callable[..., Any]) -> str:
+    """Make a function the agent of a name, which is returned."""
+    module = sys.modules["door_agents"] = ModuleType("door_agents")
+    module.run = run
+    AGENTS._known.clear()
+    return "agent:door_agents:run"
+
+
 def play(
     run: Callable[..., Any],
     say: Say = lambda text: "yes",
@@ -62,12 +70,9 @@ def play(
     **settings: Any,
 ) -> list[Trajectory]:
     """Trajectories of an agent, which is a function or the URL of one."""
-    name = "agent:door_agents:run"
+    name = put_at_the_door(run)
     if isinstance(run, str):
         name = f"agent:{run}"
-    module = sys.modules["door_agents"] = ModuleType("door_agents")
-    module.run = run
-    AGENTS._known.clear()
     config = EnvironmentConfig(
         environments=name, environment_options=json.dumps({name: options or {}})
     )

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from numba.core.registry import cpu_target
@@ -70,10 +71,21 @@ def join_ranks(processes: list[Process]) -> None:
             for process in running:
                 os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1)
-        for process in processes:
-            process.kill()
-            process.join()
+        kill_ranks(processes)
     assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def wait_for(path: Path, processes: list[Process]) -> None:
+    """Return when the path exists, until which no rank may end."""
+    while not path.exists():
+        assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+
+
+def kill_ranks(processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def on_ranks(work: Callable[[], None], num_ranks: int) -> None:

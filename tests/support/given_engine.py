@@ -17,13 +17,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from tests.support.web_server import Request
 
 _FORK = multiprocessing.get_context("fork")
 ABOUT = {
@@ -173,34 +175,24 @@ def given_engine(folder: Path, **about: Any) -> Iterator[GivenEngine]:
         engine.stop()
 
 
-def handler_of(
-    paths: Mapping[str, Callable[[dict[str, Any]], Any]], asked: Path
-) -> type[BaseHTTPRequestHandler]:
+def handler_of(paths: Mapping[str, Callable[[dict[str, Any]], Any]], asked: Path) -> type[Request]:
     """HTTP around functions, which takes down in a file what changed the engine."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Call(Request):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        def answer(self) -> None:
             path = self.path.partition("?")[0]
             if path not in ("/server_info", "/model_info", "/openapi.json"):
                 with asked.open("a") as log:
                     log.write(f"{path}\n")
             status, answer = 200, {"success": True, "message": ""}
             try:
-                answer = paths[path](json.loads(content or b"{}")) or answer
+                answer = paths[path](json.loads(self.body or b"{}")) or answer
             except (RuntimeError, ValueError, KeyError, OSError) as error:  # as SGLang does
                 status, answer = 400, {"success": False, "message": str(error)}
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.reply(answer, status)
 
-        do_GET = do_POST
+        do_GET = Request.do_POST
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    return Handler
+    return Call

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,6 @@ import pytest
 
 from ragen_mega.agents.call_tree import CALL
 from ragen_mega.agents.repetition import RecordedAnswers
-from ragen_mega.agents.runner import AGENTS
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -30,8 +28,18 @@ from ragen_mega.environments.episode import ERROR, TRUNCATED_BY
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS, Collection
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from tests.support.door import RENDERER, TOOLS, TalkingEngine, ask, play, refusal, sampled
+from tests.support.door import (
+    RENDERER,
+    TOOLS,
+    TalkingEngine,
+    ask,
+    play,
+    put_at_the_door,
+    refusal,
+    sampled,
+)
 from tests.support.small_policy import tiny_qwen2
+from tests.support.web_server import Request, serving
 
 
 def test_what_the_client_gets_is_what_is_trained_and_the_engine_has_sampled():
@@ -544,27 +552,18 @@ def test_agents_may_be_coroutines_with_calls_of_their_own_at_once():
 def remote_agent() -> Iterator[str]:
     """URL of an agent in its own server."""
 
-    class Agent(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    class Agent(Request):
+        def answer(self) -> None:
+            given = json.loads(self.body)
             client = openai.OpenAI(base_url=given["base_url"], api_key=given["api_key"])
             said = ask(client, f"remote {given['task']['seed']}").choices[0].message.content
-            status, answer = 200, {"reward": float(said == "yes")}
             if self.path == "/broken":
-                status, answer = 500, {"detail": "out of order"}
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+                self.reply({"detail": "out of order"}, 500)
+            else:
+                self.reply({"reward": float(said == "yes")})
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(Agent) as address:
+        yield f"http://{address}"
 
 
 def test_an_agent_may_live_behind_a_url(remote_agent):
@@ -648,10 +647,7 @@ def test_agents_are_held_between_calls_and_go_on():
             time.sleep(0.2)  # longer than a part of the play, so that three parts do not end it
         return 1.0
 
-    name = "agent:door_agents:run"
-    module = sys.modules["door_agents"] = ModuleType("door_agents")
-    module.run = run
-    AGENTS._known.clear()
+    name = put_at_the_door(run)
     maker = episode_maker(EnvironmentConfig(environments=name), name)
     tasks = tasks_for_group(0, name, 7, maker, group_size=4)
     engine = TalkingEngine(lambda text: "yes", seconds=0.02)

@@ -7,13 +7,11 @@ import contextvars
 import itertools
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import httpx2
@@ -22,7 +20,7 @@ import pytest
 
 from ragen_mega.agents import runner
 from ragen_mega.agents.repetition import begins_again
-from ragen_mega.agents.runner import AGENTS, AgentProgram
+from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Trajectory, TrajectoryGroup, in_groups
@@ -37,7 +35,7 @@ from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 from ragen_mega.run.check import import_agents, split_notes
 from ragen_mega.run.guards import RolloutGuard
-from tests.support.door import RENDERER, TalkingEngine, ask, play, sampled
+from tests.support.door import RENDERER, TalkingEngine, ask, play, put_at_the_door, sampled
 from tests.support.small_policy import tiny_qwen2
 
 Run = Callable[..., Any]
@@ -365,9 +363,7 @@ def rows_of(world: AgentProgram | FileTasks) -> list[set[str]]:
 
 @pytest.mark.parametrize("kind", ["agent", "tasks"])
 def test_equal_rows_are_on_one_side_and_files_that_overlap_are_told(kind, tmp_path, monkeypatch):
-    module = sys.modules["door_agents"] = ModuleType("door_agents")
-    module.run = two_calls
-    AGENTS._known.clear()
+    agent = put_at_the_door(two_calls)
     rows = [{"question": f"q{i % 7}", "answer": str(i % 7)} for i in range(40)]
     file, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -377,7 +373,7 @@ def test_equal_rows_are_on_one_side_and_files_that_overlap_are_told(kind, tmp_pa
 
     def made(**options: Any) -> AgentProgram | FileTasks:
         if kind == "agent":
-            return AgentProgram("door_agents:run", tasks=str(file), **options)
+            return AgentProgram(agent.removeprefix("agent:"), tasks=str(file), **options)
         return FileTasks(str(file), **options)
 
     for share in (0.1, 0.3, 0.5, 0.9):
@@ -386,7 +382,7 @@ def test_equal_rows_are_on_one_side_and_files_that_overlap_are_told(kind, tmp_pa
         assert len(held) == max(1, round(7 * share)) and "33 of 40 tasks repeat" in world.split_note
     assert "1 of 2 tasks of the evaluation" in made(validation=str(other)).split_note
     other.write_text(json.dumps({"question": "new", "answer": "1"}))
-    name = "agent:door_agents:run" if kind == "agent" else f"tasks:{file}"
+    name = agent if kind == "agent" else f"tasks:{file}"
     options = {"validation": str(other)} | ({"tasks": str(file)} if kind == "agent" else {})
     config = EnvironmentConfig(name, environment_options=json.dumps({name: options}))
     (note,) = split_notes(config)

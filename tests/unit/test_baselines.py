@@ -15,6 +15,7 @@ from ragen_mega.environments.reference_players import Baselines, baselines, find
 from ragen_mega.environments.registry import register
 from ragen_mega.ranks.launcher import PROGRAM
 from tests.support.prompts import first_seeds
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,10 +83,8 @@ def test_boards_of_the_user(tmp_path):
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit, match="^2$"):
-        main([*arguments, "--json", str(tmp_path / "out.json")])
-    said = capsys.readouterr()
-    assert message in said.err and said.err.count("\n") == 1 and not said.out
+    argv = [*arguments, "--json", str(tmp_path / "out.json")]
+    assert message in refused(capsys, main, argv)
     assert not (tmp_path / "out.json").exists()
 
 

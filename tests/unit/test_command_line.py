@@ -19,6 +19,7 @@ from ragen_mega.commands.command_line import JSON, command, flag, parse
 from ragen_mega.ranks.launcher import run_ranks
 from ragen_mega.report import hardware
 from ragen_mega.report.provenance import read_settings
+from tests.support.refusals import refused
 from tools.benchmarks import bench_kernels, harness
 
 FLAGS = (
@@ -54,11 +55,7 @@ def test_a_flag_has_the_type_of_its_default(capsys: pytest.CaptureFixture[str]) 
 def test_bad_flags_are_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
-        parse("manual", *FLAGS, argv=argv)
-    error = capsys.readouterr().err
-    assert left.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
+    assert message in refused(capsys, parse, "manual", *FLAGS, argv=argv)
     assert parse("", *FLAGS, argv=["--more", "1"], takes_others=True).others == ["--more", "1"]
 
 
@@ -67,9 +64,8 @@ def test_a_result_that_cannot_be_written_is_refused_before_it_is_computed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse("", JSON, argv=["--json", str(tmp_path / "a.json")]).json == tmp_path / "a.json"
-    with pytest.raises(SystemExit) as left:
-        parse("", JSON, argv=["--json", str(tmp_path / name)])
-    assert left.value.code == 2 and "existing folder" in capsys.readouterr().err
+    error = refused(capsys, parse, "", JSON, argv=["--json", str(tmp_path / name)])
+    assert "existing folder" in error
 
 
 def test_bad_input_is_one_line_and_a_bug_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +77,7 @@ def test_bad_input_is_one_line_and_a_bug_is_none(capsys: pytest.CaptureFixture[s
             raise ValueError("--count must be\nlower")
         return arguments.count
 
-    with pytest.raises(SystemExit) as left:
-        main(["--count", "4"])
-    assert left.value.code == 2 and capsys.readouterr().err == "error: --count must be lower\n"
+    assert refused(capsys, main, ["--count", "4"]) == "error: --count must be lower\n"
     with pytest.raises(KeyError):
         main(["--quick"])
     with pytest.raises(SystemExit) as left:

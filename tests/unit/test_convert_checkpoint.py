@@ -2,7 +2,6 @@
 impossible is refused.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,11 +23,11 @@ from transformers import (
 
 from ragen_mega.commands import convert as convert_command
 from ragen_mega.commands import convert_checkpoint as tool
-from ragen_mega.report.console import Console
 from ragen_mega.storage.checkpoints import CHECKPOINTS, FORMAT, STATE
 from ragen_mega.storage.integrity import describe_file, write_manifest
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.shard_files import file_name
+from tests.support.converted_models import convert
 
 ARCHITECTURES = ("qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied")
 CUTS = ((1, 1), (2, 1), (2, 2))
@@ -39,21 +38,6 @@ CARRIED = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-def convert(source: Path, target: Path, format: str, **flags) -> Path:
-    given = dict.fromkeys(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "base",
-            "dtype",
-            "max_shard_size",
-        )
-    )
-    arguments = argparse.Namespace(source=source, target=target, format=format, **(given | flags))
-    tool.convert(arguments, Console(is_writer=True, num_steps=0))
-    return target
 
 
 def megatron(source: Path, target: Path, tp: int = 1, pp: int = 1, **flags) -> Path:

@@ -24,6 +24,7 @@ from ragen_mega.rollout.held_out import HeldOut, _score, pass_at_k, success_inte
 from ragen_mega.rollout.tasks import evaluation_prompts, held_out_note, play_settings
 from ragen_mega.run import evaluation
 from ragen_mega.run.evaluation import _foreign, _settings
+from tests.support.refusals import refused
 from tests.support.small_policy import tiny_qwen2
 
 
@@ -357,10 +358,7 @@ def test_bad_flags_are_one_line(
     flag: str, value: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--load", str(tmp_path), "--environment", "bandit", flag, value)
-    with pytest.raises(SystemExit):
-        evaluate.main([*flags])
-    error = capsys.readouterr().err
-    assert re.match(f"error: {said}", error) and error.count("\n") == 1
+    assert re.match(f"error: {said}", refused(capsys, evaluate.main, [*flags]))
 
 
 def test_an_unknown_world_is_said_of_the_flag_that_named_it(

@@ -10,24 +10,23 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psutil
 import pytest
 
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
+from tests.support.web_server import Request, serving
 
 GO = threading.Event()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Answerer(Request):
     protocol_version = "HTTP/1.1"
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+    def answer(self) -> None:
         if self.headers["Authorization"] != "Bearer key":
-            return self.reply(401, b'"no"')
+            return self.reply("no", 401)
         if self.path == "/half":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
@@ -36,50 +35,32 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if self.path == "/text":
-            return self.reply(200, b"not JSON")
+            return self.reply(b"not JSON")
         if self.path == "/empty":
-            return self.reply(200, b"")
+            return self.reply(b"")
         if self.path == "/slow":
-            time.sleep(json.loads(body)["seconds"])
+            time.sleep(json.loads(self.body)["seconds"])
         if self.path == "/go":
             GO.set()
         if self.path == "/wait" and not GO.wait(60):
-            return self.reply(500, b"the last request did not come")
+            return self.reply(b"the last request did not come", 500)
         if self.path == "/connection":
-            body = json.dumps({"port": self.client_address[1]}).encode()
+            return self.reply({"port": self.client_address[1]})
         if self.path == "/once":  # a connection that has answered is ended at its second request
             if getattr(self, "has_answered", False):
                 self.close_connection = True
                 return None
             self.has_answered = True
-        self.reply(400 if self.path == "/refused" else 200, body)
+        self.reply(self.body, 400 if self.path == "/refused" else 200)
         # Without a word of it in the answer.
         self.close_connection = self.close_connection or self.path == "/bye"
         return None
 
-    do_GET = do_POST
-
-    def reply(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[JSONClient]:
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 256
-
-    server = Server(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *arguments: None  # clients that left
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield JSONClient(f"127.0.0.1:{server.server_port}", "Bearer key")
-    server.shutdown()
-    server.server_close()
+    with serving(Answerer) as address:
+        yield JSONClient(address, "Bearer key")
 
 
 def ask(client: JSONClient, way: str, path: str, body: dict[str, Any]) -> Any:

@@ -1,11 +1,8 @@
 """Rewards that look at thoughts, repetitions, groups or ask a server, each against its formula."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +20,7 @@ from ragen_mega.rollout import verifier
 from ragen_mega.rollout.engine import EngineError
 from ragen_mega.rollout.verifier import Verifier, Verifiers
 from ragen_mega.run.guards import cut_note, inversion_note, nothing_to_learn
+from tests.support.web_server import Request, serving
 
 
 def trajectory(*turns: tuple[list[int], float, dict], group_id: int = 0) -> Trajectory:
@@ -227,31 +225,23 @@ def test_claims_are_checked_against_the_state_that_the_policy_saw() -> None:
     assert "claims" not in episode.respond("no thought").info
 
 
-class Judge(BaseHTTPRequestHandler):
-    """Scores by the number of responses; fails as its server says."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(asked)
-        verdict = self.server.verdict(asked)
-        self.server.authorization = self.headers["Authorization"]
-        self.send_response(200 if verdict is not None else 500)
-        self.end_headers()
-        self.wfile.write(json.dumps(verdict).encode())
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A server that gives its `verdict` on what it is asked, and fails without one."""
     monkeypatch.setattr(verifier, "_PAUSE", 0.0)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        server.asked = []
-        server.url = f"http://127.0.0.1:{server.server_port}/score"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    judge = SimpleNamespace(asked=[])
+
+    class Judge(Request):
+        def answer(self) -> None:
+            asked = json.loads(self.body)
+            judge.asked.append(asked)
+            verdict = judge.verdict(asked)
+            judge.authorization = self.headers["Authorization"]
+            self.reply(verdict, 200 if verdict is not None else 500)
+
+    with serving(Judge) as address:
+        judge.url = f"http://{address}/score"
+        yield judge
 
 
 RENDERER = SimpleNamespace(
@@ -260,41 +250,41 @@ RENDERER = SimpleNamespace(
 )
 
 
-def test_a_judge_is_asked_once_and_its_verdict_is_a_term(server: ThreadingHTTPServer) -> None:
-    server.verdict = lambda asked: {"score": len(asked["responses"])}
-    terms = parse_reward(f"environment + 0.5*{server.url}")
-    assert terms == {"environment": 1.0, server.url: 0.5}
+def test_a_judge_is_asked_once_and_its_verdict_is_a_term(judge: SimpleNamespace) -> None:
+    judge.verdict = lambda asked: {"score": len(asked["responses"])}
+    terms = parse_reward(f"environment + 0.5*{judge.url}")
+    assert terms == {"environment": 1.0, judge.url: 0.5}
     played = [trajectory(*[([value], 1.0, {})] * value) for value in (1, 2, 2)]
     groups = [TrajectoryGroup(0, played)]
     judges = Verifiers(terms, timeout=5.0)
     for _ in range(2):
         assert judges.judge(groups, RENDERER) == 0
-    assert len(server.asked) == 2, "the same text is judged once"
-    assert {"environment", "text", "responses", "return", "success"} == server.asked[0].keys()
-    assert played[2].turns[-1].info[VERDICTS] == {server.url: 2.0}
+    assert len(judge.asked) == 2, "the same text is judged once"
+    assert {"environment", "text", "responses", "return", "success"} == judge.asked[0].keys()
+    assert played[2].turns[-1].info[VERDICTS] == {judge.url: 2.0}
     shaped, logged = shape_rewards(groups, terms)
     assert shaped[0].total_rewards == [1.5, 3.0, 3.0]
-    assert logged[server.url] == pytest.approx(0.5 * 5 / 3)
+    assert logged[judge.url] == pytest.approx(0.5 * 5 / 3)
 
 
-def test_a_missing_verdict_is_counted_and_neutral(server: ThreadingHTTPServer) -> None:
-    server.verdict = lambda asked: (
+def test_a_missing_verdict_is_counted_and_neutral(judge: SimpleNamespace) -> None:
+    judge.verdict = lambda asked: (
         None if len(asked["responses"]) == 3 else {"score": len(asked["responses"])}
     )
     played = [trajectory(*[([value], 0.0, {})] * value) for value in (1, 2, 3)]
     groups = [TrajectoryGroup(0, played)]
-    judges = Verifiers([server.url, "environment"], timeout=5.0)
+    judges = Verifiers([judge.url, "environment"], timeout=5.0)
     assert judges.judge(groups, RENDERER) == 1
-    assert len(server.asked) == 2 + 3, "three attempts"
-    assert rewards(server.url, *played) == [[1.0], [0.0, 2.0], [0.0, 0.0, 1.5]]
+    assert len(judge.asked) == 2 + 3, "three attempts"
+    assert rewards(judge.url, *played) == [[1.0], [0.0, 2.0], [0.0, 0.0, 1.5]]
 
 
 @pytest.mark.parametrize("verdict", [None, {}, {"score": "x"}, {"score": float("nan")}, 3])
-def test_a_judge_that_never_answers_ends_the_run(server: ThreadingHTTPServer, verdict) -> None:
-    server.verdict = lambda asked: verdict
+def test_a_judge_that_never_answers_ends_the_run(judge: SimpleNamespace, verdict) -> None:
+    judge.verdict = lambda asked: verdict
     groups = [TrajectoryGroup(0, [trajectory(([1], 0.0, {}))])]
-    with pytest.raises(EngineError, match=f"{server.url} gave no verdict on 1 ") as caught:
-        Verifiers([server.url], timeout=5.0).judge(groups, RENDERER)
+    with pytest.raises(EngineError, match=f"{judge.url} gave no verdict on 1 ") as caught:
+        Verifiers([judge.url], timeout=5.0).judge(groups, RENDERER)
     assert "\n" not in str(caught.value)
 
 
@@ -322,35 +312,26 @@ def slowly(file, answer: bytes) -> None:
     ids=["a slow head", "a slow body", "two megabytes"],
 )
 def test_the_time_and_the_size_of_a_verdict_are_bounded(write, reason: str) -> None:
-    class Talker(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            # a socket that is closed with unread data resets the connection
-            self.rfile.read(int(self.headers["Content-Length"]))
+    class Talker(Request):
+        def answer(self) -> None:
             if reason.startswith("larger"):
                 self.send_response(200)
                 self.end_headers()
-            with suppress(OSError):  # the client has hung up
-                write(self.wfile)
+            write(self.wfile)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Talker) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        verdicts = Verifier(f"http://127.0.0.1:{server.server_port}/", timeout=0.5)
-        scores, why = verdicts.scores([{"text": "x"}])
-        server.shutdown()
+    with serving(Talker) as address:
+        scores, why = Verifier(f"http://{address}/", timeout=0.5).scores([{"text": "x"}])
     assert scores == [None] and reason in why
 
 
 def test_a_judge_of_this_machine_is_asked_without_a_proxy_and_with_credentials(
-    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+    judge: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("RAGEN_JUDGE_AUTHORIZATION", "Bearer of-mine")
-    server.verdict = lambda asked: {"score": 1}
-    assert Verifier(server.url, timeout=5.0).scores([{"text": "x"}]) == ([1.0], "")
-    assert server.authorization == "Bearer of-mine"
+    judge.verdict = lambda asked: {"score": 1}
+    assert Verifier(judge.url, timeout=5.0).scores([{"text": "x"}]) == ([1.0], "")
+    assert judge.authorization == "Bearer of-mine"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import json
 import runpy
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from ragen_mega.rollout import template_cost
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker
 from tests.support.serving_page import CLIENT, command
+from tests.support.web_server import Request, serving
 
 USER = [
     Message("user", "State:\nP _ O\nYou have 10 actions left.\n"),
@@ -152,18 +151,10 @@ def test_the_examples_of_the_documentation_ask_as_training_does(
     """Against a server that says the same to everything; its prompts beside the chat template's."""
     said, asked = "so</think><answer>Up</answer>", []
 
-    class Server(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((self.path, json.loads(body)))
-            answer = json.dumps({"choices": [{"text": said}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            pass
+    class Server(Request):
+        def answer(self) -> None:
+            asked.append((self.path, json.loads(self.body)))
+            self.reply({"choices": [{"text": said}]})
 
     config = parse(["--recipe", "sokoban", "--max-turns", "2", "--max-actions", "2"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
@@ -171,15 +162,12 @@ def test_the_examples_of_the_documentation_ask_as_training_does(
     tokenizer.save_pretrained(tmp_path / "huggingface")
     program = tmp_path / "my_client.py"
     program.write_text(CLIENT)
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with serving(Server) as address:
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setattr(sys, "argv", [program.name, str(tmp_path), address])
+        monkeypatch.setattr(sys, "argv", [program.name, str(tmp_path), f"http://{address}"])
         runpy.run_path(str(program), run_name="__main__")
-        curl = command("curl ", server.server_port)
+        curl = command("curl ", int(address.partition(":")[2]))
         subprocess.run(["bash", "-c", curl], check=True, capture_output=True, timeout=60)
-        server.shutdown()
     path, by_curl = asked.pop()
     assert path == "/v1/chat/completions"
     assert by_curl["messages"][0] == {"role": "system", "content": SYSTEM_PROMPT}

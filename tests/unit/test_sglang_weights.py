@@ -7,11 +7,10 @@ import json
 import math
 import pickle
 import stat
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from ragen_mega.engines.sglang.weights import (
 )
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.rollout.engine import EngineShard
+from tests.support.web_server import Request, serving
 
 CONFIG = Qwen2Config(
     vocab_size=64,
@@ -86,8 +86,7 @@ def test_buckets_hold_the_stream_and_stay_small(
 
     list(transfer.receive(stream()))
     found = read(transfer.again())
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in found)
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
     *full, last = (weight_loader.bytes_of(file) for ((file, *_),) in transfer.again())
     assert len(full) > 2 and {file.stat().st_size for file in full} == {BUCKET}
     assert 0 < last.stat().st_size < BUCKET
@@ -334,32 +333,20 @@ class Generation:
 
 @pytest.fixture
 def serve() -> Iterator[Any]:
-    servers = []
+    servers = ExitStack()
 
     def start(generation: Generation) -> JSONClient:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        class Call(Request):
+            def answer(self) -> None:
                 status, body = generation.answer(self.path)
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                self.reply(body, status)
 
-            do_GET = do_POST
+            do_GET = Request.do_POST
 
-            def log_message(self, *arguments: Any) -> None:
-                pass
+        return JSONClient(servers.enter_context(serving(Call)), "Bearer key")
 
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return JSONClient(f"127.0.0.1:{servers[-1].server_port}", "Bearer key")
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with servers:
+        yield start
 
 
 @pytest.fixture

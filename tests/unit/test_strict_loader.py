@@ -2,7 +2,6 @@
 accepted gives the logits of transformers in float64.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from ragen_mega.commands import convert_checkpoint as tool
 from ragen_mega.config import ParallelConfig, parse
 from ragen_mega.engines.embedded.decoder import Decoder
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -41,9 +39,9 @@ from ragen_mega.models.families import FAMILIES
 from ragen_mega.models.huggingface import load_config
 from ragen_mega.models.layout import split_experts
 from ragen_mega.models.shape import ModelShape
-from ragen_mega.report.console import Console
 from ragen_mega.run.build import build
 from ragen_mega.storage.model_readers import open_model
+from tests.support.converted_models import convert
 from tests.support.positions import LLAMA3
 
 CLASSES = {
@@ -79,15 +77,6 @@ FP8 = {
 }
 FILE = "model.safetensors"
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-
-
-def convert(source: Path, target: Path, dtype: str | None = None) -> Path:
-    arguments = argparse.Namespace(
-        source=source, target=target, format="huggingface", base=None, dtype=dtype,
-        max_shard_size=None, tensor_model_parallel_size=None, pipeline_model_parallel_size=None,
-    )  # fmt: skip
-    tool.convert(arguments, Console(is_writer=True, num_steps=0))
-    return target
 
 
 def model_config(family: str, **changes) -> PretrainedConfig:
@@ -350,7 +339,7 @@ def test_refused_by_training_and_conversion_in_the_same_words(case: str, tmp_pat
         on[0] if on and on[0] in CLASSES else "qwen2",
         tie_word_embeddings=on == ["tied"],
     )
-    convert(start, tmp_path / "good")
+    convert(start, tmp_path / "good", "huggingface")
     harm(start)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (start / name).touch()  # nobody comes as far as to read them
@@ -358,7 +347,7 @@ def test_refused_by_training_and_conversion_in_the_same_words(case: str, tmp_pat
     with pytest.raises(ValueError, match=message) as training:
         build(parse(flags))
     with pytest.raises(ValueError, match=message) as conversion:
-        convert(start, tmp_path / "target")
+        convert(start, tmp_path / "target", "huggingface")
     assert str(training.value) == str(conversion.value) and "\n" not in str(training.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "start"]  # nothing begun
 
@@ -371,7 +360,7 @@ def test_numbers_that_are_none_are_refused_when_they_are_read(value: float, tmp_
     model = build_model(hf, transformer_config(hf, parallel), initialize(parallel))
     for use in (
         lambda: load_weights(model, open_model(start)),
-        lambda: convert(start, tmp_path / "target"),
+        lambda: convert(start, tmp_path / "target", "huggingface"),
     ):
         with pytest.raises(ValueError, match=f"{K_PROJ}.* NaN or infinite"):
             use()
@@ -544,7 +533,8 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(
 
     # and out again: plain weights, of the type that config.json says or of the one asked for
     for dtype, directory in (("bfloat16", "as_said"), ("float32", "exact")):
-        out = convert(start, tmp_path / directory, None if dtype == "bfloat16" else dtype)
+        given = None if dtype == "bfloat16" else dtype
+        out = convert(start, tmp_path / directory, "huggingface", dtype=given)
         config = json.loads((out / "config.json").read_text())
         assert "quantization_config" not in config and config["dtype"] == dtype
         for name, tensor in load_file(out / "model.safetensors").items():
@@ -601,7 +591,7 @@ def test_a_model_of_that_time_is_computed_as_transformers_does(tmp_path: Path) -
     (start / "config.json").write_text(json.dumps(config))
     with torch.no_grad():
         expected = reference(TOKENS[None]).logits[0]
-    converted = convert(start, tmp_path / "converted")
+    converted = convert(start, tmp_path / "converted", "huggingface")
     assert json.loads((converted / "config.json").read_text())["num_key_value_heads"] == 4
     for directory in (start, converted):
         assert_close(our_logits(directory), expected)

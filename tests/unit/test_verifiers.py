@@ -5,11 +5,9 @@ in processes and ask a model that gives the same answers.
 import asyncio
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.actions import read_response
 from ragen_mega.environments.registry import declares, held_out_options, make
 from tests.support.hub import MODULES, WRITTEN, echoes
+from tests.support.web_server import Request, serving
 
 vf = pytest.importorskip("verifiers.v1", reason="needs the extra verifiers")
 
@@ -43,10 +42,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def model(turns: Sequence[Turn], seen: list[dict[str, Any]]) -> Iterator[str]:
     """The address of a model that gives these answers in turn; `seen` gets the requests."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.append(body)
+    class Model(Request):
+        def answer(self) -> None:
+            seen.append(json.loads(self.body))
             text, call = turns[len(seen) - 1]
             delta: dict[str, Any] = {"role": "assistant", "content": text}
             if call:
@@ -56,18 +54,11 @@ def model(turns: Sequence[Turn], seen: list[dict[str, Any]]) -> Iterator[str]:
             finish = "tool_calls" if call else "stop"
             chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
             chunk["choices"] = [{"index": 0, "delta": delta, "finish_reason": finish}]
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+            events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+            self.reply(events.encode(), content_type="text/event-stream")
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
+    with serving(Model) as address:
+        yield f"http://{address}/v1"
 
 
 def played_by_the_library(

@@ -4,12 +4,9 @@ import asyncio
 import gzip
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
@@ -18,47 +15,38 @@ from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.config import parse
 from ragen_mega.system.addresses import bypass_proxy, check_addresses, is_local
 from ragen_mega.system.web_client import MOST_BYTES, ask
+from tests.support.web_server import Request, serving
 
 BOMB = gzip.compress(bytes(32 << 20))
 
 
-class Answerer(BaseHTTPRequestHandler):
+class Answerer(Request):
     """Answers as its path says."""
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        with suppress(OSError):  # the client hangs up
-            getattr(self, self.path.strip("/"))()
-
-    def say(self, body: bytes, status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def answer(self) -> None:
+        getattr(self, self.path.strip("/"))()
 
     def headers_of_mine(self) -> None:
         names = ("authorization", "accept-encoding")
-        self.say(json.dumps([self.headers[name] for name in names]).encode())
+        self.reply([self.headers[name] for name in names])
 
     def bomb(self) -> None:
-        self.say(BOMB, content_encoding="gzip")
+        self.reply(BOMB, content_encoding="gzip")
 
     def twice(self) -> None:
-        self.say(gzip.compress(BOMB), content_encoding="gzip, gzip")
+        self.reply(gzip.compress(BOMB), content_encoding="gzip, gzip")
 
     def large(self) -> None:
-        self.say(bytes(2 * MOST_BYTES))
+        self.reply(bytes(2 * MOST_BYTES))
 
     def events(self) -> None:
-        self.say(bytes(2 * MOST_BYTES), content_type="text/event-stream")
+        self.reply(bytes(2 * MOST_BYTES), content_type="text/event-stream")
 
     def elsewhere(self) -> None:
-        self.say(b"", 307, location=f"{self.server.other}/headers_of_mine")
+        self.reply(b"", 307, location=f"http://localhost:{self.server.server_port}/headers_of_mine")
 
     def deep(self) -> None:
-        self.say(b"[" * (1 << 19))
+        self.reply(b"[" * (1 << 19))
 
     def slow_body(self) -> None:
         self.send_response(200)
@@ -72,9 +60,6 @@ class Answerer(BaseHTTPRequestHandler):
             self.wfile.write(bytes([byte]))
             time.sleep(0.05)
 
-    def log_message(self, *arguments: object) -> None:
-        pass
-
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -82,11 +67,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answerer) as server:
-        server.other = f"http://localhost:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(Answerer) as address:
+        yield f"http://{address}"
 
 
 def post(url: str, authorization: str = "") -> httpx2.Response:
