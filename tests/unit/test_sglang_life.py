@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -243,7 +244,10 @@ def test_a_server_is_asked_for_routes_from_the_first_that_is_lacking(
         completion = asyncio.run(engine.generate([1, 2, 3, 4], sampling, session=0))
     assert completion.prompt_fields[ROUTES].tolist() == [[[2, 3]], [[3, 0]]]
     assert completion.further_fields[ROUTES].tolist() == [[[0, 2]]]  # not known yet
-    assert "--enable-return-routed-experts" in engine.server.settings.arguments(Path("model"), 1)
+    having = {*engine.server.settings.arguments(Path("model"), 1)}
+    lacking = {*replace(engine.server.settings, returns_routes=False).arguments(Path("model"), 1)}
+    # with the overlap SGLang 0.5.17 returns routes of a later pass
+    assert having - lacking == {"--enable-return-routed-experts", "--disable-overlap-schedule"}
 
 
 @pytest.mark.parametrize("frees", [True, False])
