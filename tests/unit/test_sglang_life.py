@@ -275,6 +275,29 @@ def test_a_server_that_keeps_its_memory_asleep_is_an_error(
             engine.load_weights(shards())
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_server_on_a_shared_device_need_not_show_what_it_frees(
+    build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """The server of a second rank on the card starts meanwhile and takes more than that."""
+    engine = build("cuda")
+    log = engine.server.settings.directory / "requests.jsonl"
+    weights = sum(tensor.nbytes for _, tensor in shards())
+
+    def device_memory() -> tuple[int, int]:
+        was_released = "release_memory" in log.read_text()
+        return 10**9 + (weights - 10**8) * was_released, 2 * 10**9
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+    with contextlib.ExitStack() as stack:
+        if num_ranks == 1:  # another program; a rank of the run has its device for itself
+            stack.enter_context(pytest.raises(EngineError, match="does another program take"))
+        with engine.awake():
+            engine.load_weights(shards())
+
+
 def test_a_server_that_was_started_without_its_memory_saver_may_keep_its_memory(
     build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
