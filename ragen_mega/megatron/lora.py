@@ -219,13 +219,13 @@ class Merged(Mapping[str, Tensor]):
 
 
 class NoMemory(TorchFunctionMode):
-    """Inside, weights that `torch.empty` makes have no memory: another model will lend its
-    weights.
+    """Inside, weights have no memory: another model will lend its weights. Transformer Engine gives
+    weights on the meta device memory to initialise them, by `torch.empty_like`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.empty:
+        if func in (torch.empty, torch.empty_like):
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

@@ -594,6 +594,13 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
                 " pinned memory; set --rollout-engine embedded, or --routing-replay policy"
             )
         check_cpu_cut(shape, tp, ep)
+    own = config.at_trainers.rollout
+    starts_servers = own.rollout_engine == "sglang" and not own.given_engines
+    if starts_servers and capability is not None and not config.parallel.bf16:
+        raise ValueError(
+            "rollout_engine sglang needs bf16 on GPUs, where SGLang has no norm and no attention in"
+            " float32; add --bf16, or set --rollout-engine embedded"
+        )
     is_adapted = config.rollout.rollout_engine == "sglang" and config.lora.lora_sync == "adapter"
     if is_adapted and capability is None:
         raise ValueError(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import pickle
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -21,8 +23,9 @@ import pytest
 import torch
 
 from ragen_mega.data.types import Completion, SamplingParams, in_groups
-from ragen_mega.engines.sglang import supervisor
+from ragen_mega.engines.sglang import supervisor, weight_loader
 from ragen_mega.engines.sglang.engine import SGLangEngine
+from ragen_mega.engines.sglang.fp8_blocks import QUANTIZATION_CONFIG
 from ragen_mega.engines.sglang.http_json import RequestRefused
 from ragen_mega.engines.sglang.server import ServerFailed, SGLangServer
 from ragen_mega.engines.sglang.weights import BucketMessage, IpcTransfer, send
@@ -450,6 +453,25 @@ def test_the_servers_parser_judges_further_arguments(
     else:
         with pytest.raises(ValueError, match=message):
             server.check_command_line()
+
+
+def test_the_loader_knows_the_scales_of_an_fp8_models_cache(tmp_path: Path) -> None:
+    """They are parameters of its attention that no trainer sends."""
+    program = """
+import json, sys
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.radix_attention import RadixAttention
+quantization, mark = json.loads(sys.argv[1])
+config = Fp8Config.from_config(quantization)
+attention = RadixAttention(4, 32, 0.1, num_kv_heads=2, layer_id=0, quant_config=config)
+attention.quant_method.process_weights_after_loading(attention)
+named = attention.named_parameters()
+print(json.dumps({name: [hasattr(held, mark), held.item()] for name, held in named}))
+"""
+    asked = json.dumps([QUANTIZATION_CONFIG, weight_loader.CACHE_SCALE])
+    environment = settings(tmp_path).environment(tmp_path / "none")
+    said = subprocess.check_output([PYTHON, "-c", program, asked], env=environment, text=True)
+    assert json.loads(said.splitlines()[-1]) == {"k_scale": [True, 1.0], "v_scale": [True, 1.0]}
 
 
 def test_paths_do_not_depend_on_the_working_directory(

@@ -21,9 +21,10 @@ from ragen_mega.data.types import Completion, TokenBatch, Trajectory
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize, shutdown
+from ragen_mega.megatron.model import build_model, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.precision import RECIPES, Device, obstacle_to_recipe
-from ragen_mega.megatron.weights import export_weights
+from ragen_mega.megatron.weights import export_weights, held
 from ragen_mega.models.huggingface import random_weights
 from ragen_mega.models.shape import ModelShape
 from tools.parity import branches, random_adapter, random_trajectories
@@ -193,6 +194,20 @@ def test_adapters_beside_these_layers_compute_the_same(
     truth, local, engine = map(gradients, models)
     rounding = distance(local, truth)
     assert 0 < rounding < 0.3 and distance(engine, truth) < 2 * rounding
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_critic_beside_a_policy_with_adapters_holds_no_second_base(
+    build: Build, architecture: str
+) -> None:
+    """Not for a moment: these layers allocate their parameters once more to initialise them."""
+    lora, hf = LoraConfig(lora_rank=4), MODELS[architecture]
+    policy = build(architecture, ENGINE, lora=lora)
+    num_bytes = sum(slot.nbytes for _, slot in held(policy.chunks))
+    config, before = transformer_config(hf, ENGINE), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    build_model(hf, config, policy.groups, is_critic=True, lora=lora, base=policy.chunks)
+    assert torch.cuda.max_memory_allocated() - before < num_bytes / 4
 
 
 def test_shared_prefixes_cost_no_more_than_rounding(build: Build) -> None:

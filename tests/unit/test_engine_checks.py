@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from ragen_mega.config import parse
 from ragen_mega.megatron import precision
 from ragen_mega.ranks import collectives
+from ragen_mega.run import build
 from ragen_mega.run.build import check_engine, server_settings
 
 
@@ -47,12 +48,12 @@ TWO = f"--rollout-tensor-parallel-size 2 {SHARED} 2"
     ("flags", "capability", "message"),
     [
         ("", None, None),
-        ("", (9, 0), None),
+        ("--bf16", (9, 0), None),
         ("--rollout-tensor-parallel-size 2", None, None),
         (TWO, None, rf"\(2\) needs a GPU.*drop {SHARED}"),
-        (TWO, (9, 0), None),
+        (f"--bf16 {TWO}", (9, 0), None),
         (f"--rollout-tensor-parallel-size 4 {SHARED} 4", (9, 0), r"\(4\) must divide .*\(6\)"),
-        ("--rollout-fp8", (9, 0), "--rollout-fp8 .* qwen3_moe .*; drop --rollout-fp8"),
+        ("--bf16 --rollout-fp8", (9, 0), "--rollout-fp8 .* qwen3_moe .*; drop --rollout-fp8"),
     ],
 )
 def test_mixtures_on_a_server(
@@ -70,6 +71,40 @@ def test_mixtures_on_a_server(
         return
     with pytest.raises(ValueError, match=message) as caught:
         check_engine(config, MIXTURE)
+    assert "\n" not in str(caught.value)
+
+
+DENSE = Qwen2Config(
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+)
+GIVEN = "--engine-addresses elsewhere:1"
+APART = "--placement separate --rollout-ranks 2 --importance-cap 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ("", True),
+        ("--bf16", False),
+        (APART, True),
+        (GIVEN, False),  # the user's: they say their type
+        (f"{GIVEN} {APART}", True),  # trainers have servers of their own, for evaluations
+    ],
+)
+def test_servers_have_no_float32_on_gpus(
+    flags: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sgl-kernel 0.4.5 has `rmsnorm` for float16 and bfloat16, and FlashAttention 3 too."""
+    here = replace(precision.Device.here(), capability=(9, 0))
+    monkeypatch.setattr(precision.Device, "here", lambda: here)
+    monkeypatch.setattr(build, "check_given_engines", lambda *about: None)
+    config = parse(["--rollout-engine", "sglang", *flags.split()])
+    check_engine(parse([]), DENSE)  # the embedded engine has float32 everywhere
+    if not is_refused:
+        check_engine(config, DENSE)
+        return
+    with pytest.raises(ValueError, match=r"needs bf16 on GPUs.*; add --bf16, or set") as caught:
+        check_engine(config, DENSE)
     assert "\n" not in str(caught.value)
 
 

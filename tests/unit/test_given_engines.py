@@ -236,6 +236,11 @@ def test_an_engine_that_does_not_come_back_ends_the_run_in_one_line(
         ({"pp_size": 2}, {}, "pp_size 2"),
         ({"quantization": "fp8"}, {}, "quantization fp8"),
         ({"preferred_sampling_params": {"top_k": 5}}, {}, "preferred_sampling_params"),
+        (
+            {"disable_overlap_schedule": False},
+            {"returns_routes": True},
+            "disable_overlap_schedule False, .* True; .*--routing-replay policy",
+        ),
         ({}, {"max_context": 4000, "kv_cache_tokens": 5000}, "takes 400 tokens.*context-length"),
     ],
 )
@@ -246,6 +251,22 @@ def test_engines_that_do_not_fit_are_refused(
         with pytest.raises(ValueError, match=said) as caught:
             connect(settings(tmp_path, engine.address, **changes), CONFIG)
         assert "\n" not in str(caught.value) and engine.address in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("about", "changes"),
+    [
+        ({"disable_overlap_schedule": True}, {"returns_routes": True}),
+        ({"version": "0.5.18", "disable_overlap_schedule": False}, {"returns_routes": True}),
+        ({"disable_overlap_schedule": False}, {}),
+    ],
+    ids=["no overlap", "later version", "no routes"],
+)
+def test_engines_whose_routes_no_later_pass_overwrites(
+    about: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with given_engine(tmp_path / "engine", **about) as engine:
+        connect(settings(tmp_path, engine.address, **changes), CONFIG)
 
 
 def test_the_key_comes_from_the_environment_and_another_model_is_told(

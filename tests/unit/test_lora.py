@@ -21,7 +21,7 @@ from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.megatron import checkpoint
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import initialize
-from ragen_mega.megatron.lora import Adapter, Merged, adapters, attach
+from ragen_mega.megatron.lora import Adapter, Merged, NoMemory, adapters, attach
 from ragen_mega.megatron.model import Chunks, build_model, model_inputs, transformer_config
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.megatron.weights import (
@@ -169,6 +169,15 @@ def wrong_scale(adapter: Adapter) -> None:
 
 def dropped(adapter: Adapter) -> None:
     adapter.is_on = False
+
+
+def test_weights_without_memory_get_none_to_be_initialised() -> None:
+    """As Transformer Engine 2.11 makes and resets a parameter (module/base.py, 1226)."""
+    with NoMemory():
+        parameter = torch.nn.Parameter(torch.empty(4, device="cpu"))
+        reset = torch.nn.Parameter(torch.empty_like(parameter, device="cuda"))
+        torch.nn.init.ones_(reset)
+    assert parameter.device.type == reset.device.type == "meta"
 
 
 def test_one_base_for_actor_critic_and_reference() -> None:

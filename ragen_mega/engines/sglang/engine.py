@@ -31,6 +31,7 @@ from ragen_mega.engines.sglang.weights import (
     WeightTransfer,
 )
 from ragen_mega.models.shape import ModelShape
+from ragen_mega.ranks import collectives
 from ragen_mega.rollout.engine import (
     EngineCounts,
     EngineError,
@@ -106,7 +107,7 @@ class SGLangEngine(RolloutEngine):
             self.server = SGLangServer(settings, model_config, weights=served.directory)
         self._stage = _Stage.ASLEEP
         self._released: set[str] = set()  # device memory that the server has given back
-        self._must_free = settings.has_memory_saver
+        self._must_free = False  # whether the server has to show that it gives memory back
         self._base_of: int | None = None  # the start of the server that was sent weights
         self._adapter: ServedAdapter | None = None
         self._served: str | None = None  # the name of the adapter that the server has
@@ -368,7 +369,8 @@ class SGLangEngine(RolloutEngine):
     def _freed(self, with_weights: bool) -> Iterator[None]:
         """Raises EngineError unless the device has more free memory afterwards, by at least half of
         the weights that the server held: others may take some meanwhile. A server has to show it
-        once after its start, so that another program on the device cannot end a long run.
+        once after its start, so that another program on the device cannot end a long run, and
+        never where ranks share a device, on which another server may start meanwhile.
         """
         if not (with_weights and self._must_free):
             yield
@@ -389,7 +391,8 @@ class SGLangEngine(RolloutEngine):
         about = self.server.start().call("GET", "/server_info")
         # the server's starter may leave it out, as tools/gpu_check.sh does in the last resort
         has_saver = about.get("enable_memory_saver", True)
-        self._must_free = has_saver and self._settings.has_memory_saver
+        has_device = collectives.ranks_per_device() == 1
+        self._must_free = has_saver and has_device and self._settings.has_memory_saver
         check_cache(
             about.get("max_total_num_tokens", self._settings.kv_cache_tokens), self._settings
         )

@@ -16,6 +16,10 @@ AUTHORIZATION = "RAGEN_ENGINE_AUTHORIZATION"
 """The environment variable with the header that engines ask for, such as `Bearer KEY`."""
 OLDEST = (0, 5, 17)
 """The oldest version of SGLang whose protocol was read."""
+_FIRST_WITH_SAFE_ROUTES = (0, 5, 18)
+"""The first version in which no later forward pass overwrites routes that are still to be copied
+(sgl-project/sglang#34319).
+"""
 _SECONDS_TO_ANSWER = 20.0
 _POLL_SECONDS = 1.0
 
@@ -96,6 +100,8 @@ def connect(settings: ServerSettings, model_config: PretrainedConfig) -> JSONCli
         "disaggregation_mode": (about.get("disaggregation_mode"), "null"),
         "preferred_sampling_params": (model.get("preferred_sampling_params"), None),
     }
+    if settings.returns_routes and _numbers(version) < _FIRST_WITH_SAFE_ROUTES:
+        asked["disable_overlap_schedule"] = about.get("disable_overlap_schedule"), True
     for name, (there, wanted) in asked.items():
         if there != wanted:
             raise ValueError(
@@ -117,6 +123,7 @@ _REMEDIES = {
     "architectures": "--load to its model",
     "tp_size": "--rollout-tensor-parallel-size to it",
     "ep_size": "--rollout-expert-parallel-size to it",
+    "disable_overlap_schedule": "--routing-replay policy",
 }
 
 

@@ -214,6 +214,8 @@ class ServerSettings:
             "disable-cuda-graph": on_cpu,
             "enable-deterministic-inference": self.deterministic,
             "enable-return-routed-experts": self.returns_routes,
+            # before 0.5.18 the next forward pass may overwrite routes before they are copied
+            "disable-overlap-schedule": self.returns_routes,
             **({"attention-backend": "torch_native"} if on_cpu else {}),
             **({} if self.lora is None else self._lora_arguments(self.lora, on_cpu=on_cpu)),
             **self.options,

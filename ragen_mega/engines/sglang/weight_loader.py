@@ -22,6 +22,11 @@ LOADER = f"{__name__}.load"
 """The name by which SGLang finds it."""
 ALIGNMENT = 16
 """Alignment of a parameter in a bucket, in bytes."""
+CACHE_SCALE = "_skip_weight_check"
+"""SGLang's mark of the scales of keys and values in its cache. FP8 models of Qwen2, Llama and
+Mistral have them, no trainer sends them, and they are lost with the weights of a sleeping server:
+every sync sets them to 1.
+"""
 
 
 class Extent(NamedTuple):
@@ -149,4 +154,7 @@ def _copy(file: Path, memory: Tensor, parameters: Mapping[str, nn.Parameter]) ->
             " weights again"
         )
     if contents.all_names is not None:
-        check_names(contents.all_names, parameters)
+        scales = {name for name, parameter in parameters.items() if hasattr(parameter, CACHE_SCALE)}
+        for name in scales:
+            parameters[name].detach().fill_(1.0)
+        check_names(contents.all_names, parameters.keys() - scales)
