@@ -88,7 +88,7 @@ APART = "--placement separate --rollout-ranks 2 --importance-cap 2"
         ("--bf16", False),
         (APART, True),
         (GIVEN, False),  # the user's: they say their type
-        (f"{GIVEN} {APART}", True),  # trainers have servers of their own, for evaluations
+        (f"{GIVEN} {APART}", True),  # trainers have servers of the run, for evaluations
     ],
 )
 def test_servers_have_no_float32_on_gpus(
