@@ -614,10 +614,11 @@ def check_engine(config: StarPOConfig, hf: PretrainedConfig) -> None:
             " --lora-targets attention"
         )
     if config.rollout.rollout_fp8:
-        if capability is None or capability < (8, 9):
+        # Blackwell's kernels have another format of scales, to which SGLang converts what it loads.
+        if capability is None or not (8, 9) <= capability < (10, 0):
             here = "none" if capability is None else "one of {}.{}".format(*capability)
             raise ValueError(
-                "rollout_fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and here"
+                "rollout_fp8 needs a GPU of compute capability 8.9 or 9.0 (Ada, Hopper), and here"
                 f" is {here}; drop --rollout-fp8"
             )
         check_blocks(hf, tp)

@@ -108,6 +108,24 @@ def test_servers_have_no_float32_on_gpus(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_fp8_servers_need_the_scales_of_ada_and_hopper(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(precision.Device.here(), capability=capability)
+    monkeypatch.setattr(precision.Device, "here", lambda: here)
+    config = parse("--rollout-engine sglang --bf16 --rollout-fp8".split())
+    in_blocks = Qwen2Config(
+        hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
+    )
+    if capability in [(8, 9), (9, 0)]:
+        check_engine(config, in_blocks)
+        return
+    said = rf"8\.9 or 9\.0 .* one of {capability[0]}\.{capability[1]}; drop --rollout-fp8$"
+    with pytest.raises(ValueError, match=said):
+        check_engine(config, in_blocks)
+
+
 def test_a_dense_model_has_no_experts_to_share() -> None:
     config = parse(f"--rollout-engine sglang {TWO}".split())
     dense = Qwen2Config(num_attention_heads=4, num_key_value_heads=4)
