@@ -102,28 +102,28 @@ class Watch:
                     number += 1
 
     def _answer(self, number: int) -> None:
-        """Tell where this rank is, and print a report where one is due: on each node the first rank
-        that comes so far, as any other may be stopped.
+        """Append where this rank is. The first rank of each node that has done so prints a report
+        if one is due, since any other rank may be stopped.
         """
-        board, report, told = self._board, self.report(), f"told_{number}_{self._node}"
+        board, report, done = self._board, self.report(), f"told_{number}_{self._node}"
         answers, answered, moves = (f"{each}_{number}" for each in ("answers", "answered", "moves"))
         if _works(report) and report["seconds"] < float(board.get(f"asked_{number}")):
             board.set(moves, "yes")
         self._append(answers, report)
         board.add(answered, 1)
         if board.add(f"tellers_{number}_{self._node}", 1) > 1:
-            _wait_until(lambda: board.check([told]), SECONDS_TO_REPORT)
+            _wait_until(lambda: board.check([done]), SECONDS_TO_REPORT)
         else:
             num_ranks = self._num_ranks
             all_have = _wait_until(lambda: board.add(answered, 0) >= num_ranks, _SECONDS_TO_ANSWER)
             if not (all_have and board.check([moves])):
                 said, names = self._read(answers), self._read("names")
                 _say(verdict(said, names, num_ranks), *(_line(*each) for each in said.items()))
-            board.set(told, "yes")
+            board.set(done, "yes")
         self._told.set()
 
     def _append(self, key: str, value: Any) -> None:
-        """Add the value of this rank to those of all ranks under one key."""
+        """Append the value of this rank to a key that has the values of all ranks."""
         line = json.dumps([self._rank, value]) + "\n"
         self._board.append(key, line)  # type: ignore[attr-defined] # torch's stubs lack it
 
