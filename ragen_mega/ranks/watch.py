@@ -2,7 +2,8 @@
 first line names the rank that the others wait for.
 
 A thread of every rank looks whether its main thread moves; another one answers through the job's
-store. A rank that gives no answer is stopped, killed, or on a node that is lost.
+store, which serves one rank after the other: what a rank asks of it for a report must not grow with
+the number of ranks. A rank that gives no answer is stopped, killed, or on a node that is lost.
 """
 
 import atexit
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class Watch:
     def _listen(self) -> None:
         number = 1
         with suppress(RuntimeError):  # DistError among them: the store is gone, as `_look` says
-            self._board.set(f"rank_{self._rank}", f"process {os.getpid()} on {platform.node()}")
+            self._append("names", f"process {os.getpid()} on {platform.node()}")
             while not self._ended.wait(_POLL_SECONDS / 4):
                 if self._wanted.is_set():
                     self._wanted.clear()
@@ -101,27 +102,35 @@ class Watch:
                     number += 1
 
     def _answer(self, number: int) -> None:
-        self._board.set(f"answer_{number}_{self._rank}", json.dumps(self.report()))
-        end = time.monotonic() + _SECONDS_TO_ANSWER
-        keys = {rank: f"answer_{number}_{rank}" for rank in range(self._num_ranks)}
-        while not self._board.check([*keys.values()]) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS / 10)
-        said = {
-            rank: json.loads(self._board.get(key))
-            for rank, key in keys.items()
-            if self._board.check([key])
-        }
-        names = {
-            rank: self._board.get(f"rank_{rank}").decode()
-            for rank in keys
-            if self._board.check([f"rank_{rank}"])
-        }
-        limit = float(self._board.get(f"asked_{number}"))
-        moves = any(said[rank]["seconds"] < limit for rank in _working(said))
-        is_due = len(said) < self._num_ranks or not moves
-        if is_due and self._board.add(f"told_{number}_{self._node}", 1) == 1:  # once a node
-            _say(verdict(said, names, self._num_ranks), *(_line(*each) for each in said.items()))
+        """Append where this rank is. The first rank of each node that has done so prints a report
+        if one is due, since any other rank may be stopped.
+        """
+        board, report, done = self._board, self.report(), f"told_{number}_{self._node}"
+        answers, answered, moves = (f"{each}_{number}" for each in ("answers", "answered", "moves"))
+        if _works(report) and report["seconds"] < float(board.get(f"asked_{number}")):
+            board.set(moves, "yes")
+        self._append(answers, report)
+        board.add(answered, 1)
+        if board.add(f"tellers_{number}_{self._node}", 1) > 1:
+            _wait_until(lambda: board.check([done]), SECONDS_TO_REPORT)
+        else:
+            num_ranks = self._num_ranks
+            all_have = _wait_until(lambda: board.add(answered, 0) >= num_ranks, _SECONDS_TO_ANSWER)
+            if not (all_have and board.check([moves])):
+                said, names = self._read(answers), self._read("names")
+                _say(verdict(said, names, num_ranks), *(_line(*each) for each in said.items()))
+            board.set(done, "yes")
         self._told.set()
+
+    def _append(self, key: str, value: Any) -> None:
+        """Append the value of this rank to a key that has the values of all ranks."""
+        line = json.dumps([self._rank, value]) + "\n"
+        self._board.append(key, line)  # type: ignore[attr-defined] # torch's stubs lack it
+
+    def _read(self, key: str) -> dict[int, Any]:
+        """Return rank -> value, in order of the ranks that have appended one."""
+        values = dict(map(json.loads, self._board.get(key).decode().splitlines()))
+        return {rank: values[rank] for rank in sorted(values)}
 
     def report(self) -> Report:
         """Describe where the main thread of this rank is."""
@@ -153,7 +162,7 @@ def verdict(said: Mapping[int, Report], names: Mapping[int, str], num_ranks: int
             f"the job waits for {', '.join(map(named, missing))}: no answer within"
             f" {_SECONDS_TO_ANSWER:g} s, so it is stopped, killed, or its node is lost"
         )
-    if works := _working(said):
+    if works := [rank for rank, report in said.items() if _works(report)]:
         rank = max(works, key=lambda rank: said[rank]["seconds"])
         return (
             f"the job waits for {named(rank)}, which is in no collective and has not moved for"
@@ -170,10 +179,17 @@ def verdict(said: Mapping[int, Report], names: Mapping[int, str], num_ranks: int
     return f"the job waits for {', '.join(ranks)}, in another collective than the other ranks"
 
 
-def _working(said: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that wait for no other rank."""
-    waiting = "is_in_collective", "is_polling"
-    return [rank for rank, report in said.items() if not any(report[each] for each in waiting)]
+def _works(report: Report) -> bool:
+    """Return whether a rank waits for no other one."""
+    return not (report["is_in_collective"] or report["is_polling"])
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Return whether something has become so within this time."""
+    end = time.monotonic() + seconds
+    while not (found := is_so()) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 4)
+    return found
 
 
 def _line(rank: int, report: Report) -> str:

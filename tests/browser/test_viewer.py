@@ -24,10 +24,12 @@ from ragen_mega.agents.call_tree import CallTree, ChatMessage, ToolCall
 from ragen_mega.commands import view
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.registry import make
+from ragen_mega.report import reader
 from ragen_mega.report.glossary import GLOSSARY
 from ragen_mega.report.metrics import CONFIG_FILE, METRICS_FILE, read_metrics
 from ragen_mega.report.timeline import TIMELINE
 from ragen_mega.report.traces import TraceWriter
+from ragen_mega.report.viewer.data import trace_bytes
 from ragen_mega.report.viewer.page import make_server, write_page
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.storage.rollouts import RolloutStore
@@ -225,6 +227,83 @@ def test_what_a_run_holds_is_no_program_of_the_page(run: Path, tmp_path: Path) -
     assert "default-src 'none'" in policy and "unsafe-inline' 'sha" not in policy
 
 
+def long_run(directory: Path, num_steps: int, num_traces: int) -> Path:
+    """The record of a run with 120 metrics and an evaluation every 100 steps."""
+    (directory / "traces").mkdir(parents=True)
+    (directory / CONFIG_FILE).write_text("{}")
+    with (directory / METRICS_FILE).open("w") as file:
+        for step in range(num_steps):
+            row = {f"stage/name_{key}": (step + 1) / (key + 1.3) for key in range(119)}
+            row |= {"eval/success": step / num_steps} if step % 100 == 99 else {}
+            file.write(json.dumps({"step": step} | row) + "\n")
+    group = {"id": 0, "environment": "bandit", "seed": 0, "kept": True, "members": []}
+    trace = gzip.compress(json.dumps({"step": 0, "strings": [], "groups": [group]}).encode())
+    for step in range(0, num_steps, num_steps // num_traces):
+        (directory / "traces" / f"step_{step:08d}.json.gz").write_bytes(trace)
+    return directory
+
+
+def test_a_long_run_has_room_for_trajectories(tmp_path: Path) -> None:
+    """Its 10,000 rows were 23 MB of the page, beside no trajectory."""
+    run, target = long_run(tmp_path / "run", 10_000, 100), tmp_path / "page.html"
+    assert write_page([run], target) == 0 and target.stat().st_size < 15e6
+    (text,) = re.findall(r'id="runs">(.*?)</script>', target.read_text())
+    ((page,), rows) = json.loads(text), read_metrics(run / METRICS_FILE)
+    assert len(page["traces"]) == 100
+    metrics = page["metrics"]
+    steps = metrics["steps"]
+    assert metrics["num_steps"] == 10_000 and 2_000 < len(steps) < 4_000
+    assert steps == sorted({*range(0, 10_000, 4), *range(99, 10_000, 100)})
+    for key, column in metrics["values"].items():
+        there = {step: rows[step][key] for step in steps if key in rows[step]}
+        shown = {
+            step: value for step, value in zip(steps, column, strict=True) if value is not None
+        }
+        assert shown == pytest.approx(there, rel=5e-6), key
+    assert sum(value is not None for value in metrics["values"]["eval/success"]) == 100
+
+
+def test_the_folder_of_traces_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listed = long_run(tmp_path / "run", 50, 50), []
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [listed.append(path), *iterdir(path)][1:])
+    assert write_page([run], tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").read_text().count('id="trace-0-step_') == 50
+    assert listed == [run / "traces"]
+    for name in ("step_1", "../config", "../traces/step_00000001"):
+        with pytest.raises(ValueError, match="has no trace"):
+            trace_bytes(run, name)
+
+
+def test_a_live_page_reads_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read, whole = long_run(tmp_path / "run", 50, 1), [], reader.read_metrics
+    monkeypatch.setattr(reader, "read_metrics", lambda path: [read.append(path), whole(path)][1])
+    with make_server([run], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def asked() -> dict:
+            address = f"http://127.0.0.1:{server.server_port}/runs"
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                return json.load(answer)[0]
+
+        assert asked()["metrics"]["steps"] == asked()["metrics"]["steps"] == [*range(50)]
+        assert read == [run / METRICS_FILE]
+        with (run / METRICS_FILE).open("a") as file:
+            file.write(json.dumps({"step": 50, "new/one": 1.0}) + "\n")
+        shutil.copy(
+            run / "traces" / "step_00000000.json.gz", run / "traces" / "step_00000050.json.gz"
+        )
+        metrics, *_ = (now := asked())["metrics"], asked()
+        assert metrics["steps"][-1] == 50 and metrics["values"]["new/one"] == [None] * 50 + [1.0]
+        assert now["traces"][-1]["step"] == 50
+        assert read == [run / METRICS_FILE] * 2
+        server.shutdown()
+
+
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         write_page([tmp_path], tmp_path / "page.html")
@@ -394,6 +473,22 @@ def test_the_calls_of_an_agent_are_a_tree(run: Path, page, tmp_path: Path) -> No
     branch.locator("summary").click()
     assert "How much?" in branch.inner_text()
     assert 'returned {"error":"tool failed"}' in opened.locator(".turn .facts").last.inner_text()
+    opened.close()
+
+
+@needs_browser
+def test_a_page_says_that_steps_are_left_out(
+    page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 steps those that 32 divides, and the two with an evaluation."""
+    monkeypatch.setattr("ragen_mega.report.viewer.page.MOST_NUMBERS", 10 * 120)
+    write_page([long_run(tmp_path / "run", 200, 1)], tmp_path / "page.html")
+    opened = page.context.browser.new_page()
+    for shown in ("overview", "curves", "time"):
+        opened.goto(f"{(tmp_path / 'page.html').as_uri()}#view={shown}")
+        opened.reload()
+        said = ", 9 of 200 steps, evaluations among them"
+        opened.locator("#view", has_text=said).wait_for()
     opened.close()
 
 

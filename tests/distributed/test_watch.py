@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkProcess as Process
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ragen_mega.engines.sglang.http_json import JSONClient
 from ragen_mega.engines.sglang.requests import Requests
@@ -56,15 +58,15 @@ def not_at_all() -> None:
 
 
 @contextmanager
-def ranks_of(hang: Callable[[], None], patience: float = PATIENCE) -> Iterator[list[Process]]:
-    """Three ranks, of which rank 1 hangs while the others wait for it."""
+def ranks_of(hang: Callable[[], None], who: int = 1) -> Iterator[list[Process]]:
+    """Three ranks, of which one hangs while the others wait for it."""
 
     def rank() -> None:
         collectives.start()
-        watch.begin(collectives.board(), collectives.rank(), 3, patience)
+        watch.begin(collectives.board(), collectives.rank(), 3, PATIENCE)
         collectives.barrier()
         here.step = 7
-        if collectives.rank() == 1:
+        if collectives.rank() == who:
             hang()
         collectives.barrier()
 
@@ -105,11 +107,14 @@ def test_the_first_line_names_the_rank_that_hangs(
     assert "waits for all ranks" in others[0] and "barrier (" in others[0]
 
 
-def test_a_stopped_rank_is_named_by_those_that_answer(capfd: pytest.CaptureFixture) -> None:
-    with ranks_of(lambda: os.kill(os.getpid(), signal.SIGSTOP)) as processes:
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_rank_is_named_by_those_that_answer(
+    who: int, capfd: pytest.CaptureFixture
+) -> None:
+    with ranks_of(lambda: os.kill(os.getpid(), signal.SIGSTOP), who) as processes:
         first, *others = read_report(capfd)
-    assert f"rank 1 (process {processes[1].pid} on " in first and "stopped, killed" in first
-    assert [line.split(":")[0] for line in others] == ["  rank 0", "  rank 2"]
+    assert f"rank {who} (process {processes[who].pid} on " in first and "stopped, killed" in first
+    assert [line.split(":")[0] for line in others] == [f"  rank {1 - who}", "  rank 2"]
 
 
 def test_a_rank_that_works_for_long_is_no_hang_but_whoever_asks_is_told(
@@ -127,6 +132,55 @@ def test_a_rank_that_works_for_long_is_no_hang_but_whoever_asks_is_told(
     assert "waits for rank 1 (" in first and "not_at_all (test_watch.py:" in others[1]
 
 
+class Counted:
+    """A store that notes each key that its rank asks for, once for each kind of request."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.asked = store, set[tuple[str, str]]()
+
+    def __getattr__(self, kind: str) -> Callable[..., Any]:
+        def request(keys: str | list[str], *arguments: Any) -> Any:
+            self.asked |= {(kind, key) for key in ([keys] if isinstance(keys, str) else keys)}
+            return getattr(self._store, kind)(keys, *arguments)
+
+        return request
+
+
+@pytest.mark.parametrize(
+    ("only_if_still", "num_begun", "first"),
+    [
+        (False, 18, "the job waits for rank "),
+        (False, 17, "the job waits for rank 17 (which has not begun): no answer within 3 s"),
+        (True, 18, None),
+    ],
+)
+def test_what_a_rank_asks_of_the_store_for_a_report_does_not_grow_with_the_ranks(
+    only_if_still: bool,
+    num_begun: int,
+    first: str | None,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank of each node reads what all have said, and only where a report is due: the one
+    thread of the store would be busy for minutes if each of a thousand ranks read a thousand keys.
+    """
+    monkeypatch.setattr(watch, "_SECONDS_TO_ANSWER", 3.0)
+    store, stores, watches = dist.HashStore(), [], []
+    for rank in range(num_begun):
+        monkeypatch.setenv("GROUP_RANK", str(rank // 9))
+        stores.append(Counted(dist.PrefixStore("board", store.clone())))
+        watches.append(watch.Watch(stores[-1], rank, 18, 1000.0))
+    assert watches[0].ask(60.0, only_if_still=only_if_still)
+    for each in watches:
+        each.end()
+    assert max(len(each.asked) for each in stores) <= 14
+    num_reports = 0 if first is None else 2  # one a node
+    assert sum(("get", "names") in each.asked for each in stores) == num_reports
+    said = capfd.readouterr().err.splitlines()
+    assert sum(line.startswith(first or "the job") for line in said) == num_reports
+    assert len(said) == num_reports * (1 + num_begun)
+
+
 @pytest.mark.slow
 def test_a_job_whose_store_is_silent_is_told_by_each_rank(
     capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +188,7 @@ def test_a_job_whose_store_is_silent_is_told_by_each_rank(
     """As where the node that keeps it has lost its power."""
 
     class Silent:
-        def set(self, key: str, value: str) -> None:
+        def append(self, key: str, value: str) -> None:
             threading.Event().wait()
 
     monkeypatch.setattr(watch, "_SECONDS_TO_TELL", 0.5)

@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 from plotly.offline import get_plotlyjs
 
 from ragen_mega.report.glossary import GLOSSARY
-from ragen_mega.report.viewer import MOST_MEGABYTES
-from ragen_mega.report.viewer.data import read_run, trace_bytes
+from ragen_mega.report.viewer import MOST_MEGABYTES, MOST_NUMBERS
+from ragen_mega.report.viewer.data import read_shown, trace_bytes, trace_size
 
 _HERE = files(__package__)
 _POLICY = (
@@ -43,7 +43,7 @@ def write_page(
 
     Raises ValueError for a directory that holds no run, OSError if the file cannot be written.
     """
-    data = [read_run(run) for run in runs]
+    data = _read(runs)
     timelines = [
         (index, "timeline", trace_bytes(runs[index], "timeline"))
         for index, run in enumerate(data)
@@ -51,7 +51,7 @@ def write_page(
     ]
     room = most_megabytes * 1e6 - len(_page(data, timelines))
     sizes = [
-        (index, trace["id"], 4 / 3 * len(trace_bytes(run, trace["id"])))
+        (index, name := trace["id"], len(_script(index, name, bytes(trace_size(run, name)))))
         for index, run in enumerate(runs)
         for trace in data[index]["traces"]
     ]
@@ -68,9 +68,13 @@ def write_page(
     return len(sizes) - len(chosen)
 
 
+def _read(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    return [read_shown(run, MOST_NUMBERS // len(runs)) for run in runs]
+
+
 def _thinned(
-    sizes: Sequence[tuple[int, str, float]], keep: str | None, stride: int
-) -> list[tuple[int, str, float]]:
+    sizes: Sequence[tuple[int, str, int]], keep: str | None, stride: int
+) -> list[tuple[int, str, int]]:
     """Select every `stride`-th trace; always the last one, and `keep` of the first run."""
     last = len(sizes) - 1
     return [
@@ -85,11 +89,7 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
         "PLOTLY": get_plotlyjs(),
         "GLOSSARY": _json(GLOSSARY),
         "RUNS": _json(runs),
-        "TRACES": "\n".join(
-            f'<script type="text/plain" id="trace-{index}-{escape(trace)}">'
-            f"{base64.b64encode(body).decode()}</script>"
-            for index, trace, body in bodies
-        ),
+        "TRACES": "\n".join(_script(*body) for body in bodies),
         "SCRIPT": _HERE.joinpath("viewer.js").read_text(),
     }
     parts["POLICY"] = _POLICY + " ".join(_hash(parts[name]) for name in ("PLOTLY", "SCRIPT"))
@@ -97,6 +97,12 @@ def _page(runs: Sequence[dict[str, Any]] | None, bodies: Sequence[tuple[int, str
     return before + "".join(
         parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces)
     )
+
+
+def _script(index: int, trace: str, body: bytes) -> str:
+    """Hold a trace of the run `index` as text that no browser executes."""
+    text = base64.b64encode(body).decode()
+    return f'<script type="text/plain" id="trace-{index}-{escape(trace)}">{text}</script>'
 
 
 def _hash(script: str) -> str:
@@ -111,11 +117,11 @@ def _json(value: Any) -> str:
 
 
 def make_server(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Return a server of the page on 127.0.0.1, which reads the runs anew at every request. Raises
-    ValueError for a directory that holds no run, and for a port that cannot be had.
+    """Return a server of the page on 127.0.0.1, which reads at every request what has changed of
+    the runs. Raises ValueError for a directory that holds no run, and for a port that cannot be
+    had.
     """
-    for run in runs:
-        read_run(run)
+    _read(runs)
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, list(runs)))
     except (OSError, OverflowError) as error:
@@ -150,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             case [""]:
                 return _page(None, []).encode(), "text/html; charset=utf-8"
             case ["runs"]:
-                return json.dumps([*map(read_run, self._runs)]).encode(), "application/json"
+                return json.dumps(_read(self._runs)).encode(), "application/json"
             case ["trace", index, trace] if index.isdecimal() and int(index) < len(self._runs):
                 return trace_bytes(self._runs[int(index)], trace), "application/octet-stream"
         raise ValueError(f"no page {self.path}")

@@ -120,6 +120,12 @@ function series(run, key) {
   return { x: at.map((index) => run.metrics.steps[index] + done), y: at.map((index) => values[index]) };
 }
 
+// A page of a long run leaves out steps, so that there is room for trajectories.
+function thinned({ metrics }) {
+  const there = metrics.steps.length;
+  return there < metrics.num_steps ? `, ${there} of ${metrics.num_steps} steps, evaluations among them` : "";
+}
+
 function lines(key) {
   const weight = Number(state.smooth);
   if (state.seeds === "together") return spreads(key, weight);
@@ -175,7 +181,7 @@ function overview(root) {
   draw(plot, [...lines("rollout/success"), ...[...evaluations, ...players].filter((one) => one.x.length)], { showlegend: true, legend: { orientation: "h", y: -0.15 }, yaxis: { rangemode: "tozero", tickformat: ".0%" }, xaxis: { title: { text: "steps done" } } });
   for (const [index, run] of runs.entries()) {
     const warnings = run.events.map((event) => make("tr", {}, make("td", { class: "number" }, `step ${event.step}`), make("td", { class: "warn" }, event.text)));
-    root.append(make("h2", { style: `color:${COLORS[index % COLORS.length]}` }, run.name),
+    root.append(make("h2", { style: `color:${COLORS[index % COLORS.length]}` }, `${run.name}${thinned(run)}`),
       make("div", { class: "card" },
         make("table", {}, ...factsOf(run).map(([name, value]) => make("tr", {}, make("th", {}, name), make("td", {}, String(value))))),
         make("h2", {}, "Warnings"), warnings.length ? make("table", { class: "warnings" }, ...warnings) : make("span", { class: "dim" }, "none"),
@@ -226,7 +232,7 @@ function curves(root) {
   const bar = make("div", { class: "bar" }, search,
     choose("smoothing", [["0", "none"], ["0.6", "some"], ["0.9", "much"]], state.smooth, (value) => { state.smooth = value; fill(); }),
     choose("seeds", [["apart", "each run"], ["together", "mean and range of seeds"]], state.seeds, (value) => { state.seeds = value; fill(); }),
-    ...runs.map((run, index) => make("span", { style: `color:${COLORS[index % COLORS.length]}` }, run.name)));
+    ...runs.map((run, index) => make("span", { style: `color:${COLORS[index % COLORS.length]}` }, `${run.name}${thinned(run)}`)));
   root.append(bar, grid);
   fill();
 }
@@ -251,7 +257,7 @@ function time(root) {
   const plot = make("div", { class: "plot tall" });
   const index = runs[state.timeRun] ? state.timeRun : 0;
   const run = runs[index];
-  root.append(make("div", { class: "bar" }, choose("run", runs.map((one, index) => [String(index), one.name]), state.timeRun, (value) => { state.timeRun = Number(value); refresh(); }), make("span", { class: "dim" }, "seconds of a step by phase; a phase does not count what runs inside it"), ...timelineOf(run, index)), plot);
+  root.append(make("div", { class: "bar" }, choose("run", runs.map((one, index) => [String(index), one.name]), state.timeRun, (value) => { state.timeRun = Number(value); refresh(); }), make("span", { class: "dim" }, `seconds of a step by phase; a phase does not count what runs inside it${thinned(run)}`), ...timelineOf(run, index)), plot);
   const keys = Object.keys(run.metrics.values).filter((key) => key.startsWith("time/") && !key.startsWith("time/sync_") && key !== "time/step");
   const parts = keys.map((key, index) => ({ x: run.metrics.steps, y: run.metrics.values[key].map((value) => value ?? 0), name: key.slice(5), stackgroup: "step", type: "scatter", line: { width: 0.5, color: COLORS[index % COLORS.length] } }));
   draw(plot, parts, { showlegend: true, yaxis: { title: { text: "seconds" } }, xaxis: { title: { text: "step" } } });
@@ -498,7 +504,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 async function readAgain() {
-  const contents = () => runs.map((run) => [run.metrics.steps.length, run.traces.length, run.events.length, Boolean(run.summary)]).join();
+  const contents = () => runs.map((run) => [run.metrics.num_steps, run.traces.length, run.events.length, Boolean(run.summary)]).join();
   const before = contents();
   runs = await readRuns().catch(() => runs);
   if (contents() !== before && !document.activeElement.matches("input, select")) await refresh();
