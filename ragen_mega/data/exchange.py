@@ -111,7 +111,8 @@ def keep_trained(
     wanted: list[Sequence[int]] = [range(len(trajectories))] * len(homes)
     if owners is None:
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-        for turn, info in zip(turns, collectives.on_main(lambda: [turn.info for turn in turns])):
+        infos = collectives.on_main(lambda: [turn.info for turn in turns])
+        for turn, info in zip(turns, infos, strict=True):
             turn.info = info
     else:
         wanted = [(owners == home).any(0).nonzero()[:, 0].tolist() for home in homes]

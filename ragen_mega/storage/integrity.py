@@ -152,14 +152,17 @@ def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
     return manifest
 
 
-def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -> None:
+def check_files(
+    directory: Path, files: Mapping[str, Any], pattern: str = "*", share: slice = slice(None)
+) -> None:
     """Raise ValueError that names the first file that differs from the manifest, or that
-    matches `pattern` but is not in it; OSError if one cannot be read.
+    matches `pattern` but is not in it; OSError if one cannot be read. Of the manifest's files only
+    the `share` is compared.
     """
     present = fnmatch.filter(os.listdir(directory), pattern)  # a glob hides what it cannot read
     if added := sorted({*present} - {MANIFEST, *files}):
         raise ValueError(f"{added[0]} is not in its manifest")
-    for name, stated in files.items():
+    for name, stated in [*files.items()][share]:
         path = directory / name
         try:
             size = path.stat().st_size
