@@ -10,11 +10,11 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ragen_mega import __version__
 from ragen_mega.system.paths import dangling, named
@@ -87,6 +87,39 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def cut_lines(path: Path, stays: Callable[[bytes], bool], ending: bytes = b"\n") -> None:
+    """Cut off the lines of a file behind the last one that `stays`, and close that one by `ending`
+    in place of commas and line feeds. Lines are read from the last one back, and nothing is written
+    where the file ends so already. Raises OSError.
+    """
+    with named(path), path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while (line := _line_before(file, end)) and not stays(line):
+            end -= len(line)
+        ending = ending if line else b""
+        end -= len(line) - len(line.rstrip(b",\n"))
+        file.seek(end)
+        if file.read(len(ending) + 1) != ending:
+            file.truncate(end)
+            file.seek(end)
+            file.write(ending)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """Return the line of a file that ends at byte `end`; none at its beginning."""
+    size = 1 << 12
+    while True:
+        start = max(0, end - size)
+        file.seek(start)
+        text = file.read(end - start)
+        _, feed, line = text[:-1].rpartition(b"\n")
+        if feed or not start:
+            return line + text[-1:]
+        size *= 2
 
 
 @contextmanager
