@@ -152,9 +152,9 @@ def find_latest(
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file of a checkpoint, each rank a share of them: one process takes an hour for
-    some. Raises, on all ranks, ValueError that explains a bad one, and OSError if one cannot be
-    read. Collective.
+    """Verify every file of a checkpoint; each rank reads a share, because one process would take
+    more than an hour for the largest. Raises, on all ranks, ValueError that explains a bad file,
+    and OSError if one cannot be read. Collective.
     """
     manifest = collectives.on_main(lambda: read_manifest(path, format=FORMAT))
     share = slice(collectives.rank(), None, collectives.world_size())
