@@ -261,7 +261,7 @@ def open_replay(config: StarPOConfig, step: int) -> tuple[Run, str]:
     groups = initialize(config.parallel, config.train.seed)
     directory = config.run_directory
     tell = partial(print, file=sys.stderr)
-    checkpoint = on_main(lambda: find_latest(directory / CHECKPOINTS, tell, last=step))
+    checkpoint = find_latest(directory / CHECKPOINTS, tell, last=step)
     base = local_directory(config.model.load) if config.model.load else directory / BASE
     hf = load_config(str(base))
     set_fields(config, hf)

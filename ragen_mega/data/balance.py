@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 SLACK = 1.01
@@ -58,12 +59,16 @@ def _split(
     costs: Sequence[int], num_parts: int, homes: Sequence[int] = (), bound: int = 0
 ) -> tuple[list[list[int]], int]:
     """Return the parts, and the cost of the most expensive one. An item goes to its home if it fits
-    there within the bound.
+    there within the bound, else to the part with the least cost, and of these with fewest items.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0] * num_parts
+    heap = [(0, 0, part) for part in range(num_parts)]  # (cost, items, part), now or before
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        target = min(range(num_parts), key=lambda part: (totals[part], len(parts[part]), part))
+        target = heap[0][2]
+        while heap[0] != (now := (totals[target], len(parts[target]), target)):
+            heapreplace(heap, now)
+            target = heap[0][2]
         if homes and totals[homes[item]] + costs[item] <= bound:
             target = homes[item]
         parts[target].append(item)

@@ -9,6 +9,7 @@ trajectories that it trains, and keeps no others.
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,37 +71,26 @@ def read_on_main(
     return groups if found is None or collectives.is_main() else in_groups(outlined(found))
 
 
-def send_to_owners(
-    trajectories: Sequence[Trajectory],
-    wanted: Sequence[Sequence[int]],
-    *,
-    with_infos: bool = False,
-) -> None:
+def send_to_owners(trajectories: Sequence[Trajectory], wanted: Sequence[Sequence[int]]) -> None:
     """Send rank r its trajectories `wanted[r]`, which rank 0 all holds: a trajectory comes from the
-    rank that sampled it, as long as that rank has it. With `with_infos` every rank gets the infos
-    of all turns from rank 0. Collective.
+    rank that sampled it, as long as that rank has it. Collective.
     """
     mine = collectives.rank()
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     held = torch.tensor([mine if trajectory.is_held else 0 for trajectory in trajectories])
     holders = collectives.max_over_ranks(held).tolist()
 
-    def sent(sender: int, receiver: int) -> list[Trajectory]:
-        if receiver in (0, sender):
-            return []
-        return [trajectories[i] for i in wanted[receiver] if holders[i] == sender]
+    def sent(sender: int, receiver: int) -> tuple[int, ...]:
+        is_sent = receiver not in (0, sender)
+        return tuple(i for i in wanted[receiver] if is_sent and holders[i] == sender)
 
-    def content(receiver: int) -> bytes:
-        part = sent(mine, receiver)
-        infos = [turn.info for turn in turns] if with_infos and mine == 0 < receiver else []
-        return pickle.dumps((contents_of(part), infos), _PICKLE) if part or infos else b""
+    @cache  # several ranks often want the same
+    def content(part: tuple[int, ...]) -> bytes:
+        return pickle.dumps(contents_of([trajectories[i] for i in part]), _PICKLE) if part else b""
 
-    for rank, data in enumerate(collectives.exchange_bytes([*map(content, range(len(wanted)))])):
+    outgoing = [content(sent(mine, receiver)) for receiver in range(len(wanted))]
+    for rank, data in enumerate(collectives.exchange_bytes(outgoing)):
         if data:
-            contents, infos = pickle.loads(data)
-            fill(sent(rank, mine), contents)
-            for turn, info in zip(turns, infos):
-                turn.info = info
+            fill([trajectories[i] for i in sent(rank, mine)], pickle.loads(data))
 
 
 def keep_trained(
@@ -119,9 +109,14 @@ def keep_trained(
     if collectives.world_size() == 1:
         return
     wanted: list[Sequence[int]] = [range(len(trajectories))] * len(homes)
-    if owners is not None:
+    if owners is None:
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+        infos = collectives.on_main(lambda: [turn.info for turn in turns])
+        for turn, info in zip(turns, infos, strict=True):
+            turn.info = info
+    else:
         wanted = [(owners == home).any(0).nonzero()[:, 0].tolist() for home in homes]
-    send_to_owners(trajectories, wanted, with_infos=owners is None)
+    send_to_owners(trajectories, wanted)
     shown = groups[:num_shown] if collectives.is_main() else ()
     stay = {id(trajectories[i]) for i in wanted[collectives.rank()]}
     stay |= {id(trajectory) for group in shown for trajectory in group.trajectories}

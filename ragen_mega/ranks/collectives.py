@@ -236,13 +236,13 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def on_each(function: Callable[[], T]) -> T:
-    """Call `function` on every rank and return its result there; if it raises ValueError on any,
-    all ranks raise the error of the first such rank. Collective.
+    """Call `function` on every rank and return its result there; if it raises ValueError or OSError
+    on any, all ranks raise the error of the first such rank. Collective.
     """
     failure = None
     try:
         result = function()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         failure = error
     for first in filter(None, gather_objects(failure)):
         raise first

@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat
 from ragen_mega.config.recorded import CONFIG_FILE, flat, read_json, read_recorded
 from ragen_mega.report.markdown import table
 from ragen_mega.report.provenance import STARTS, append_start
-from ragen_mega.storage.integrity import sync, write_whole
+from ragen_mega.storage.integrity import cut_lines, sync, write_whole
 from ragen_mega.storage.run_directory import (
     METRICS_FILE,
     SUMMARY_FILE,
@@ -282,8 +282,7 @@ class RunLogger:
         for name in (METRICS_FILE, EVENTS_FILE, IDLENESS_FILE):
             path = self.directory / name
             if path.exists():
-                kept = [record for record in read_metrics(path) if record["step"] < step]
-                write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+                _drop_rows(path, step)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the final results; the presence of the file marks the run as finished."""
@@ -309,6 +308,21 @@ class RunLogger:
         )
         for summary in hparams(_flat(self._settings), dict.fromkeys(HEADLINES, 0.0)):
             self._tensorboard.file_writer.add_summary(summary)
+
+
+def _drop_rows(path: Path, step: int) -> None:
+    """Delete the rows, which are in the order of steps, for this step and later ones. Raises as
+    `read_metrics` does.
+    """
+
+    def stays(line: bytes) -> bool:
+        try:
+            return int(read_json(line.decode(errors="replace"))["step"]) < step
+        except (ValueError, TypeError, KeyError):
+            read_metrics(path)  # raises unless a kill has cut the last line short
+            return False
+
+    cut_lines(path, stays)
 
 
 def _flat(settings: Settings) -> dict[str, Any]:

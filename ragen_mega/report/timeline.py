@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragen_mega.storage.integrity import write_whole
+from ragen_mega.storage.integrity import cut_lines, write_whole
 
 TIMELINE = "timeline.json"
 _END = b"\n]\n"
@@ -28,7 +28,8 @@ def append_spans(path: Path, step: int, ranks: Sequence[Sequence[Span]]) -> None
         names = [
             _event("M", rank, "thread_name", name=f"rank {rank}") for rank in range(len(ranks))
         ]
-        write_whole(path, _whole([json.dumps(event) for event in (*names, *events)]))
+        lines = ",\n".join(json.dumps(event) for event in (*names, *events))
+        write_whole(path, b"[\n" + lines.encode() + _END)
     elif events:
         with path.open("r+b") as file:
             file.seek(-len(_END), 2)
@@ -41,20 +42,16 @@ def drop_spans(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+
+    def stays(line: bytes) -> bool:
         try:
-            event = json.loads(line.removesuffix(","))
+            event = json.loads(line.rstrip(b",\n"))
         except ValueError:
-            continue  # the brackets, or what a kill has left
-        if event["args"].get("step", -1) < step:
-            kept.append(json.dumps(event))
-    write_whole(path, _whole(kept))
+            return False  # the bracket, or what a kill has left
+        return event["args"].get("step", -1) < step
+
+    cut_lines(path, stays, _END)
 
 
 def _event(kind: str, rank: int, what: str, **about: Any) -> dict[str, Any]:
     return {"name": what, "ph": kind, "pid": 0, "tid": rank, "args": about}
-
-
-def _whole(lines: Sequence[str]) -> bytes:
-    return b"[\n" + ",\n".join(lines).encode() + _END

@@ -793,14 +793,13 @@ def claim(
 
     config = on_main(lock)
 
-    def find() -> Checkpoint | None:
-        if not config.checkpoint.resume:
-            return None
-        if not (config.run_directory / CONFIG_FILE).exists():
+    def has_begun() -> bool:
+        found = (config.run_directory / CONFIG_FILE).exists()
+        if not found:
             say(f"resume: there is no run in {config.run_directory} yet: it begins")
-            return None
-        skipped: list[str] = []
-        checkpoint = find_latest(config.run_directory / CHECKPOINTS, skipped.append)
+        return found
+
+    def compare(checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
             check_beginning(config, skipped)
         for line in skipped:
@@ -811,6 +810,10 @@ def claim(
             said += schedule_jump(known_config(checkpoint.config).train, config, checkpoint)
         for line in said:
             say(f"resume: {line}")
-        return checkpoint
 
-    return config, (locks[0] if locks else None), on_main(find)
+    skipped: list[str] = []
+    found = None
+    if config.checkpoint.resume and on_main(has_begun):
+        found = find_latest(config.run_directory / CHECKPOINTS, skipped.append)
+        on_main(lambda: compare(found))
+    return config, (locks[0] if locks else None), found

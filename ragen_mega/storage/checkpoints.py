@@ -137,27 +137,31 @@ def find_latest(
     directory: Path, report: Callable[[str], None], *, last: int | None = None
 ) -> Checkpoint | None:
     """Return the newest checkpoint in `directory` that verifies, of at most `last` steps;
-    `report` gets a line for each newer one that does not. Raises OSError if one cannot be read: it
-    may be intact.
+    `report` gets a line, on rank 0, for each newer one that does not. Raises OSError if one cannot
+    be read: it may be intact. Collective.
     """
-    for path in _published(directory):
+    for path in collectives.on_main(lambda: _published(directory)):
         if last is not None and path.name > _name(last):
             continue
         try:
             return read_checkpoint(path)
         except ValueError as error:
-            report(f"checkpoint {path} is skipped: {error}")
+            if collectives.is_main():
+                report(f"checkpoint {path} is skipped: {error}")
     return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file of a checkpoint. Raises ValueError that explains the first bad one, and
-    OSError if one cannot be read.
+    """Verify every file of a checkpoint; each rank reads a share, because one process would take
+    more than an hour for the largest. Raises, on all ranks, ValueError that explains a bad file,
+    and OSError if one cannot be read. Collective.
     """
-    manifest = read_manifest(path, format=FORMAT)
-    check_files(path, manifest["files"])
+    manifest = collectives.on_main(lambda: read_manifest(path, format=FORMAT))
+    share = slice(collectives.rank(), None, collectives.world_size())
+    collectives.on_each(lambda: check_files(path, manifest["files"], share=share))
     facts = {name: manifest[name] for name in ("step", "score", "config", "models")}
-    return Checkpoint(path, **facts, state=json.loads((path / STATE).read_bytes()))
+    state = collectives.on_main(lambda: json.loads((path / STATE).read_bytes()))
+    return Checkpoint(path, **facts, state=state)
 
 
 def check_config(
@@ -291,7 +295,7 @@ class CheckpointWriter:
         it is missing or damaged.
         """
         self.wait()
-        return collectives.on_main(lambda: read_checkpoint(self.directory / _name(step)))
+        return read_checkpoint(self.directory / _name(step))
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
@@ -421,7 +425,7 @@ class CheckpointWriter:
         """Delete a checkpoint that this run has replaced, or set it aside if it does not verify."""
         try:
             if path.name not in self._own:
-                read_checkpoint(path)
+                check_files(path, read_manifest(path, format=FORMAT)["files"])
         except (OSError, ValueError) as error:
             _set_aside(path, str(error))
         else:

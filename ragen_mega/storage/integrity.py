@@ -10,11 +10,11 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ragen_mega import __version__
 from ragen_mega.system.paths import dangling, named
@@ -89,6 +89,39 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def cut_lines(path: Path, stays: Callable[[bytes], bool], ending: bytes = b"\n") -> None:
+    """Cut off the lines of a file behind the last one that `stays`, and close that one by `ending`
+    in place of commas and line feeds. Lines are read from the last one back, and nothing is written
+    where the file ends so already. Raises OSError.
+    """
+    with named(path), path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while (line := _line_before(file, end)) and not stays(line):
+            end -= len(line)
+        ending = ending if line else b""
+        end -= len(line) - len(line.rstrip(b",\n"))
+        file.seek(end)
+        if file.read(len(ending) + 1) != ending:
+            file.truncate(end)
+            file.seek(end)
+            file.write(ending)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """Return the line of a file that ends at byte `end`; none at its beginning."""
+    size = 1 << 12
+    while True:
+        start = max(0, end - size)
+        file.seek(start)
+        text = file.read(end - start)
+        _, feed, line = text[:-1].rpartition(b"\n")
+        if feed or not start:
+            return line + text[-1:]
+        size *= 2
+
+
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` that gets its name when the block succeeds, and is deleted if
@@ -152,14 +185,17 @@ def read_manifest(directory: Path, **expected: object) -> dict[str, Any]:
     return manifest
 
 
-def check_files(directory: Path, files: Mapping[str, Any], pattern: str = "*") -> None:
+def check_files(
+    directory: Path, files: Mapping[str, Any], pattern: str = "*", share: slice = slice(None)
+) -> None:
     """Raise ValueError that names the first file that differs from the manifest, or that
-    matches `pattern` but is not in it; OSError if one cannot be read.
+    matches `pattern` but is not in it; OSError if one cannot be read. Of the manifest's files only
+    the `share` is compared.
     """
     present = fnmatch.filter(os.listdir(directory), pattern)  # a glob hides what it cannot read
     if added := sorted({*present} - {MANIFEST, *files}):
         raise ValueError(f"{added[0]} is not in its manifest")
-    for name, stated in files.items():
+    for name, stated in [*files.items()][share]:
         path = directory / name
         try:
             size = path.stat().st_size

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from ragen_mega.config import LossConfig, ParallelConfig, TrainConfig
+from ragen_mega.data import exchange
 from ragen_mega.data.balance import Cost
-from ragen_mega.data.compact import outlined, outlines_of
+from ragen_mega.data.compact import Contents, contents_of, outlined, outlines_of
 from ragen_mega.data.exchange import (
     gather_batch,
     gather_field,
@@ -118,7 +120,7 @@ def test_every_trajectory_is_where_it_is_trained_and_nowhere_else(
 
         def counting(parts: list[bytes]) -> list[bytes]:
             arrived = exchange(parts)
-            sizes.extend(len(pickle.loads(data)[0]["tokens"].shared) for data in arrived if data)
+            sizes.extend(len(pickle.loads(data)["tokens"].shared) for data in arrived if data)
             return arrived
 
         collectives.exchange_bytes = counting
@@ -164,6 +166,48 @@ def test_what_one_rank_has_read_goes_to_those_that_train() -> None:
         assert read_on_main(lambda: None) is None
 
     on_ranks(rank, 2)
+
+
+class Counted:
+    """Information that counts how often this process serializes it."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple:
+        Counted.times += 1
+        return Counted, ()
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_several_ranks_want_is_serialized_once(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Infos of turns, of which rank 0 alone has all, and a part for the ranks of a replica."""
+    homes = [at * 2 // num_ranks for at in range(num_ranks)]
+    sent: list[Trajectory] = []
+
+    def counting(part: Sequence[Trajectory]) -> Contents:
+        sent.extend(part)
+        return contents_of(part)
+
+    def rank() -> None:
+        collectives.start()
+        for owners in (None, torch.arange(8)[None] // 4):
+            groups = read_on_main(lambda: in_groups(play(index) for index in range(8)))
+            trajectories = [one for group in groups for one in group.trajectories]
+            if is_main := collectives.is_main():
+                trajectories[5].turns[1].info["call"] = Counted()
+            sent.clear()
+            keep_trained(groups, trajectories, owners, homes=homes)
+            if is_main:
+                assert len(sent) == (8 if owners is None or num_ranks > 2 else 4)
+            elif owners is None:
+                assert isinstance(trajectories[5].turns[1].info["call"], Counted)
+        assert Counted.times == is_main
+
+    monkeypatch.setattr(exchange, "contents_of", counting)
+    on_ranks(rank, num_ranks)
 
 
 def results(policy: MegatronPolicy, batch: TokenBatch) -> tuple[torch.Tensor, dict, dict]:

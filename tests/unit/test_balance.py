@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -69,6 +70,52 @@ def test_a_split_is_within_grahams_bound(costs: list[int], num: int, draw: rando
     assert largest(costs, anywhere) <= bound + 1e-9
     assert all(anywhere) == (len(costs) >= num)
     assert largest(costs, parts) <= SLACK * largest(costs, anywhere)
+
+
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 12), st.randoms())
+def test_each_item_goes_to_the_part_with_the_least(
+    costs: list[int], num: int, draw: random.Random
+) -> None:
+    """By definition: the most expensive item first, of equal parts to the one with fewest items."""
+
+    def split(bound: float, homes: Sequence[int]) -> list[list[int]]:
+        parts: list[list[int]] = [[] for _ in range(num)]
+
+        def total(part: int) -> int:
+            return sum(costs[i] for i in parts[part])
+
+        for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+            least = min(range(num), key=lambda part: (total(part), len(parts[part]), part))
+            stays = total(homes[item]) + costs[item] <= bound
+            parts[homes[item] if stays else least].append(item)
+        return [sorted(part) for part in parts]
+
+    homes = [draw.randrange(num) for _ in costs]
+    anywhere = split(-1, homes)
+    staying = split(largest(costs, anywhere), homes)
+    is_even = largest(costs, staying) <= SLACK * largest(costs, anywhere)
+    assert balanced_split(costs, num) == anywhere
+    assert balanced_split(costs, num, homes) == (staying if is_even else anywhere)
+
+
+def test_an_item_is_not_compared_with_every_part() -> None:
+    """A pipeline's microbatches are divided into every number of parts in turn."""
+    num_comparisons = 0
+
+    class Counted(int):
+        def __add__(self, other: int) -> "Counted":
+            return Counted(int(self) + other)
+
+        __radd__ = __add__
+
+        def __lt__(self, other: int) -> bool:
+            nonlocal num_comparisons
+            num_comparisons += 1
+            return int(self) < int(other)
+
+    costs = [Counted(random.Random(i).randrange(1, 1000)) for i in range(512)]
+    balanced_split(costs, 256)
+    assert num_comparisons < 512 * 2 * 8 * 2  # log2(256) is 8; each with every part: 130,560
 
 
 def test_a_part_that_is_nobodys_home_may_stay_empty() -> None:

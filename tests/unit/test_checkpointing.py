@@ -37,7 +37,9 @@ from ragen_mega.run.checkpoints import RunCheckpoints
 from ragen_mega.run.evaluation import KnownBaselines
 from ragen_mega.run.guards import CollapseGuard
 from ragen_mega.run.timers import Timers
+from ragen_mega.storage import integrity
 from ragen_mega.storage.checkpoints import (
+    FORMAT,
     STATE,
     Checkpoint,
     CheckpointWriter,
@@ -46,7 +48,7 @@ from ragen_mega.storage.checkpoints import (
     lock_run,
     read_checkpoint,
 )
-from ragen_mega.storage.integrity import MANIFEST
+from ragen_mega.storage.integrity import MANIFEST, describe_file, write_manifest
 from ragen_mega.storage.shard_files import Piece, PieceReader, file_name, write_pieces
 from tests.support.forked_ranks import on_ranks
 
@@ -213,6 +215,52 @@ def json_differs(one: bytes, other: bytes) -> bool:
         return json.loads(one) != json.loads(other)
     except ValueError:
         return True
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize("damage", ["changed", "missing", "unreadable"])
+def test_ranks_share_the_files_to_verify_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Of ten files each of three ranks reads three or four; one sees what only it has read."""
+    directories = [tmp_path / f"step_0000000{step}" for step in (1, 2)]
+    for step, directory in enumerate(directories, start=1):
+        directory.mkdir()
+        for index in range(9):
+            (directory / file_name(index)).write_bytes(b"%d" % index)
+        (directory / STATE).write_text(json.dumps({"of": step}))
+        files = {path.name: describe_file(path) for path in sorted(directory.iterdir())}
+        facts = {"format": FORMAT, "step": step, "score": None, "config": {}, "models": {}}
+        write_manifest(directory, facts, files)
+    bad = directories[1] / file_name(4)  # of the second rank
+    if damage == "missing":
+        bad.unlink()
+    if damage == "changed":
+        bad.write_bytes(b"x")
+    read: list[Path] = []
+
+    def counting(path: Path) -> dict:
+        read.append(path)
+        if path == bad and damage == "unreadable":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return describe_file(path)
+
+    def work() -> None:
+        collectives.start()
+        rank, skipped = collectives.rank(), []
+        names = sorted(path.name for path in directories[0].iterdir() if path.name != MANIFEST)
+        if damage == "unreadable":  # the checkpoint may be intact
+            with pytest.raises(OSError, match=bad.name):
+                find_latest(tmp_path, skipped.append)
+        else:
+            found = find_latest(tmp_path, skipped.append)
+            assert (found.step, found.state, len(skipped)) == (1, {"of": 1}, rank == 0)
+            assert all("step_00000002" in line and bad.name in line for line in skipped)
+            assert [path.name for path in read if path.parent == directories[0]] == names[rank::3]
+        assert (bad in read) == (rank == 1 and damage != "missing")
+
+    monkeypatch.setattr(integrity, "describe_file", counting)
+    on_ranks(work, 3)
 
 
 def test_missing_and_foreign_files_are_damage(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ragen_mega.data.packing import pack
 from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.megatron.resharding import Traffic
+from ragen_mega.report import metrics
 from ragen_mega.report.glossary import GLOSSARY
 from ragen_mega.report.metrics import (
     Max,
@@ -237,6 +239,39 @@ class TestRunLogger:
         assert [event["step"] for event in read_metrics(events)] == [2]
         steps = [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")]
         assert steps == [0, 1, 3]
+
+    @pytest.mark.parametrize(
+        "left", ["", '{"step": 9, "text": "', '{"step": 9, "text": "so"}', "\n"]
+    )
+    @pytest.mark.parametrize("step", range(11))
+    def test_resume_keeps_the_rows_before_its_step_and_writes_nothing_else(
+        self, tmp_path, step, left
+    ):
+        """Some steps have no row and some several, one of 9,000 characters; `left` by a kill."""
+        run = logger(tmp_path / "a")
+        for at in (0, 2, 2, 3, 3, 3, 7, 8):
+            run.note(at, "x" * (9000 if at == 7 else at))
+        path = tmp_path / "a" / "events.jsonl"
+        path.write_text(path.read_text() + left)
+        os.utime(path, ns=(1, 1))
+        before, whole = path.stat(), path.read_bytes()
+        kept = [record for record in read_metrics(path) if record["step"] < step]
+        run.drop_from(step)
+        assert path.read_text() == "".join(json.dumps(record) + "\n" for record in kept)
+        assert (path.stat().st_mtime_ns == 1) == (path.read_bytes() == whole)
+        assert path.stat().st_ino == before.st_ino
+
+    def test_resume_reads_no_rows_that_stay(self, tmp_path, monkeypatch):
+        """But the last one: a run has many."""
+        finished_run(tmp_path / "a", steps=40)
+        read = Mock(side_effect=json.loads)
+        monkeypatch.setattr(metrics, "read_json", read)
+        logger(tmp_path / "a", resume=True).drop_from(37)
+        assert read.call_count == 4
+        path = tmp_path / "a" / "metrics.jsonl"
+        path.write_text(path.read_text() + 'nonsense\n{"step": 38}\n')
+        with pytest.raises(ValueError, match="line 38 .* step, not 'nonsense'"):
+            logger(tmp_path / "a", resume=True).drop_from(37)
 
     def test_resume_begins_a_run_that_is_not_there_and_spares_what_is_none(self, tmp_path):
         logger(tmp_path / "a", resume=True).log(0, {"actor/loss": 1.0})

@@ -3,7 +3,9 @@ resumptions.
 """
 
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,30 @@ def test_a_resumed_run_writes_its_steps_again_after_what_a_kill_left(tmp_path: P
     append_spans(path, 1, [[("update", 20.0, 1.0)]])
     steps = [event["args"].get("step") for event in events(path)]
     assert steps == [None, 0, 1] and events(path)[-1]["ts"] == 20_000_000
+
+
+@pytest.mark.parametrize("left", [0, 1, 3, 4, 30, 300])
+@pytest.mark.parametrize("step", range(6))
+def test_a_resumed_run_keeps_the_events_before_its_step_and_writes_nothing_else(
+    tmp_path: Path, step: int, left: int
+) -> None:
+    """Of step 3 there is none; a kill may have cut off the last bytes of the file."""
+    path = tmp_path / TIMELINE
+    for at in (0, 1, 2, 4):
+        append_spans(path, at, [[("rollout", at, 1.0), ("update", at + 0.5, 0.5)]] * 2)
+    content = path.read_bytes()[: path.stat().st_size - left]
+    path.write_bytes(content)
+    os.utime(path, ns=(1, 1))
+    kept = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):  # of brackets and of what was cut
+            event = json.loads(line.removesuffix(","))
+            kept += [event] if event["args"].get("step", -1) < step else []
+    drop_spans(path, step)
+    assert events(path) == kept
+    assert (path.stat().st_mtime_ns == 1) == (path.read_bytes() == content)
+    append_spans(path, 4, [[("rollout", 4.0, 1.0)]])
+    assert len(events(path)) == len(kept) + 1
 
 
 def test_what_is_timed_is_on_the_timeline_and_what_is_not_counted_costs_no_metric() -> None:
