@@ -217,7 +217,8 @@ class _Sessions:
     """Sessions of the engine for the calls of an agent's episode.
 
     A call continues the session of the episode if this is free. Otherwise the engine opens one for
-    it. A session is released when its call ends while others run, which may wait for its slot.
+    it. A session is released when its call ends while others run, which may wait for its slot. The
+    episode rests while none of its calls is in the engine, whether others wait for a turn or not.
     """
 
     def __init__(
