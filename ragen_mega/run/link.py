@@ -82,7 +82,7 @@ class Link:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.seconds_sending = 0.0
         """Seconds that making and sending messages took, beside other work."""
-        self._error: Exception | None = None  # of a call that was to make a message
+        self._error: Exception | None = None  # what ended the making or reading of messages
         self._outgoing: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, daemon=True, name="link")
@@ -110,7 +110,8 @@ class Link:
         if message is None:
             self._incoming.put(None)  # for whoever asks again
             if self._error:
-                raise LinkLost(f"no message to {self.other}: {self._error!r}") from self._error
+                text = f"no message to or from {self.other}: {self._error!r}"
+                raise LinkLost(text) from self._error
             raise LinkLost(
                 f"{self.other} have ended; --resume goes on from the last checkpoint, and the"
                 " launcher says more"
@@ -144,17 +145,21 @@ class Link:
                 self.seconds_sending += time.monotonic() - start
 
     def _read(self) -> None:
-        with suppress(OSError), self._connection.makefile("rb") as stream:
-            while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                message = stream.read(length)
-                if len(message) < length:
-                    break
-                self.last_heard = time.monotonic()
-                if message:
-                    self._incoming.put(message)
-        self.is_closed = True
-        self._incoming.put(None)
+        try:
+            with suppress(OSError), self._connection.makefile("rb") as stream:
+                while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
+                    (length,) = _LENGTH.unpack(head)
+                    message = stream.read(length)
+                    if len(message) < length:
+                        break
+                    self.last_heard = time.monotonic()
+                    if message:
+                        self._incoming.put(message)
+        except Exception as error:  # MemoryError among them; `receive` raises it
+            self._error = error
+        finally:
+            self.is_closed = True
+            self._incoming.put(None)
 
 
 def listen(store: dist.Store, folder: Path, host: str) -> Link:

@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -277,8 +278,18 @@ def test_a_message_that_cannot_be_made_ends_both_sides_at_once() -> None:
     ours.send(lambda: 1 // 0)
     with pytest.raises(LinkLost, match="the ranks that train have ended"):
         theirs.receive(5.0)
-    with pytest.raises(LinkLost, match=r"^no message to the ranks that sample: ZeroDivisionError"):
+    with pytest.raises(LinkLost, match=r"^no message to or from the ranks that sample: Zero"):
         ours.receive(5.0)
+
+
+def test_a_message_that_cannot_be_read_is_what_receive_says() -> None:
+    """One of more bytes than there are addresses."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours, SAMPLERS)
+    theirs.sendall(struct.pack("<q", 1 << 62))
+    with pytest.raises(LinkLost, match="from the ranks that sample: MemoryError"):
+        link.receive(30.0)
+    assert link.is_closed
 
 
 def test_a_rollout_that_cannot_be_written_ends_the_run() -> None:
