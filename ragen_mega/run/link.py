@@ -27,7 +27,7 @@ from ragen_mega.run.messages import PORTABLE, decode, encode
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_ADDRESS, _ALARM = "link", "alarm"
+_ADDRESS, _ALARM, _BEATS = "link", "alarm", "beats"
 _KEY_FILE = ".link-"
 """Prefix of the name of a key's file."""
 _NUM_RANDOM, _NUM_PROOF = 32, 32
@@ -42,12 +42,25 @@ class LinkLost(ConnectionError):
 
 
 class Alarm:
-    """Mailbox for the error that ended any rank, read by the first rank of the other part: the rank
-    may have failed alone, while the ranks of its part wait for it.
+    """Mailbox of the ranks without a link, read by the first rank of the other part: signs of life,
+    and the error that ended a rank, which may have failed alone, while its part waits for it.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+        self._num_beats, self._last_heard = b"", time.monotonic()
+
+    def beat(self) -> None:
+        """Leave a sign of life."""
+        with suppress(RuntimeError):  # the store is gone with the other part, as the link says
+            self._store.add(_BEATS, 1)
+
+    @property
+    def last_heard(self) -> float:
+        """When a new sign of life was last found, for which this looks."""
+        if self._store.check([_BEATS]) and (num := self._store.get(_BEATS)) != self._num_beats:
+            self._num_beats, self._last_heard = num, time.monotonic()
+        return self._last_heard
 
     def give(self, error: Exception) -> None:
         """Leave an error of one of the kinds of `PORTABLE`."""

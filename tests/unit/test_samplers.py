@@ -266,6 +266,7 @@ def test_samplers_that_end_or_fall_silent_end_the_run_with_one_line() -> None:
     job = Job(config(1, "--sampler-timeout", "0.5"))
     job.order(0)
     job.theirs.beat()
+    job.alarm.beat()
     with pytest.raises(LinkLost, match=r"^the ranks that sample have finished no turn for \d+ s;"):
         job.take(0)
     job.theirs.close()
