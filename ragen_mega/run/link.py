@@ -168,7 +168,7 @@ class Link:
                     self.last_heard = time.monotonic()
                     if message:
                         self._incoming.put(message)
-        except Exception as error:  # MemoryError among them; `receive` raises it
+        except MemoryError as error:  # `receive` raises it
             self._error = error
         finally:
             self.is_closed = True

@@ -357,7 +357,7 @@ class Samplers:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
             self._failure = self._alarm.given() if self._alarm else None
-            heard = [one.last_heard for one in (self._link, self._alarm) if one]
+            heard = [each.last_heard for each in (self._link, self._alarm) if each]
             silent = time.monotonic() - max([start, *heard])
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
                 watch.ask(watch.SECONDS_TO_REPORT)
