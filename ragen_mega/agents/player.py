@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -32,6 +31,9 @@ from ragen_mega.rollout.player import (
     Player,
     SharedEngine,
 )
+
+_NUM_PARTS = 100
+"""Parts of a time limit that a clock counts one by one."""
 
 
 class Clock(contextlib.AbstractContextManager["Clock"]):
@@ -61,7 +63,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
 
     def start(self) -> None:
         """Begin to count anew."""
-        self._start = time.monotonic()
+        self._seconds = 0.0
 
     def restart_others(self) -> None:
         """Note an answer to this episode."""
@@ -71,11 +73,15 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
                 clock.start()
 
     def watch(self, seconds: float, give_up: Callable[[], None]) -> None:
-        """Call `give_up` after so many seconds."""
+        """Call `give_up` after so many seconds in which the event loop goes on. While it stands
+        still, as when a server is replaced, no agent gets an answer.
+        """
+        part = seconds / _NUM_PARTS
 
         async def wait() -> None:
-            while (left := self._start + seconds - time.monotonic()) > 0:
-                await asyncio.sleep(left)
+            while self._seconds < seconds:
+                await asyncio.sleep(part)  # counts as one part, however late the loop comes back
+                self._seconds += part
             give_up()
 
         self._watch = asyncio.get_running_loop().create_task(wait())
@@ -217,7 +223,8 @@ class _Sessions:
     """Sessions of the engine for the calls of an agent's episode.
 
     A call continues the session of the episode if this is free. Otherwise the engine opens one for
-    it. A session is released when its call ends while others run, which may wait for its slot.
+    it. A session is released when its call ends while others run, which may wait for its slot. The
+    episode rests while none of its calls is in the engine, whether others wait for a turn or not.
     """
 
     def __init__(

@@ -46,6 +46,7 @@ _KINDS = (
     RecursionError,
 )
 """Kinds of errors that mean something to who calls an environment, each before its base."""
+_SECONDS_TO_DIE = 30.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -88,7 +89,7 @@ class Host:
             try:
                 self._pipe.send(request)
                 if is_late := not self._pipe.poll(timeout or None):
-                    self.end()
+                    raise EOFError
                 answer, error = self._pipe.recv()
             except (OSError, EOFError) as gone:
                 self.end()
@@ -109,7 +110,10 @@ class Host:
         assert self._process.pid is not None  # it was started
         _end_family(self._process.pid)
         self._process.kill()  # which may not lead its session yet
-        self._process.join()
+        self._process.join(_SECONDS_TO_DIE)
+        if self._process.is_alive():  # a driver holds it
+            said = f"the process of environments {self._process.pid} was killed and has not ended"
+            print(said, file=sys.stderr, flush=True)
 
 
 class HostedEnvironment:

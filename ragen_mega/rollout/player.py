@@ -205,9 +205,8 @@ class SharedEngine:
         return 0 if self._may_begin.is_set() else len(self._resting)
 
     async def wait_for_turn(self, session: int) -> None:
-        """Wait until turns may begin."""
+        """Wait until turns may begin, and end the trajectory's rest."""
         while not self._may_begin.is_set():
-            self.rest(session)
             await self._may_begin.wait()
         self.end_rest(session)
 
@@ -281,6 +280,7 @@ class Player:
             sampling = self._sampling(
                 attempt, len(trajectory.turns), max_tokens, context.num_recorded
             )
+            self._shared.rest(attempt.session)
             await self._shared.wait_for_turn(attempt.session)
             completion = None
             while completion is None:

@@ -27,7 +27,7 @@ from ragen_mega.run.messages import PORTABLE, decode, encode
 
 TRAINERS, SAMPLERS = "the ranks that train", "the ranks that sample"
 _LENGTH = struct.Struct("<q")
-_ADDRESS, _ALARM = "link", "alarm"
+_ADDRESS, _ALARM, _BEATS = "link", "alarm", "beats"
 _KEY_FILE = ".link-"
 """Prefix of the name of a key's file."""
 _NUM_RANDOM, _NUM_PROOF = 32, 32
@@ -42,12 +42,25 @@ class LinkLost(ConnectionError):
 
 
 class Alarm:
-    """Mailbox for the error that ended any rank, read by the first rank of the other part: the rank
-    may have failed alone, while the ranks of its part wait for it.
+    """Mailbox of the ranks without a link, read by the first rank of the other part: signs of life,
+    and the error that ended a rank, which may have failed alone, while its part waits for it.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+        self._num_beats, self._last_heard = b"", time.monotonic()
+
+    def beat(self) -> None:
+        """Leave a sign of life."""
+        with suppress(RuntimeError):  # the store is gone with the other part, as the link says
+            self._store.add(_BEATS, 1)
+
+    @property
+    def last_heard(self) -> float:
+        """When a new sign of life was last found, for which this looks."""
+        if self._store.check([_BEATS]) and (num := self._store.get(_BEATS)) != self._num_beats:
+            self._num_beats, self._last_heard = num, time.monotonic()
+        return self._last_heard
 
     def give(self, error: Exception) -> None:
         """Leave an error of one of the kinds of `PORTABLE`."""
@@ -82,7 +95,7 @@ class Link:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.seconds_sending = 0.0
         """Seconds that making and sending messages took, beside other work."""
-        self._error: Exception | None = None  # of a call that was to make a message
+        self._error: Exception | None = None  # what ended the making or reading of messages
         self._outgoing: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._incoming: SimpleQueue[bytes | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, daemon=True, name="link")
@@ -110,7 +123,8 @@ class Link:
         if message is None:
             self._incoming.put(None)  # for whoever asks again
             if self._error:
-                raise LinkLost(f"no message to {self.other}: {self._error!r}") from self._error
+                text = f"no message to or from {self.other}: {self._error!r}"
+                raise LinkLost(text) from self._error
             raise LinkLost(
                 f"{self.other} have ended; --resume goes on from the last checkpoint, and the"
                 " launcher says more"
@@ -144,17 +158,21 @@ class Link:
                 self.seconds_sending += time.monotonic() - start
 
     def _read(self) -> None:
-        with suppress(OSError), self._connection.makefile("rb") as stream:
-            while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                (length,) = _LENGTH.unpack(head)
-                message = stream.read(length)
-                if len(message) < length:
-                    break
-                self.last_heard = time.monotonic()
-                if message:
-                    self._incoming.put(message)
-        self.is_closed = True
-        self._incoming.put(None)
+        try:
+            with suppress(OSError), self._connection.makefile("rb") as stream:
+                while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
+                    (length,) = _LENGTH.unpack(head)
+                    message = stream.read(length)
+                    if len(message) < length:
+                        break
+                    self.last_heard = time.monotonic()
+                    if message:
+                        self._incoming.put(message)
+        except MemoryError as error:  # `receive` raises it
+            self._error = error
+        finally:
+            self.is_closed = True
+            self._incoming.put(None)
 
 
 def listen(store: dist.Store, folder: Path, host: str) -> Link:

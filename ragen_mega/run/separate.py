@@ -22,8 +22,8 @@ every other message stays within a part.
       the tokens, all ranks get
       outlines
 
-    Begin and End frame a run. Beats (one a second, while turns end) say that samplers live. An
-    error of rank 0 of the samplers travels as a message, of another sampler through the store.
+    Begin and End frame a run. Beats (one a second, while turns end) say that samplers live. Beats
+    and errors of rank 0 of the samplers travel as messages, of other samplers through the store.
 
 | queue | holds | bound |
 |---|---|---|
@@ -357,7 +357,8 @@ class Samplers:
             return self._arrived.pop(rollout)
         if self._failure is None and not self._accept(_POLL_SECONDS):
             self._failure = self._alarm.given() if self._alarm else None
-            silent = time.monotonic() - max(start, self._link.last_heard if self._link else start)
+            heard = [each.last_heard for each in (self._link, self._alarm) if each]
+            silent = time.monotonic() - max([start, *heard])
             if self._failure is None and silent > self._config.parallel.sampler_timeout:
                 watch.ask(watch.SECONDS_TO_REPORT)
                 raise LinkLost(
@@ -644,18 +645,18 @@ class Sampler:
         return message
 
     def _send_heartbeat(self) -> None:
-        """Send a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if
+        """Give a sign of life after a turn. Raises Interrupted if the trainers have hung up, or if
         a rank other than the first received a signal.
         """
         if self._link is None:
             self.stop.interrupt()
-            return
-        if self._link.is_closed:
+        elif self._link.is_closed:
             raise Interrupted
-        if self.stop.received:
+        elif self.stop.received:
             self._request_stop()
-        if time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
-            self._link.beat()
+        teller = self._link or self._alarm
+        if teller and time.monotonic() - self._last_beat > _SECONDS_BETWEEN_BEATS:
+            teller.beat()
             self._last_beat = time.monotonic()
 
     def _request_stop(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.recorded import read_recorded
-from ragen_mega.ranks.launcher import PROGRAM, ranks_command
+from ragen_mega.ranks.launcher import PROGRAM, SIGNALS, handle_signals, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.studies.definitions import Arm, Study
@@ -276,14 +276,13 @@ class Runner:
         self.failed: list[str] = []
 
     def run(self, at_a_time: int) -> None:
-        """Run all commands. On Ctrl-C or SIGTERM the runs get SIGTERM and write a checkpoint, and
-        `stopped_by` says so. They get every further one as well: the second ends them without a
-        checkpoint, even those that hang.
+        """Run all commands. On one of SIGNALS the runs get SIGTERM and write a checkpoint, and
+        `stopped_by` says so. They get one for every further signal but SIGUSR1 as well: the second
+        ends them without a checkpoint, even those that hang.
         """
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         # Nothing is raised: it could come where nobody catches it, and leave the runs unstopped.
-        before = {
-            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        handle_signals(self._stop)
         try:
             with ThreadPoolExecutor(at_a_time) as pool:
                 runs = [pool.submit(self._work, job) for job in self._jobs]
@@ -295,6 +294,8 @@ class Runner:
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         with self._lock:
+            if self.stopped_by and signum == signal.SIGUSR1:
+                return
             self.stopped_by = self.stopped_by or signal.Signals(signum)
             for process in self._running.values():
                 process.terminate()

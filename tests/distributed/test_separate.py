@@ -3,12 +3,14 @@ resumed run to the bit, and one line for whatever ends it.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from ragen_mega.ranks import collectives
 from ragen_mega.report.metrics import METRICS_FILE, read_metrics
 from ragen_mega.run.build import build
 from ragen_mega.run.run import Run
+from ragen_mega.run.separate import Sampler, Samplers
 from ragen_mega.storage.rollouts import RolloutStore
 from ragen_mega.train import play_part
 from tests.support.faulty_runs import FLAGS, WARM_START, start_of
@@ -258,6 +261,32 @@ def test_a_sampler_that_never_answers_ends_the_run(
     assert f"the job waits for rank 1 (process {processes[1].pid} on " in first
     assert own.startswith("  rank 0: ") and ", waits for rollout " in own
     assert error.startswith("error: ") and re.search("no turn for [3-9] s", error)
+
+
+def test_turns_of_any_sampler_are_signs_of_life(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has soon ended its part, of eight trajectories. Each turn of the other takes a
+    second, and is waited for from its first one on: engines are compiled before.
+    """
+    has_begun = multiprocessing.get_context("fork").Event()
+    send_heartbeat, take = Sampler._send_heartbeat, Samplers.take
+
+    def end_turn(self: Sampler) -> None:
+        if os.environ["RANK"] == "2":
+            has_begun.set()
+            time.sleep(1.0)
+        send_heartbeat(self)
+
+    def take_later(self: Samplers, *about: Any) -> Any:
+        has_begun.wait()
+        return take(self, *about)
+
+    monkeypatch.setattr(Sampler, "_send_heartbeat", end_turn)
+    monkeypatch.setattr(Samplers, "take", take_later)
+    layout = "--rollout-ranks 2 --group-size 8 --num-steps 1 --sampler-timeout 5".split()
+    run = launch(output, "slow_turns", 3, *flags(output), *SEPARATE, *layout)
+    assert versions(run) == [{0}]
 
 
 @pytest.mark.slow

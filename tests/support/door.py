@@ -17,7 +17,7 @@ from ragen_mega.data.types import Completion, SamplingParams, Trajectory
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.engine import RolloutEngine
-from ragen_mega.rollout.player import PlaySettings
+from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
 
@@ -59,6 +59,21 @@ def put_at_the_door(run: Callable[..., Any]) -> str:
     return "agent:door_agents:run"
 
 
+def agent_tasks(
+    run: Callable[..., Any] | str,
+    *,
+    count: int = 1,
+    options: dict[str, Any] | None = None,
+    seed: int = 7,
+) -> list[Task]:
+    """A group of episodes of an agent, which is a function or the URL of one."""
+    name = f"agent:{run}" if isinstance(run, str) else put_at_the_door(run)
+    config = EnvironmentConfig(
+        environments=name, environment_options=json.dumps({name: options or {}})
+    )
+    return tasks_for_group(0, name, seed, episode_maker(config, name), group_size=count)
+
+
 def play(
     run: Callable[..., Any],
     say: Say = lambda text: "yes",
@@ -70,13 +85,7 @@ def play(
     **settings: Any,
 ) -> list[Trajectory]:
     """Trajectories of an agent, which is a function or the URL of one."""
-    name = put_at_the_door(run)
-    if isinstance(run, str):
-        name = f"agent:{run}"
-    config = EnvironmentConfig(
-        environments=name, environment_options=json.dumps({name: options or {}})
-    )
-    tasks = tasks_for_group(0, name, seed, episode_maker(config, name), group_size=count)
+    tasks = agent_tasks(run, count=count, options=options, seed=seed)
     settings = {"max_context_length": 4000, "temperature": 1.0, "seed": 3} | settings
     agent = AgentConfig(**{key: settings.pop(key) for key in [*settings] if key in AGENT_FIELDS})
     engine = engine or TalkingEngine(say)

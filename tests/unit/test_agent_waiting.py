@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from ragen_mega.agents import runner
+from ragen_mega.agents.player import Clock
 from ragen_mega.agents.repetition import begins_again
 from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.config import EnvironmentConfig
@@ -185,6 +186,33 @@ def test_an_episode_that_never_ends_is_late_once_the_others_have_ended():
     ended.set()
     errors = [member.turns[-1].info.get(ERROR) for member in played]
     assert errors.count(None) == 2 and "took longer than 0.5 s" in next(filter(None, errors))
+
+
+@pytest.mark.parametrize("standstill", [0.0, 1000.0])
+def test_an_episode_is_not_late_because_the_event_loop_stood_still(standstill, monkeypatch):
+    """As it does while a server is replaced. The loop's clock is the test's, so that no second
+    passes.
+    """
+    loop, now = asyncio.new_event_loop(), 0.0
+
+    def wait_for_events(seconds: float) -> list[Any]:
+        nonlocal now
+        now += seconds
+        return []
+
+    async def play() -> float:
+        nonlocal now
+        late = loop.create_future()
+        with Clock([]) as clock:
+            clock.watch(60.0, lambda: late.set_result(now))
+            await asyncio.sleep(20.0)
+            now += standstill
+            return await late
+
+    monkeypatch.setattr(loop, "time", lambda: now)
+    monkeypatch.setattr(loop._selector, "select", wait_for_events)
+    assert standstill + 59.0 < loop.run_until_complete(play()) < standstill + 61.0
+    loop.close()
 
 
 def test_coroutines_keep_contexts_of_their_own_and_are_cancelled_alone():

@@ -8,14 +8,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.config.rules import Sections
-from ragen_mega.environments import calls
+from ragen_mega.environments import calls, processes
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, guarded
 from ragen_mega.environments.processes import HostedEnvironment
@@ -221,6 +224,23 @@ def test_a_host_that_hangs_is_ended() -> None:
     with pytest.raises(TimeoutError, match="environment is gone"):
         stuck.step("hang")
     assert HostedEnvironment("odd_world:Odd", {}, 1).reset(0).isdigit()
+
+
+def test_a_host_that_does_not_die_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose call hangs in a driver, which no signal ends: its pipe stays open."""
+    host, (near, far), joined = processes.Host.__new__(processes.Host), Pipe(), []
+    process = SimpleNamespace(
+        pid=4242, kill=lambda: None, join=joined.append, is_alive=lambda: True
+    )
+    host._process, host._pipe, host._lock = process, near, Lock()
+    monkeypatch.setattr(processes, "_end_family", lambda leader: None)
+    with pytest.raises(TimeoutError, match="took longer than 0.01 s"):
+        host.ask(0.01, 0, "step", "left")
+    assert joined == [30.0]
+    assert "4242" in capsys.readouterr().err
+    far.close()
 
 
 @pytest.mark.parametrize("how", ["end", "kill", "terminate", "hang"])

@@ -7,9 +7,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os.path
 import random
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +22,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from ragen_mega.data.types import Trajectory, in_groups
+from ragen_mega.agents import player as agents
+from ragen_mega.data.types import Completion, Trajectory, in_groups
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.pool import Worker
@@ -28,6 +33,7 @@ from ragen_mega.rollout.all_ranks import JointCollection
 from ragen_mega.rollout.player import PlaySettings, Task
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import tasks_for_group
+from tests.support import door
 from tests.support.rounding import exact_logprobs
 from tests.support.small_policy import lake_tokenizer, tiny_qwen2
 
@@ -110,14 +116,22 @@ def kept(first: Qwen2ForCausalLM, second: Qwen2ForCausalLM, tokens: list[int], a
     return torch.log_softmax(logits, dim=-1)
 
 
-@pytest.mark.parametrize("keeps_caches", [False, True], ids=["recomputed", "kept"])
-def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
-    tokenizer = lake_tokenizer(LONG)
-    first, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
+def changed(first: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
     second = copy.deepcopy(first)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+    return second
+
+
+CACHES = pytest.mark.parametrize("keeps_caches", [False, True], ids=["recomputed", "kept"])
+
+
+@CACHES
+def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
+    tokenizer = lake_tokenizer(LONG)
+    first, renderer = tiny_qwen2(len(tokenizer)), ChatRenderer(tokenizer, think=True)
+    second = changed(first)
     old, new = play(first, second, renderer, keeps_caches=keeps_caches)
 
     assert [{*one.versions} for one in old] == [{FIRST, SECOND}] * 4 + [{FIRST}] * 4
@@ -141,6 +155,81 @@ def test_turns_are_of_the_weights_that_they_name(keeps_caches: bool) -> None:
 
     found = staleness(SECOND, in_groups(old))
     assert found["continued"] == 0.5 and 0 < found["staleness"] < 1
+
+
+@CACHES
+def test_a_branch_that_asks_beside_another_waits_until_the_other_has_its_answer(
+    keeps_caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns are held back for new weights while the first branch of an agent is answered, and then
+    the second one asks.
+    """
+    monkeypatch.setattr(door.RENDERER, "stop_token_ids", ())  # answers have their full lengths
+    first = tiny_qwen2(len(door.RENDERER.tokenizer))
+    second, may_ask = changed(first), threading.Event()
+    engine = EmbeddedEngine(first.config, max_context=1000, max_sessions=4)
+    complete = agents._Sessions.complete
+    num_running: list[int] = []  # as each call begins
+    answers: list[tuple[list[int], Completion]] = []
+
+    async def noted(self: Any, call: Any, tokens: list[int], sampling: Any) -> Any:
+        num_running.append(len(engine._running))
+        completion, info = await complete(self, call, tokens, sampling)
+        answers.append((tokens, completion))
+        return completion, info
+
+    def run(task: dict[str, Any], client: Any) -> float:
+        with ThreadPoolExecutor(1) as branch:
+            other = branch.submit(door.ask, client, "a long answer", max_tokens=300)
+            assert may_ask.wait(250)
+            door.ask(client, "a short one", max_tokens=5)
+            other.result()
+        return 1.0
+
+    settings = replace(SETTINGS, max_context_length=1000)
+    monkeypatch.setattr(agents._Sessions, "complete", noted)
+    with engine.awake(), JointCollection(engine, door.RENDERER, settings) as together:
+        decode = engine._slots.decode
+
+        def decode_slowly(decoder: Any) -> Any:
+            if may_ask.is_set() and len(num_running) < 2:
+                time.sleep(0.05)  # the second branch is about to ask
+            return decode(decoder)
+
+        monkeypatch.setattr(engine._slots, "decode", decode_slowly)
+        engine.load_weights(first.state_dict().items())
+        engine.weight_version = FIRST
+        old = together.add([door.agent_tasks(run)])
+        together.play(lambda left: bool(engine._running))
+        may_ask.set()
+        together.finish_turns()
+        assert num_running == [0, 1] and not engine._running
+        if keeps_caches:
+            engine.seal_caches()
+        else:
+            together.drop_caches()
+        engine.load_weights(second.state_dict().items(), again=True)
+        engine.weight_version = SECOND
+        together.play()
+        (group,) = together.take(old)
+
+    (one,) = group.trajectories
+    assert sorted(one.versions) == [FIRST, SECOND]
+    (begin, long), (prompt, short) = answers
+    assert (len(long.tokens), len(short.tokens)) == (300, 5)
+    exact, bound = exact_logprobs(first, begin + long.tokens, 1.0)
+    assert_sampled(exact[len(begin) - 1 :], long, bound)
+    exact, bound = exact_logprobs(second, prompt + short.tokens, 1.0)
+    if keeps_caches:  # what both prompts begin with was read under the first weights
+        at = len(os.path.commonprefix([begin, prompt]))
+        exact = torch.cat([exact[:at], kept(first, second, prompt + short.tokens, at)])
+    assert_sampled(exact[len(prompt) - 1 :], short, bound)
+
+
+def assert_sampled(exact: Tensor, found: Completion, bound: float) -> None:
+    """`exact`: [>= A, V] log-probabilities of the tokens from the first sampled one on."""
+    for row, token, logprob in zip(exact, found.tokens, found.logprobs):
+        assert abs(float(row[token]) - logprob) <= bound
 
 
 @pytest.mark.parametrize("world", [FrozenLake, Dawdler])

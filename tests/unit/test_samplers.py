@@ -11,6 +11,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -265,6 +266,7 @@ def test_samplers_that_end_or_fall_silent_end_the_run_with_one_line() -> None:
     job = Job(config(1, "--sampler-timeout", "0.5"))
     job.order(0)
     job.theirs.beat()
+    job.alarm.beat()
     with pytest.raises(LinkLost, match=r"^the ranks that sample have finished no turn for \d+ s;"):
         job.take(0)
     job.theirs.close()
@@ -277,8 +279,18 @@ def test_a_message_that_cannot_be_made_ends_both_sides_at_once() -> None:
     ours.send(lambda: 1 // 0)
     with pytest.raises(LinkLost, match="the ranks that train have ended"):
         theirs.receive(5.0)
-    with pytest.raises(LinkLost, match=r"^no message to the ranks that sample: ZeroDivisionError"):
+    with pytest.raises(LinkLost, match=r"^no message to or from the ranks that sample: Zero"):
         ours.receive(5.0)
+
+
+def test_a_message_that_cannot_be_read_is_what_receive_says() -> None:
+    """One of more bytes than there are addresses."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours, SAMPLERS)
+    theirs.sendall(struct.pack("<q", 1 << 62))
+    with pytest.raises(LinkLost, match="from the ranks that sample: MemoryError"):
+        link.receive(30.0)
+    assert link.is_closed
 
 
 def test_a_rollout_that_cannot_be_written_ends_the_run() -> None:

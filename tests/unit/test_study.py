@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.planning.memory import GIB, Setting, plan
 from ragen_mega.planning.published import model_config
-from ragen_mega.ranks.launcher import PROGRAM
+from ragen_mega.ranks.launcher import PROGRAM, SIGNALS
 from ragen_mega.report.metrics import write_json
 from ragen_mega.studies import runs as study_runs
 from ragen_mega.studies.definitions import Study, estimate, percent
@@ -36,7 +37,6 @@ from tests.support.processes import wait_until
 from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
-STOPS = [signal.SIGTERM, signal.SIGINT]
 TINY = """
 title = "Tiny"
 source = "nowhere"
@@ -584,29 +584,60 @@ class SlowPool(ThreadPoolExecutor):
         return begun
 
 
-@pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool])
-@pytest.mark.parametrize("number", STOPS)
-def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
-    number: signal.Signals, pool: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *signals: list[signal.Signals]) -> int:
+    """The exit code of a study whose run ends at the second SIGTERM: the first signals come once
+    the run is there, the next ones after its first SIGTERM.
+    """
     stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
-    log, handlers = tmp_path / "slow.log", [*map(signal.getsignal, STOPS)]
+    log, handlers = tmp_path / "slow.log", [*map(signal.getsignal, SIGNALS)]
 
     def find_jobs(*_: Any) -> list[study_runs.Job]:
         threading.Thread(target=stop).start()
         return [study_runs.Job("slow", ["bash", "-c", stubborn], log, None)]
 
     def stop() -> None:
-        for line in ("up", "first"):
+        for line, numbers in zip(("up", "first"), signals, strict=True):
             wait_until(lambda line=line: log.exists() and line in log.read_text())
-            os.kill(os.getpid(), number)
+            for number in numbers:
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(tool, "find_jobs", find_jobs)
     with pytest.raises(SystemExit) as left:
         tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
-    assert left.value.code == 128 + number
-    assert [*map(signal.getsignal, STOPS)] == handlers
+    assert [*map(signal.getsignal, SIGNALS)] == handlers
+    return left.value.code
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
+    number: signal.Signals, pool: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
+    second = signal.SIGTERM if number == signal.SIGUSR1 else number
+    assert stopped(tmp_path, monkeypatch, [number], [second]) == 128 + number
+
+
+def test_a_study_outlives_its_terminal_where_nohup_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signals = [signal.SIGHUP, signal.SIGTERM], [signal.SIGTERM]
+        assert stopped(tmp_path, monkeypatch, *signals) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_warning_of_a_scheduler_is_no_second_signal() -> None:
+    """It would end the runs without a checkpoint."""
+    sent = []
+    runner = study_runs.Runner([])
+    runner._running["one"] = SimpleNamespace(terminate=lambda: sent.append("SIGTERM"))
+    for name, num_sent in [("USR1", 1), ("USR1", 1), ("TERM", 2), ("USR1", 2), ("HUP", 3)]:
+        runner._stop(signal.Signals[f"SIG{name}"], None)
+        assert len(sent) == num_sent
+    assert runner.stopped_by == signal.SIGUSR1
 
 
 @pytest.mark.slow

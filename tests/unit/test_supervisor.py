@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,3 +169,26 @@ def test_a_command_that_does_not_exist_is_said() -> None:
         timeout=30,
     )
     assert process.returncode == 1 and "cannot start /no/such/command" in process.stderr
+
+
+def test_what_does_not_die_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a process in a driver, which no signal ends. The clock is the test's."""
+    now, alive, killed = 0.0, {11: 5.0, 12: 1e9, 13: 1e9}, set()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(
+        supervisor, "descendants", lambda root: [pid for pid, end in alive.items() if end > now]
+    )
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.add((pid, number)))
+    supervisor.kill_descendants(10)
+    assert killed == {(pid, signal.SIGKILL) for pid in alive}
+    assert 30.0 <= now < 31.0
+    said = capsys.readouterr().err
+    assert "12, 13" in said and "11" not in said and said.count("\n") == 1

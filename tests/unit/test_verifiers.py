@@ -242,3 +242,36 @@ def test_a_reward_that_fails_is_no_reward_of_zero(tmp_path: Path) -> None:
     calls.reset(world, 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         calls.step(world, "14")
+
+
+def test_shared_tools_whose_setup_fails_are_set_up_again_by_the_next_episode(
+    tmp_path: Path,
+) -> None:
+    """What they had opened is closed before."""
+    failing = """
+    async def setup(self):
+        from pathlib import Path
+
+        def note(said):
+            with Path("setups").open("a") as file:
+                file.write(said)
+
+        note("open ")
+        self._exit_stack.callback(note, "close ")
+        if Path("setups").read_text().count("open") < 3:
+            raise ConnectionError("the database is away for a moment")
+
+    @vf.tool
+"""
+    owner, _, tools = MODULES["lookup_v1"].partition("    @classmethod\n")
+    tools, reward, others = tools.partition("    @vf.reward\n")
+    module = owner + reward + others  # which the task has no more, but all tasks together
+    module = module.replace("    def load(self)", f"    @classmethod\n{tools}    def load(self)")
+    (tmp_path / "unsteady_v1.py").write_text(module.replace("\n    @vf.tool\n", failing, 1))
+    turns = [("", {"name": "dictionary_look_up", "arguments": {"name": "oak"}}), ("blue", None)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="away for a moment"):
+            rewards("unsteady_v1", "What does oak mean?", turns)
+    for _ in range(2):
+        assert rewards("unsteady_v1", "What does oak mean?", turns) == [0.0, 1.0]
+    assert (tmp_path / "setups").read_text() == "open close open close open "

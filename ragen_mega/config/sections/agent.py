@@ -25,7 +25,7 @@ class AgentConfig(Section):
     agent_timeout: NonNegative = 600.0
     """Seconds that an agent may take for an episode, its completions included (0: no limit); one
     that takes longer is closed and played once more. They count from the last answer to another
-    episode of the agent, for an episode may wait for others.
+    episode of the agent, for an episode may wait for others, and not while a server is replaced.
     """
     agent_listen: str = "127.0.0.1:0"
     """HOST:PORT at which agents ask; port 0 is any free one, and another port is raised by the

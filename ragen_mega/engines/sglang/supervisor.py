@@ -23,6 +23,7 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_SECONDS = 0.1
+_SECONDS_TO_DIE = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SHARED_MEMORY = Path("/dev/shm")
 _LEFT_BEHIND = ("sem.mp-", "sgl_shm_mq_", "sglang_loads_")
@@ -72,8 +73,15 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def kill_descendants(root: int) -> None:
-    """SIGKILL every process below `root` and those that they start meanwhile."""
+    """SIGKILL every process below `root` and those that they start meanwhile. What a driver holds
+    does not end and is left.
+    """
+    deadline = time.monotonic() + _SECONDS_TO_DIE
     while alive := descendants(root):
+        if time.monotonic() > deadline:
+            pids = ", ".join(map(str, alive))
+            print(f"supervisor: killed, and has not ended: {pids}", file=sys.stderr, flush=True)
+            return
         for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

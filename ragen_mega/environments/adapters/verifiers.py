@@ -225,14 +225,15 @@ class _Tools:
         """Set the toolsets up, once, and return the tools by name. `task` is their only task."""
         async with self._opening:
             if self._stack is None:
-                self._stack = AsyncExitStack()
-                for toolset in self._toolsets:
-                    toolset._pull_state = _current_state
-                    await self._stack.enter_async_context(toolset._exit_stack)
-                    await toolset.setup()
-                    if task is not None:
-                        await toolset.setup_task(task)
-                self._served = await self.served()
+                async with AsyncExitStack() as stack:  # which a failure closes
+                    for toolset in self._toolsets:
+                        toolset._pull_state = _current_state
+                        await stack.enter_async_context(toolset._exit_stack)
+                        await toolset.setup()
+                        if task is not None:
+                            await toolset.setup_task(task)
+                    self._served = await self.served()
+                    self._stack = stack.pop_all()
         return self._served
 
     async def served(self) -> _Served:
