@@ -26,6 +26,7 @@ from ragen_mega.environments.protocol import (
     Observation,
     StepResult,
     actions_of,
+    text_of,
 )
 from ragen_mega.environments.tool_calls import CALL_FORMAT
 from ragen_mega.extensions.scalars import as_number
@@ -215,13 +216,12 @@ class Episode:
         self.task = "" if self.config.prompt_style == "compact" else self._task_prompt()
         if self.config.prompt_style == "brief":
             self.task += self._format_rule()
+        self._num_quoted = _count_markers(self.observation)
         if isinstance(self.observation, str):
-            self._opening, own = None, [Message("user", self._turn_prompt(self.observation))]
-            self._num_quoted = _count_quoted(own)
-            self._first = self.beginning(own)
+            self._opening = None
+            self._first = self.beginning([Message("user", self._turn_prompt(self.observation))])
             return list(self._first)
         own = [*map(quoted, self.observation)]
-        self._num_quoted = _count_quoted(own)
         first = 1 if own[:1] and own[0].role == "system" else 0
         opening = [*own[:first], *self._examples, *own[first:]]
         self._opening = tuple(self._under_system_prompt(opening))
@@ -290,10 +290,14 @@ class Episode:
         if truncated:
             info[TRUNCATED_BY] = "environment" if last.truncated else "budget"
         self.done = terminated or truncated
-        messages = () if self.done else self._next_messages(results, reward, parsed.problem)
-        num_quoted, self._num_quoted = self._num_quoted + _count_quoted(messages), 0
-        if num_quoted:
-            info[QUOTED] = num_quoted
+        messages: tuple[Message, ...] = ()
+        if not self.done:
+            messages = self._next_messages(results, reward, parsed.problem)
+            is_text = isinstance(self.observation, str)
+            told = [self.observation] if is_text else [result.observation for result in results]
+            self._num_quoted += sum(map(_count_markers, told))  # not of the program's own words
+        if self._num_quoted:
+            info[QUOTED], self._num_quoted = self._num_quoted, 0
         is_understood = info["is_format_valid"] and info["is_action_valid"]
         return TurnResult(
             reward=reward + (0.0 if is_understood else self._penalty),
@@ -405,9 +409,8 @@ def quoted(message: Message) -> Message:
     return message if content == message.content else replace(message, content=content)
 
 
-def _count_quoted(messages: Sequence[Message]) -> int:
-    """Return the number of markers in quoted messages."""
-    return sum(message.content.count(CUT) for message in messages)
+def _count_markers(observation: Observation) -> int:
+    return len(_MARKER.findall(text_of(observation)))
 
 
 def _count(number: int, noun: str) -> str:

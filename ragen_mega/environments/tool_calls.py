@@ -122,7 +122,8 @@ class CallForm:
                     break
                 end += len(self._separator)
             if not text.startswith(closing, end) or (not opening and end < len(text)):
-                raise UnreadableCall(f"a tool call must end with {closing or 'the answer'}")
+                end_of_it = closing or "the answer"
+                raise UnreadableCall(f"right after its JSON a tool call must end with {end_of_it}")
             end += len(closing)
             yield calls, (at, end)
             at = text.find(opening, end) if opening else -1

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ragen_mega.agents.call_tree import CallTree, ChatMessage, ToolCall
 from ragen_mega.data.types import Completion
-from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.episode import Episode, EpisodeConfig, quote
 from ragen_mega.environments.messages import RequestError
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.tool_calls import CALL_FORMAT, HERMES, CallForm
@@ -176,6 +176,15 @@ def test_an_environment_reads_the_calls_of_any_template(kind: str) -> None:
     scripted = HERMES.write("look", json.dumps(ARGUMENTS, ensure_ascii=False))
     sampled = renderer.encode_answer(scripted)[:-1]
     assert tokenizer.decode(sampled) == written_by_template(tokenizer, "look")
+
+
+def test_an_environment_is_not_blamed_for_the_marker_in_a_problem_of_a_call() -> None:
+    episode = Episode(Looking(), EpisodeConfig(think=False))
+    episode.start(0)
+    result = episode.respond('<tool_call>{"name": "look", "arguments": {}}} </tool_call>')
+    (message,) = result.messages
+    assert quote("right after its JSON a tool call must end with </tool_call>") in message.content
+    assert "quoted_markers" not in result.info
 
 
 def test_words_around_calls_stay() -> None:
