@@ -477,6 +477,23 @@ def test_the_calls_of_an_agent_are_a_tree(run: Path, page, tmp_path: Path) -> No
 
 
 @needs_browser
+def test_a_line_of_text_that_a_world_draws_is_seen_whole(run: Path, page, tmp_path: Path) -> None:
+    directory = shutil.copytree(run, tmp_path / "drawn")
+    for path in (directory / "traces").glob("*.json.gz"):
+        trace = read_trace(run, path.name.removesuffix(".json.gz"))
+        for one in members(trace):
+            one["pictures"] = ["shelf 0 1 2 3 4 5 6 7 8 9, one is right"] * (len(one["turns"]) + 1)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    write_page([directory], tmp_path / "page.html")
+    opened = page.context.browser.new_page()
+    opened.goto(f"{(tmp_path / 'page.html').as_uri()}#view=trajectories")
+    drawn = opened.locator(".picture pre")
+    drawn.first.wait_for()
+    assert drawn.first.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    opened.close()
+
+
+@needs_browser
 def test_a_page_says_that_steps_are_left_out(
     page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
