@@ -263,6 +263,7 @@ def test_a_sampler_that_never_answers_ends_the_run(
     assert error.startswith("error: ") and re.search("no turn for [3-9] s", error)
 
 
+@pytest.mark.slow  # and a machine that stands still for four seconds fails it
 def test_turns_of_any_sampler_are_signs_of_life(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
