@@ -831,7 +831,7 @@ def test_probes_have_the_first_prompt_of_their_group():
 
 
 def test_collapse_is_that_of_the_first_requests_of_an_agent():
-    """A conversation whose tokens come before those of the first request changes no number."""
+    """A helper, whose tokens come before the first request, changes no number."""
     groups = random_groups(5, [3] * 5)
 
     def helped(member: Trajectory) -> Trajectory:

@@ -151,7 +151,7 @@ AGENT = "agent:my_agent:run"
 
 @pytest.mark.parametrize("word", "ABCDEFGHxyz!")
 def test_the_start_of_an_agent_is_its_first_request_whatever_its_tokens(word: str) -> None:
-    """A worker answers a row, and a checker is asked a text of few in a conversation of its own."""
+    """A worker answers a row; then a checker is asked one of two texts."""
     renderer = ChatRenderer(small_qwen3(), think=False)
 
     def episode(row: str, verdict: str) -> TrajectoryGroup:
