@@ -15,14 +15,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ragen_mega.data.types import Completion, Trajectory
+from ragen_mega.data.types import CALL, Completion, Trajectory
 from ragen_mega.environments.messages import ChatMessage, RequestError, ToolCall, as_texts
 from ragen_mega.environments.protocol import Message
 from ragen_mega.environments.tool_calls import CallForm
 from ragen_mega.rollout.renderer import ChatRenderer
 
-CALL = "call"
-"""Key of a turn's info: the record of the call and of its answer."""
 UNTRAINED = "untrained_calls"
 """Key of the last turn's info: the records of answers outside the loss mask."""
 

@@ -12,11 +12,11 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from ragen_mega.agents.call_tree import CALL, Call
+from ragen_mega.agents.call_tree import Call
 from ragen_mega.agents.runner import EXAMPLES
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory, in_groups
+from ragen_mega.data.types import CALL, Completion, SamplingParams, Trajectory, in_groups
 from ragen_mega.environments.messages import ChatMessage, read_message, written
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
 from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval

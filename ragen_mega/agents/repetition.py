@@ -2,15 +2,14 @@
 it does all that it did once it gets the recorded answers.
 """
 
-from bisect import bisect_right
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ragen_mega.agents.call_tree import CALL, Call, RequestError
+from ragen_mega.agents.call_tree import Call, RequestError
 from ragen_mega.agents.served_episode import Answers
 from ragen_mega.config.rules import Sections
-from ragen_mega.data.types import Completion, SamplingParams, Trajectory, Turn
+from ragen_mega.data.types import CALL, Completion, SamplingParams, Trajectory
 from ragen_mega.environments.episode import ERROR
 from ragen_mega.rollout.collector import Collection
 from ragen_mega.rollout.engine import NoEngine
@@ -91,7 +90,7 @@ class RecordedAnswers:
         trained = [turn for turn in trajectory.turns if CALL in turn.info]
         for turn in sorted(trained, key=lambda turn: turn.info[CALL]["answer"]):
             span = slice(turn.start, turn.end)
-            self._answers[_prompt(trajectory, turn)].append(
+            self._answers[trajectory.prompt(turn)].append(
                 Completion(
                     list(trajectory.tokens[span]),
                     list(trajectory.rollout_logprobs[span]),
@@ -121,14 +120,8 @@ def _conversations(
     all that begin a conversation.
     """
     prompts = {
-        turn.info[CALL]["index"]: _prompt(episode, turn)
+        turn.info[CALL]["index"]: episode.prompt(turn)
         for turn in episode.turns
         if CALL in turn.info and turn.info[CALL]["parent"] is None
     }
     return prompts.get(0), set(prompts.values())
-
-
-def _prompt(episode: Trajectory, turn: Turn) -> tuple[int, ...]:
-    """Return the tokens of the turn's segment before it."""
-    starts = [start for start, _ in episode.segments]
-    return tuple(episode.tokens[starts[bisect_right(starts, turn.start) - 1] : turn.start])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ragen_mega.data.packing import pack
-from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup
+from ragen_mega.data.types import Completion, TokenBatch, Trajectory, TrajectoryGroup, Turn
 
 SIGNALS = ("reward_std", "entropy", "grad_norm", "success_rate")
 """Signals that `EchoTrapMonitor.observe` accepts: in-group reward std, token-mean policy entropy in
@@ -59,11 +59,12 @@ def _first_responses(group: TrajectoryGroup) -> list[Sequence[int]]:
 
 def _answered(group: TrajectoryGroup) -> list[Trajectory]:
     """Return the members with tokens in their first turn."""
-    return [m for m in group.trajectories if m.turns and m.turns[0].end > m.turns[0].start]
+    return [m for m in group.trajectories if m.turns and _first_response(m)]
 
 
 def _first_response(trajectory: Trajectory) -> Sequence[int]:
-    return trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end]
+    first = trajectory.first_turn
+    return trajectory.tokens[first.start : first.end]
 
 
 def repetition_across_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -393,8 +394,8 @@ _MOST_GROUPS, _MOST_MEMBERS = 8, 4
 
 def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
     """Select the trajectories that `diagnose` reads: up to 4 members of each of up to 8 evenly
-    spaced groups, each cut behind its first response. They have the first prompt of the group's
-    first member: an agent's trajectories may begin with another one.
+    spaced groups, each cut to its first prompt and response. They have the first prompt of the
+    group's first member: an agent's trajectories may begin with another one.
     """
     step = max(1, math.ceil(len(groups) / _MOST_GROUPS))
     chosen = []
@@ -408,9 +409,11 @@ def probes(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
 
 
 def _first_turn(trajectory: Trajectory) -> Trajectory:
-    first, end = trajectory.turns[0], trajectory.turns[0].end
-    cut = replace(trajectory, turns=[replace(first, info={})], breaks=[])
-    cut.token_fields = {name: values[:end] for name, values in trajectory.token_fields.items()}
+    first, size = trajectory.first_turn, len(trajectory.first_prompt)
+    span = slice(first.start - size, first.end)
+    turn = Turn(size, first.end - span.start, first.reward)
+    cut = replace(trajectory, turns=[turn], breaks=[])
+    cut.token_fields = {name: values[span] for name, values in trajectory.token_fields.items()}
     return cut
 
 

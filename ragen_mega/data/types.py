@@ -9,6 +9,7 @@ arXiv:2504.20073, section 3.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +28,8 @@ VERSION = "weight_version"
 """Key in the info of a turn that was sampled under other weights than the first of its trajectory:
 their version.
 """
+CALL = "call"
+"""Key in the info of an agent's turn: the record of the call and of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +229,18 @@ class Trajectory:
 
     @property
     def first_prompt(self) -> tuple[int, ...]:
-        """Tokens before the first turn."""
-        return tuple(self.tokens[: self.turns[0].start])
+        """Prompt of the first turn."""
+        return self.prompt(self.first_turn)
+
+    @property
+    def first_turn(self) -> Turn:
+        """The turn that was asked for first. Turns of a tree are in the order of their tokens."""
+        return min(self.turns, key=lambda turn: turn.info.get(CALL, {}).get("index", 0))
+
+    def prompt(self, turn: Turn) -> tuple[int, ...]:
+        """Return the tokens of the turn's segment before it."""
+        starts = (0, *self.breaks)
+        return tuple(self.tokens[starts[bisect_right(starts, turn.start) - 1] : turn.start])
 
     def release(self, length: int | None = None) -> None:
         """Drop what was recorded with the tokens, `length` of them (None: as many as are held)."""

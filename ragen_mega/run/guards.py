@@ -14,6 +14,7 @@ from ragen_mega.agents.repetition import begin_alike
 from ragen_mega.agents.served_episode import ASKED
 from ragen_mega.algorithm.diagnostics import CollapseDetector
 from ragen_mega.config import EnvironmentConfig, GuardConfig, RolloutConfig, StarPOConfig
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.exchange import gather_batch
 from ragen_mega.data.types import TokenBatch, Trajectory, TrajectoryGroup
 from ragen_mega.environments.episode import QUOTED
@@ -317,9 +318,8 @@ class HeldOutStarts:
         }
         return [
             f"training has met {len(found)} of the {len(self._held_out[name])} starts that"
-            f" {name} is evaluated on: without boards both are drawn by seed, so that success there"
-            " is no success on unseen states (eval/starts_met goes on counting); give the world"
-            " boards to hold them out"
+            f" {name} is evaluated on: both are drawn by seed, so that success there is no success"
+            f" on unseen states (eval/starts_met goes on counting); {_remedy(name)}"
             for name, found in self._found.items()
             if found and not self._met.get(name)
         ]
@@ -351,9 +351,19 @@ class HeldOutStarts:
         )
 
 
+def _remedy(name: str) -> str:
+    """Return how starts of an environment are held out."""
+    if is_agent(name):
+        return "give the agent rows by --tasks, or other tasks for seeds below 1,000,000"
+    return (
+        "give the world boards or splits to hold them out, or is_hidden if first observations do"
+        " not tell its state"
+    )
+
+
 def _first_prompts(groups: Sequence[TrajectoryGroup]) -> dict[str, set[str]]:
-    """Return environment name -> digests of the tokens before the first answers. Needs all tokens,
-    as the first rank has them.
+    """Return environment name -> digests of the first prompts. Needs all tokens, as the first rank
+    has them.
     """
     found: dict[str, set[str]] = {}
     for group in groups:

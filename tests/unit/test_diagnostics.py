@@ -830,6 +830,29 @@ def test_probes_have_the_first_prompt_of_their_group():
     assert [cut.tokens for cut in chosen.trajectories] == [[1, 2, 3, 4]] * 2
 
 
+def test_collapse_is_that_of_the_first_requests_of_an_agent():
+    """A helper, whose tokens come before the first request, changes no number."""
+    groups = random_groups(5, [3] * 5)
+
+    def helped(member: Trajectory) -> Trajectory:
+        first = member.turns[0]
+        response = member.tokens[first.start : first.end]
+        one = trajectory(member.group_id, [0, 0], [1, 2, 3])
+        one.append_observation(member.tokens[: first.start], afresh=True)
+        one.append_action(Completion(response, [0.0] * len(response), "stop"))
+        for index, turn in zip((1, 0), one.turns, strict=True):
+            turn.info["call"] = {"index": index}
+        return one
+
+    trees = [TrajectoryGroup(g.group_id, [*map(helped, g.trajectories)]) for g in groups]
+    policy = TablePolicy()
+    expected = diagnose(probes(groups), policy.logprobs)
+    assert abs(expected["mutual_information"]) > 0.1
+    assert diagnose(probes(trees), policy.logprobs) == expected
+    assert distinct_responses(trees) == distinct_responses(groups)
+    assert repetition_across_prompts(trees) == repetition_across_prompts(groups)
+
+
 def test_diagnose_without_turns_says_nothing():
     unplayed = TrajectoryGroup(0, [trajectory(0, [1, 2])])
     assert diagnose(probes([unplayed]), None) == {}

@@ -7,12 +7,15 @@ import json
 import numpy as np
 import pytest
 
+from ragen_mega.agents.call_tree import CallTree, ChatMessage
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.registry import make
+from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, held_out_states
 from ragen_mega.run.guards import HeldOutStarts
+from tests.support.published_tokenizers import small_qwen3
 
 
 def rooms_of(name: str) -> set[tuple]:
@@ -141,3 +144,32 @@ def test_equal_beginnings_of_a_world_that_hides_its_state_are_not_counted() -> N
     starts = HeldOutStarts()
     starts.evaluated([group_of("lookup", [1]), group_of("lookup", [2])])
     assert starts.trained([group_of("lookup", [1])]) == [] and starts.count("lookup") is None
+
+
+AGENT = "agent:my_agent:run"
+
+
+@pytest.mark.parametrize("word", "ABCDEFGHxyz!")
+def test_the_start_of_an_agent_is_its_first_request_whatever_its_tokens(word: str) -> None:
+    """A worker answers a row; then a checker is asked one of two texts."""
+    renderer = ChatRenderer(small_qwen3(), think=False)
+
+    def episode(row: str, verdict: str) -> TrajectoryGroup:
+        tree, asked = CallTree(renderer, max_context_length=1000), []
+        for text in (f"{word} {row}", verdict):
+            asked.append(tree.begin([ChatMessage("user", text)], None))
+            tree.answer(asked[-1], Completion([renderer.end_of_turn], [0.0], "stop"))
+        one = tree.trajectory(Trajectory(0, environment=AGENT), reward=0.0)
+        assert one.first_prompt == tuple(asked[0].tokens)
+        is_first.add(one.tokens[: len(asked[0].tokens)] == asked[0].tokens)
+        return TrajectoryGroup(0, [one])
+
+    is_first: set[bool] = set()
+    starts = HeldOutStarts()
+    starts.evaluated([episode("one", "Agood?"), episode("two", "zbad?")])
+    assert starts.count(AGENT) == (0, 2)
+    assert starts.trained([episode("three", "Agood?"), episode("four", "zbad?")]) == []
+    (said,) = starts.trained([episode("two", "Agood?")])
+    assert "met 1 of the 2 starts" in said and "--tasks" in said and "boards" not in said
+    if word == "E":
+        assert is_first == {True, False}, "the test would not see an order"
