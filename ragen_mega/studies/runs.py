@@ -26,7 +26,6 @@ from ragen_mega.ranks.launcher import PROGRAM, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.studies.definitions import Arm, Study
-from ragen_mega.system.paths import path_in
 
 IDENTITY = "study.json"
 PACKAGES = ("ragen_mega", "ragen_kernels")
@@ -109,7 +108,8 @@ def user_files(config: StarPOConfig) -> dict[str, str]:
     texts = [*environment.evaluated, *_texts([*settings.values(), *options])]
     paths = {path for text in texts for path in _modules_of(text)}
     for text in texts:
-        paths |= {Path(path_in(folder, text.removeprefix("tasks:"))) for folder in folders}
+        path = os.path.expanduser(text.removeprefix("tasks:"))
+        paths |= {Path(os.path.expanduser(folder), path) for folder in folders}
     return {
         os.path.relpath(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(paths)
@@ -214,7 +214,7 @@ def recorded(
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List why runs of two records cannot be compared, each with both values. A study may get
-    another text, and further arms with files of their own.
+    another text, and further arms with further files.
     """
     old, new = before["study"], now["study"]
     pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
@@ -275,7 +275,7 @@ def find_jobs(
     study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int, *, mixed: bool
 ) -> list[Job]:
     """List the runs that have not finished: first those that make a warm start, then those that can
-    take it from one of them; of either kind whole comparisons first. In a mixed study each makes
+    take one from such a run; of either kind whole comparisons first. In a mixed study each makes
     its own, since those that are there may be of other code or of another world.
     """
     jobs: list[Job] = []
