@@ -9,9 +9,9 @@
 Runs lie in studies/NAME-PRESET/ARM-seedK; the same command goes on where an earlier one was
 stopped. Every arm has the same seeds, and with them the same warm start and training prompts;
 evaluation prompts are the same for all. A warm start that several arms have is made once, by the
-runs that go first, or taken from another study beside this one. If the code or the study has
-changed since the first run, their results are not mixed; --mixed accepts that, and the report says
-so.
+runs that go first. If the code, the study, or a module or file of yours that its flags name has
+changed since the first run, their results are not mixed; --mixed accepts that, the report says so,
+and further runs make their own warm starts.
 
 --match steps gives every arm as many optimizer steps as the first one, --match tokens as many
 sampled trajectories; none takes the number of steps from the arms.
@@ -76,7 +76,7 @@ OF_A_RUN = ("--seed", "--name", "--output")
     flag("--flags", "further flags of every run, e.g. '--num-steps 2'", ""),
     flag("--output", "folder of the runs (default: studies/NAME-PRESET)", type=Path),
     flag("--reports", "folder of the report (default: report/ in that of the runs)", type=Path),
-    flag("--mixed", "go on although code or study has changed", False),
+    flag("--mixed", "go on although code, study or files have changed", False),
     flag("--report", "only report what has finished", False),
     flag("--slurm", "write the commands here, one a line, instead of running them", type=Path),
 )
@@ -132,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int | None:
     refuse_copies()
     check_ranks(study, match, arguments.ranks)
     mixed = claim_folder(folder, study, match, mixed=arguments.mixed, ranks=arguments.ranks)
-    jobs = find_jobs(study, seeds, folder, match, arguments.ranks)
+    jobs = find_jobs(study, seeds, folder, match, arguments.ranks, mixed=mixed)
     if arguments.slurm:
         arguments.slurm.write_text("".join(shlex.join(job.command) + "\n" for job in jobs))
         print(f"{len(jobs)} commands in {arguments.slurm}; then --report")

@@ -5,30 +5,34 @@ side by side.
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ragen_mega.config import StarPOConfig, parse
-from ragen_mega.config.recorded import read_recorded
 from ragen_mega.ranks.launcher import PROGRAM, SIGNALS, handle_signals, ranks_command
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, write_json
 from ragen_mega.report.provenance import provenance
 from ragen_mega.studies.definitions import Arm, Study
 
 IDENTITY = "study.json"
+PACKAGES = ("ragen_mega", "ragen_kernels")
 BESIDE = ("commands", "planning", "studies")
 """Folders of the package that change no result of a run."""
+_MODULE = re.compile(r"[A-Za-z_][\w.]*(?=:[A-Za-z_])")
+"""Module of an import path; in `agent:my_module:run` the second match is one."""
 
 
 def flags_of(study: Study, arm: Arm, match: str) -> list[str]:
@@ -75,13 +79,12 @@ def optimizer_steps(config: StarPOConfig) -> float:
     return minibatches * config.train.updates_per_rollout
 
 
-@cache
 def code_digest() -> str:
-    """Compute the digest of all code and data that a run depends on, committed or not, as this
-    process found them: one digest claims a folder and is compared with others.
+    """Compute the digest of all code and data of the package that a run depends on, committed or
+    not.
     """
     digest = hashlib.sha256()
-    for package in ("ragen_mega", "ragen_kernels"):
+    for package in PACKAGES:
         spec = find_spec(package)  # an import would bring torch
         assert spec is not None and spec.origin is not None
         root = Path(spec.origin).parent
@@ -92,12 +95,69 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def user_files(config: StarPOConfig) -> dict[str, str]:
+    """Return a map: file -> digest, of the user's files that a run depends on. They are the modules
+    that its settings name by import path, what is loaded from beside these, and named files of
+    tasks, boards or conversations. Installed packages are not among them, nor is a loaded model.
+    """
+    settings, environment = config.to_dict(), config.environment
+    for section in ("model", "logging", "checkpoint"):
+        del settings[section]
+    options = [json.loads(environment.environment_options), json.loads(environment.curriculum)]
+    folders = {"", *_texts([values.get("directory") for values in options[0].values()])}
+    texts = [*environment.evaluated, *_texts([*settings.values(), *options])]
+    paths = {path for text in texts for path in _modules_of(text)}
+    for text in texts:
+        path = os.path.expanduser(text.removeprefix("tasks:"))
+        paths |= {Path(os.path.expanduser(folder), path) for folder in folders}
+    return {
+        os.path.relpath(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(paths)
+        if os.path.isfile(path)  # of any text, however long
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value as JSON has it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _modules_of(text: str) -> Iterator[Path]:
+    """Yield the files of the user's modules that a text names by import path, and of those that are
+    loaded from the same folders.
+    """
+    for name in _MODULE.findall(text):
+        found = None
+        if name.partition(".")[0] not in (*sys.stdlib_module_names, *PACKAGES):
+            with suppress(ImportError, ValueError):  # a text that is no import path
+                found = find_spec(name)
+        if found is None or not found.has_location or found.origin is None:
+            continue
+        loaded = {name: found.origin} | {
+            other: getattr(module, "__file__", None) for other, module in [*sys.modules.items()]
+        }
+        for other, origin in loaded.items():
+            file = Path(origin or "")
+            is_users = other != "__main__" and other.partition(".")[0] not in PACKAGES
+            if is_users and file.is_relative_to(Path(found.origin).parent):
+                yield from [file] if "site-packages" not in file.parts else []
+
+
 def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: int = 1) -> bool:
-    """Record in the folder the code and study of its runs and the ranks of each; returns whether
-    there are several. Raises ValueError if it holds runs of others and `mixed` does not accept
-    that.
+    """Record in the folder the code, the user's files and the study of its runs and the ranks of
+    each; returns whether there are several. Raises ValueError if it holds runs of others and
+    `mixed` does not accept that.
     """
     known = {"code": code_digest(), "study": asdict(study), "match": match, "ranks": ranks}
+    known["files"] = {
+        file: digest
+        for arm in study.arms
+        for file, digest in user_files(parse(flags_of(study, arm, match))).items()
+    }
     now = json.loads(json.dumps(known | {"place": provenance(), "is_mixed": False}))
     path = folder / IDENTITY
     if path.exists():
@@ -110,6 +170,7 @@ def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: 
                 " delete it or take another --output for new ones, or add --mixed to go on with"
                 " both"
             )
+        now["files"] = before.get("files", {}) | now["files"]
         arms = now["study"]["arms"]  # one that is gone for now has left its runs here
         names = {arm["name"] for arm in arms}
         arms += [arm for arm in before["study"]["arms"] if arm["name"] not in names]
@@ -153,11 +214,13 @@ def recorded(
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List why runs of two records cannot be compared, each with both values. A study may get
-    another text, and arms more.
+    another text, and further arms with further files.
     """
     old, new = before["study"], now["study"]
     pairs = {key: (before.get(key), now.get(key)) for key in ("code", "match", "ranks")}
     pairs |= {f"study {key}": (old[key], new[key]) for key in ("preset", "recipe", "flags")}
+    files = before.get("files", {})  # an old record says none
+    pairs |= {file: (files.get(file, seen), seen) for file, seen in now.get("files", {}).items()}
     arms = {arm["name"]: arm for arm in old["arms"]}
     for arm in new["arms"]:
         known, name = arms.get(arm["name"], arm), f"study arm {arm['name']}"
@@ -209,43 +272,26 @@ def has_warm_start(run: Path) -> bool:
 
 
 def find_jobs(
-    study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int
+    study: Study, seeds: Sequence[int], folder: Path, match: str, ranks: int, *, mixed: bool
 ) -> list[Job]:
     """List the runs that have not finished: first those that make a warm start, then those that can
-    take it from one of them or from another study of the same code beside `folder`; of either kind
-    whole comparisons first.
+    take one from such a run; of either kind whole comparisons first. In a mixed study each makes
+    its own, since those that are there may be of other code or of another world.
     """
     jobs: list[Job] = []
-    makers = warm_starts_beside(folder)
+    makers: dict[str, Path] = {}
     for seed in seeds:
         for arm in study.arms:
             run = folder / f"{arm.name}-seed{seed}"
             config = parse([*flags_of(study, arm, match), "--seed", str(seed)])
             maker = run  # a loaded model is its own start
-            if config.model.load is None:
+            if config.model.load is None and not mixed:
                 maker = makers.setdefault(warm_start_key(config), run)
             if not (run / SUMMARY_FILE).exists():
                 command = training(study, arm, seed, folder, match, ranks)
                 source = None if maker == run else maker
                 jobs.append(Job(run.name, command, folder / f"{run.name}.log", source))
     return sorted(jobs, key=lambda job: job.source is not None)
-
-
-def warm_starts_beside(folder: Path) -> dict[str, Path]:
-    """Map a key to a run that has made this warm start, over studies of the same code in the same
-    place; which runs of a mixed study are of that code is not known.
-    """
-    found: dict[str, Path] = {}
-    code = code_digest()
-    for path in sorted(folder.parent.glob(f"*/{IDENTITY}")):
-        record = json.loads(path.read_text())
-        if path.parent == folder or record["code"] != code or record["is_mixed"]:
-            continue
-        for run in filter(has_warm_start, sorted(path.parent.iterdir())):
-            config = StarPOConfig.from_dict(read_recorded(run))
-            if config.model.load is None:
-                found.setdefault(warm_start_key(config), run)
-    return found
 
 
 def warm_start_key(config: StarPOConfig) -> str:

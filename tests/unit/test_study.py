@@ -1,5 +1,6 @@
 """Studies: files that are refused, intervals that hold what they promise, and equal amounts."""
 
+import importlib
 import json
 import math
 import os
@@ -263,15 +264,6 @@ def test_matched_arms_do_as_much(tmp_path: Path) -> None:
     assert [steps(arm, "tokens") for arm in range(3)] == [40, 40, 20]
 
 
-def test_all_code_is_read_once(tiny: Path, tmp_path: Path) -> None:
-    """To claim the folder and to find warm starts of the same code beside it."""
-    study = Study.read(tiny, "small")
-    study_runs.code_digest.cache_clear()
-    study_runs.claim_folder(tmp_path / "runs", study, "none", mixed=False)
-    study_runs.find_jobs(study, range(1), tmp_path / "runs", "none", 1)
-    assert study_runs.code_digest.cache_info().misses == 1
-
-
 def test_an_arm_that_was_gone_comes_back_with_its_own_flags(tiny: Path, tmp_path: Path) -> None:
     """Its runs are still there, and are no results of other flags."""
     study, folder = Study.read(tiny, "small"), tmp_path / "runs"
@@ -338,7 +330,7 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     study = Study.read(tiny, "small")
 
     def jobs() -> dict[str, Path | None]:
-        found = study_runs.find_jobs(study, range(2), tmp_path, "none", 1)
+        found = study_runs.find_jobs(study, range(2), tmp_path, "none", 1, mixed=False)
         return {job.name: job.source for job in found}
 
     first, second = tmp_path / "low-seed0", tmp_path / "low-seed1"
@@ -356,27 +348,44 @@ def test_a_warm_start_is_made_once_by_the_runs_that_go_first(tiny: Path, tmp_pat
     assert taker.words() == ["train", "--warm-start-from", str(tmp_path / "low-seed0")]
 
 
-def test_a_warm_start_is_taken_from_a_study_beside(tiny: Path, tmp_path: Path) -> None:
-    """From one of the same code, whatever it evaluates; not from older code, or a mixed study."""
-    study, runs = Study.read(tiny, "small"), tmp_path / "runs"
-    study_runs.claim_folder(runs / "other", study, "none", mixed=False)
-    made = runs / "other" / "some-seed0"
-    made.mkdir()
-    flags = [*study_runs.flags_of(study, study.arms[0], "none"), "--eval-environments", "sokoban"]
-    config = parse([*flags, "--environment-options", '{"sokoban": {"max_shortest": 3}}'])
-    write_json(made / "config.json", config.to_dict() | {"provenance": []})
-    (made / "metrics.jsonl").touch()
+@pytest.mark.parametrize("changed", ["w.py", "w_texts.py", "rows.jsonl"])
+def test_a_changed_file_of_the_user_is_not_mixed_in(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world, what it imports, or a file of tasks with a score of the user's module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {"w.py": "from w_texts import TEXT\ndef score(*_): return 1.0\n"}
+    files |= {"w_texts.py": "TEXT = 1\n", "rows.jsonl": '{"prompt": "1+1", "answer": "2"}\n'}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    Path("beside.py").touch()
+    flags = "--tasks rows.jsonl --score w:score"
+    more = f'flags = """{flags}"""\n[[arms]]\nname = "more"\nflags = """{flags}"""\n'
+    text = TINY.partition("[[claims]]")[0].replace('flags = "--lr 3e-3"', more)
+    Path("own.toml").write_text(text)
+    study, folder = Study.read(Path("own.toml"), "small"), tmp_path / "runs"
+    importlib.import_module("w")
+    try:
+        assert not study_runs.claim_folder(folder, study, "none", mixed=False)
+        known = json.loads((folder / study_runs.IDENTITY).read_text())["files"]
+        assert known.keys() == files.keys()
+        Path("beside.py").write_text("unused = 1\n")
+        assert not study_runs.claim_folder(folder, study, "none", mixed=False)
 
-    def sources() -> list[Path | None]:
-        found = study_runs.find_jobs(study, range(2), runs / "mine", "none", 1)
-        return [job.source for job in sorted(found, key=lambda job: job.name)]
+        def source(mixed: bool) -> Path | None:
+            (*_, job) = study_runs.find_jobs(study, [0], folder, "none", 1, mixed=mixed)
+            assert job.name == "more-seed0"
+            return job.source
 
-    second = runs / "mine" / "low-seed1"
-    assert sources() == [made, second, made, None]
-    state = json.loads((runs / "other" / study_runs.IDENTITY).read_text())
-    for change in ({"code": "older"}, {"is_mixed": True}):
-        write_json(runs / "other" / study_runs.IDENTITY, state | change)
-        assert sources() == [runs / "mine" / "low-seed0", second, None, None], change
+        assert source(mixed=False) == folder / "high-seed0"
+        Path(changed).write_text(files[changed] + "\n")
+        with pytest.raises(ValueError, match=f"holds results of other {changed} "):
+            study_runs.claim_folder(folder, study, "none", mixed=False)
+        assert source(study_runs.claim_folder(folder, study, "none", mixed=True)) is None
+    finally:
+        for name in ("w", "w_texts"):
+            sys.modules.pop(name, None)
 
 
 def finish(run: Path, random: float = 0.25, optimum: float | None = 1.0) -> None:
@@ -442,6 +451,7 @@ def test_a_report_leaves_the_record_as_it_is(
         (("--match", "steps"), "match (tokens, not steps); "),
         (("--flags", "--lr-warmup 2"), "--lr-warmup 2)"),
     ):
+        capsys.readouterr()  # what the reports before have printed
         error = refused(capsys, report_on, tiny, tmp_path, *flags)
         assert said in error and "delete" not in error
         assert report_on(tiny, tmp_path, "--mixed", *flags)["is_mixed"]
@@ -591,7 +601,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *signals: list[sign
     stubborn = "trap 'trap - TERM; echo first' TERM; echo up; while true; do sleep 0.1; done"
     log, handlers = tmp_path / "slow.log", [*map(signal.getsignal, SIGNALS)]
 
-    def find_jobs(*_: Any) -> list[study_runs.Job]:
+    def find_jobs(*_: Any, **__: Any) -> list[study_runs.Job]:
         threading.Thread(target=stop).start()
         return [study_runs.Job("slow", ["bash", "-c", stubborn], log, None)]
 
