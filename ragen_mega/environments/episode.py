@@ -294,8 +294,8 @@ class Episode:
         if not self.done:
             messages = self._next_messages(results, reward, parsed.problem)
             is_text = isinstance(self.observation, str)
-            told = [self.observation] if is_text else [result.observation for result in results]
-            self._num_quoted += sum(map(_count_markers, told))  # not of the program's own words
+            news = [self.observation] if is_text else [result.observation for result in results]
+            self._num_quoted += sum(map(_count_markers, news))  # not of the program's own words
         if self._num_quoted:
             info[QUOTED], self._num_quoted = self._num_quoted, 0
         is_understood = info["is_format_valid"] and info["is_action_valid"]
