@@ -163,7 +163,7 @@ def _unreadable_note(name: str, played: Sequence[ScriptedEpisode]) -> str | None
         f"{name} must read {MIN_READ:.0%} of the answers of scripted play, and reads"
         f" {len(turns) - len(bad)} of {len(turns)}: of {answer!r:.200} its parse says"
         f" {result.info.get(PROBLEM) or 'nothing'!r:.200}; mend parse, or let random_answer(draw)"
-        " return what it reads"
+        " and a solver's optimal_actions return what it reads"
     )
 
 
