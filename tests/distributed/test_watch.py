@@ -150,7 +150,7 @@ class Counted:
     ("only_if_still", "num_begun", "first"),
     [
         (False, 18, "the job waits for rank "),
-        (False, 17, "the job waits for rank 17 (which has not begun): no answer within 3 s"),
+        (False, 17, "the job waits for rank 17 (which has not begun): no answer within 6 s"),
         (True, 18, None),
     ],
 )
@@ -164,7 +164,8 @@ def test_what_a_rank_asks_of_the_store_for_a_report_does_not_grow_with_the_ranks
     """One rank of each node reads what all have said, and only where a report is due: the one
     thread of the store would be busy for minutes if each of a thousand ranks read a thousand keys.
     """
-    monkeypatch.setattr(watch, "_SECONDS_TO_ANSWER", 3.0)
+    # of a busy machine, unless one rank never answers
+    monkeypatch.setattr(watch, "_SECONDS_TO_ANSWER", 6.0 if num_begun < 18 else 60.0)
     store, stores, watches = dist.HashStore(), [], []
     for rank in range(num_begun):
         monkeypatch.setenv("GROUP_RANK", str(rank // 9))
