@@ -141,10 +141,10 @@ def _modules_of(text: str) -> Iterator[Path]:
             other: getattr(module, "__file__", None) for other, module in [*sys.modules.items()]
         }
         for other, origin in loaded.items():
-            file = Path(origin or "")
-            is_users = other != "__main__" and other.partition(".")[0] not in PACKAGES
+            file, package = Path(origin or ""), other.partition(".")[0]
+            is_users = package not in ("__main__", *PACKAGES) and "site-packages" not in file.parts
             if is_users and file.is_relative_to(Path(found.origin).parent):
-                yield from [file] if "site-packages" not in file.parts else []
+                yield file
 
 
 def claim_folder(folder: Path, study: Study, match: str, *, mixed: bool, ranks: int = 1) -> bool:

@@ -90,12 +90,7 @@ def play(
             together.play(lambda left: len(left) <= 4)
             together.finish_turns()
             assert together.unfinished == set(old[:4])
-            if keeps_caches:
-                engine.seal_caches()
-            else:
-                together.drop_caches()
-            engine.load_weights(second.state_dict().items(), again=True)
-            engine.weight_version = SECOND
+            take_second(engine, together, second, keeps_caches)
             new = together.add([tasks_for_group(2, "frozen_lake", 2, long, group_size=4)])
             together.play()
             found = [
@@ -103,6 +98,18 @@ def play(
                 for tasks in (old, new)
             ]
     return found[0], found[1]
+
+
+def take_second(
+    engine: EmbeddedEngine, together: JointCollection, second: Qwen2ForCausalLM, keeps_caches: bool
+) -> None:
+    """Load the weights under which unfinished trajectories go on."""
+    if keeps_caches:
+        engine.seal_caches()
+    else:
+        together.drop_caches()
+    engine.load_weights(second.state_dict().items(), again=True)
+    engine.weight_version = SECOND
 
 
 def kept(first: Qwen2ForCausalLM, second: Qwen2ForCausalLM, tokens: list[int], at: int) -> Tensor:
@@ -204,12 +211,7 @@ def test_a_branch_that_asks_beside_another_waits_until_the_other_has_its_answer(
         may_ask.set()
         together.finish_turns()
         assert num_running == [0, 1] and not engine._running
-        if keeps_caches:
-            engine.seal_caches()
-        else:
-            together.drop_caches()
-        engine.load_weights(second.state_dict().items(), again=True)
-        engine.weight_version = SECOND
+        take_second(engine, together, second, keeps_caches)
         together.play()
         (group,) = together.take(old)
 

@@ -250,20 +250,28 @@ def test_a_server_is_asked_for_routes_from_the_first_that_is_lacking(
     assert having - lacking == {"--enable-return-routed-experts", "--disable-overlap-schedule"}
 
 
+def num_weight_bytes() -> int:
+    return sum(tensor.nbytes for _, tensor in shards())
+
+
+def free_when_asleep(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch, change: int) -> None:
+    """Let the free memory of the device change by so many bytes once the server falls asleep."""
+    log = engine.server.settings.directory / "requests.jsonl"
+
+    def device_memory() -> tuple[int, int]:
+        was_released = "release_memory" in log.read_text()
+        return 10**9 + change * was_released, 2 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+
+
 @pytest.mark.parametrize("frees", [True, False])
 def test_a_server_that_keeps_its_memory_asleep_is_an_error(
     build: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch, frees: bool
 ) -> None:
     """As where its memory saver could not be preloaded: it answers, and nothing becomes free."""
     engine = build("cuda")
-    log = engine.server.settings.directory / "requests.jsonl"
-    weights = sum(tensor.nbytes for _, tensor in shards())
-
-    def device_memory() -> tuple[int, int]:
-        was_released = "release_memory" in log.read_text()
-        return 10**9 + weights * (was_released and frees), 2 * 10**9
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+    free_when_asleep(engine, monkeypatch, num_weight_bytes() * frees)
     with contextlib.ExitStack() as stack:
         if not frees:
             stack.enter_context(pytest.raises(EngineError, match="give its memory back, .* 0 more"))
@@ -281,16 +289,9 @@ def test_a_server_on_a_shared_device_need_not_show_what_it_frees(
 ) -> None:
     """The server of a second rank on the card starts meanwhile and takes more than that."""
     engine = build("cuda")
-    log = engine.server.settings.directory / "requests.jsonl"
-    weights = sum(tensor.nbytes for _, tensor in shards())
-
-    def device_memory() -> tuple[int, int]:
-        was_released = "release_memory" in log.read_text()
-        return 10**9 + (weights - 10**8) * was_released, 2 * 10**9
-
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", device_memory)
+    free_when_asleep(engine, monkeypatch, num_weight_bytes() - 10**8)
     with contextlib.ExitStack() as stack:
         if num_ranks == 1:  # another program; a rank of the run has its device for itself
             stack.enter_context(pytest.raises(EngineError, match="does another program take"))
