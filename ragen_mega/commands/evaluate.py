@@ -57,6 +57,23 @@ LOGS = {flag_of(item.name) for item in fields(LoggingConfig)} - {"--recipe"}
 """Flags of training about the files of a run."""
 
 
+def written_out(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags of training that SHORT ones stand for. Raises ValueError, by the name of the
+    short one, for a value that its flag does not take.
+    """
+    words = []
+    for name, setting in SHORT.items():
+        if (value := getattr(arguments, name)) is not None:
+            words += [setting, str(value)]
+            field = setting.removeprefix("--").replace("-", "_")
+            try:
+                EvaluationConfig(**{field: value})
+            except ValueError as error:
+                said = str(error).replace(field, name).replace(setting, flag_of(name))
+                raise ValueError(said) from None
+    return words
+
+
 @command(__doc__, *FLAGS, takes_others=True)
 def main(arguments: argparse.Namespace) -> None:
     words = in_one_form(arguments.others)
@@ -77,10 +94,7 @@ def main(arguments: argparse.Namespace) -> None:
         for name in (*parse_shares(first), *filter(None, others)):
             ENVIRONMENTS.get(name, "--environment")
         words += ["--environments", first, "--eval-environments", ",".join(others)]
-    for name, setting in SHORT.items():
-        if (value := getattr(arguments, name)) is not None:
-            words += [setting, str(value)]
-    settings = read_words(words)
+    settings = read_words(words + written_out(arguments))
     load = arguments.load or settings.get("model", {}).get("load")
     if load is None:
         raise ValueError("--load is needed: the model or run to evaluate; see --help")

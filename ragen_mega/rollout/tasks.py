@@ -484,10 +484,7 @@ def held_out_note(name: str, num_found: int, num_asked: int) -> str | None:
         return None
     has_rows = name.partition(":")[0] in ("tasks", "agent")
     more = "; the option validation_share keeps more rows for it" if has_rows else ""
-    return (
-        f"held-out initial states of {name}: {num_found}, and --eval-prompts asks for"
-        f" {num_asked}{more}"
-    )
+    return f"held-out initial states of {name}: {num_found} of the {num_asked} asked for{more}"
 
 
 def reference_notes(config: EnvironmentConfig) -> list[str]:

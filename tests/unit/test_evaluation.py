@@ -330,12 +330,8 @@ def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
     found = len(evaluation_prompts(config, name, 4))
     assert found == 1
     said = held_out_note(name, found, 4)
-    assert (
-        said
-        and "held-out initial states" in said
-        and ": 1, and" in said
-        and "validation_share" in said
-    )
+    assert said and f"{name}: 1 of the 4 asked for" in said and "validation_share" in said
+    assert "--eval-prompts" not in said, "a flag of training alone, and evaluations ask too"
     assert held_out_note(name, 4, 4) is None
 
 
@@ -350,8 +346,11 @@ def test_fewer_held_out_rows_than_asked_for_are_said(tmp_path: Path) -> None:
             '{"bandti": {"high_reward": 2}}',
             "environment_options names bandti, .*write bandit",
         ),
-        ("--temperature", "-1", "eval_temperature .*at least 0.* -1.0"),
-        ("--temperature", "nan", "eval_temperature .*finite.* nan"),
+        ("--temperature", "-1", "temperature .*at least 0.* -1.0; set --temperature$"),
+        ("--temperature", "nan", "temperature .*finite.* nan"),
+        ("--num-prompts", "0", "num_prompts .*at least 1, not 0; set --num-prompts$"),
+        ("--samples-per-prompt", "0", "samples_per_prompt .*not 0; set --samples-per-prompt$"),
+        ("--eval-prompts", "0", "eval_prompts .*at least 1, not 0; set --eval-prompts$"),
     ],
 )
 def test_bad_flags_are_one_line(
