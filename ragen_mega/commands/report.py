@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from ragen_mega.commands.command_line import command, flag, report_folder
 from ragen_mega.extensions.extras import require
-from ragen_mega.report.markdown import table
+from ragen_mega.report.markdown import MINUTES, table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.report.terminal import shown
@@ -127,7 +127,7 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
     idle = {row["run"]: row["idleness"] for row in rows if row["idleness"]}
     said += [f"In {run} {text}." for run, text in idle.items()]
     head = ("run", "set", "success (95% CI)", "warm start", "random", "optimum", "prompts")
-    parts = [f"# {title}", *heads, table((*head, "steps", "minutes"), cells), *said]
+    parts = [f"# {title}", *heads, table((*head, "steps", MINUTES), cells), *said]
     return "\n\n".join([*parts, f"![learning curves]({quote(title)}.svg)\n"])
 
 

@@ -1,6 +1,9 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and a title that several have."""
 
 from collections.abc import Iterable, Sequence
+
+MINUTES = "minutes without warm start"
+"""Title of the time of a run. A warm start that several runs share is made by one of them alone."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

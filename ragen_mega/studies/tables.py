@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_mega.report.markdown import table
+from ragen_mega.report.markdown import MINUTES, table
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, read_metrics, write_json
 from ragen_mega.report.plots import headless_pyplot
 from ragen_mega.studies.definitions import Estimate, Study, estimate, percent
@@ -177,7 +177,7 @@ def set_table(study: Study, name: str, evaluated: Mapping[str, Any], found: dict
         rows.append((f"{player} player", _rate(rate), *[""] * 4))
     beside = () if shared else (f"{player} player" for player in PLAYERS)
     head = ("arm", "success (95% interval)", "seeds", f"less {study.arms[0].name}", *beside)
-    return table((*head, "Mtokens", "minutes"), rows)
+    return table((*head, "Mtokens", MINUTES), rows)
 
 
 def _rate(value: float | None) -> str:

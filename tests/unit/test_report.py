@@ -128,6 +128,7 @@ def test_hardware_is_that_of_the_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     report.main([*map(str, runs), *flags])
     text = (tmp_path / "out" / "mine.md").read_text()
     assert text.splitlines()[2] == "another machine" and "Mean" not in text
+    assert "| steps | minutes without warm start |" in text and "| 16 | 2 | 1.0 |" in text
     assert text in capsys.readouterr().out and (tmp_path / "out" / "mine.svg").exists()
     runs.append(finished(tmp_path / "old", {"bandit": 0.5}, hardware=None))
     (runs[1] / "events.jsonl").write_text('{"step": 1, "text": "entropy fell"}\n')

@@ -540,7 +540,9 @@ def test_players_stand_beside_arms_of_other_rules(two_presets: Path, tmp_path: P
         next(line for line in lines if line.startswith(start))
         for start in ("| arm |", "| low |", "| high |")
     )
-    assert head.endswith("| random player | optimum player | Mtokens | minutes |")
+    assert head.endswith(
+        "| random player | optimum player | Mtokens | minutes without warm start |"
+    )
     assert "| 25.0% | 100.0% | 0.00 | 0.1 |" in low and "| 12.5% | - | 0.00 | 0.1 |" in high
 
 

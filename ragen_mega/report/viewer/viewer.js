@@ -161,7 +161,7 @@ function spreads(key, weight) {
 // The views. Each fills `root`; `refresh` fills it again after new data or a change of theme.
 
 function overview(root) {
-  const heads = ["run", "set", "success", "95% interval", "before training", "random", "optimum", "prompts", "steps", "minutes"];
+  const heads = ["run", "set", "success", "95% interval", "before training", "random", "optimum", "prompts", "steps", "minutes without warm start"];
   const outcome = make("table", { class: "outcome" }, make("tr", {}, ...heads.map((head) => make("th", { title: glossary[`eval/${head}`] ?? null }, head))));
   const row = (index, ...cells) => outcome.append(make("tr", {}, make("td", { style: `color:${COLORS[index % COLORS.length]}` }, runs[index].name), ...cells.map((cell, at) => make("td", { class: at ? "number" : "" }, String(cell)))));
   for (const [index, run] of runs.entries()) {
