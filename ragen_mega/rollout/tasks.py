@@ -226,10 +226,17 @@ class TaskSampler:
                     f" more, and {', '.join(found)} has none; drop --curriculum-success"
                 )
         self._drawn: dict[int, int] = {}  # level of each group of the latest rollout
-        self.has_changed = False
+        self.moved: dict[str, tuple[int, int]] = {}
+        """Hardest open level of an environment before and after success was last observed, where
+        the two differ.
+        """
+
+    @property
+    def has_changed(self) -> bool:
         """Whether a harder level opened when success was last observed. One that closes does not
         count: a collapse closes levels itself, and `--guard` has to see it.
         """
+        return any(after > before for before, after in self.moved.values())
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Record the success of the rollout that was sampled last; returns its metrics. Collective:
@@ -242,7 +249,9 @@ class TaskSampler:
         for name, levels in self.levels.items():
             levels.observe(results[name])
         hardest = {name: levels.hardest_open for name, levels in self.levels.items()}
-        self.has_changed = any(level > before[name] for name, level in hardest.items())
+        self.moved = {
+            name: (before[name], level) for name, level in hardest.items() if level != before[name]
+        }
         return {f"level/{name}": float(level) for name, level in hardest.items()}
 
     def _results(self, groups: Sequence[TrajectoryGroup]) -> dict[str, dict[int, list[bool]]]:
@@ -271,7 +280,7 @@ class TaskSampler:
         """Restore the success of a checkpoint; with an empty state the levels begin anew."""
         for name, levels in self.levels.items():
             levels.load_state_dict(state.get(name, {}))
-        self.has_changed = False
+        self.moved = {}
 
     def sample(self, step: int, sampling_round: int = 0) -> list[list[Task]]:
         """Return the P groups of N tasks of a step, or of the step's further round. Collective: the

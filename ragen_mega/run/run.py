@@ -330,6 +330,11 @@ class Run:
         earlier.
         """
         log.add("rollout", self.tasks.observe(groups))
+        for name, (before, after) in self.tasks.moved.items():
+            self.console.say(
+                f"step {log.step}: states of {name} are drawn up to difficulty {after} from now on,"
+                f" up to {before} before"
+            )
         self.rollout_guard.starts.commit()
         for trainer in self.trainers.values():
             trainer.schedule.step(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -174,6 +175,25 @@ def test_only_a_level_that_opens_is_another_task(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sampler, "_results", lambda groups, results=results: results)
         assert (*sampler.observe([]).values(),) == hardest
         assert sampler.has_changed == has_changed
+
+
+def test_a_run_says_once_that_a_level_opens_or_closes() -> None:
+    run, hardest = Run.__new__(Run), [2.0]  # the easiest level is open
+    run.tasks, run.trainers, run.score_average = TaskSampler(parse(FLAGS)), {}, None
+    for name in ("console", "rollout_guard", "guard"):
+        setattr(run, name, Mock())
+    run.guard.take_count.return_value = 0
+    for step, solved in enumerate(({2}, {2}, {2, 3}, {2, 3}, set(), set())):
+        log = StepLog(step, Timers())
+        run.advance(played(run.tasks.sample(step), solved), log)
+        hardest.append(log.result()["rollout/level/reverse"])
+    changes = [(step, *pair) for step, pair in enumerate(pairwise(hardest)) if len({*pair}) > 1]
+    assert {after > before for _, before, after in changes} == {True, False}
+    assert [call.args[0] for call in run.console.say.call_args_list] == [
+        f"step {step}: states of reverse are drawn up to difficulty {after:g} from now on, up to"
+        f" {before:g} before"
+        for step, before, after in changes
+    ]
 
 
 def test_the_guard_sees_a_collapse_that_closes_levels() -> None:
