@@ -3,7 +3,7 @@ in evaluation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from ragen_mega.algorithm.filters import has_return
 from ragen_mega.config import EnvironmentConfig, StarPOConfig
+from ragen_mega.config.cli import read_words
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import TrajectoryGroup
@@ -515,11 +516,12 @@ def reference_notes(config: EnvironmentConfig) -> list[str]:
 
 def check_first_prompts(
     config: StarPOConfig, prompts: Mapping[str, Sequence[Prompt]], renderer: ChatRenderer
-) -> None:
+) -> str | None:
     """Raise ValueError if the first of the `prompts` that an environment is evaluated on, or one
     that it is trained on, fills the context. One that does not begin may be away for a moment.
+    Returns a line about a style of prompts that none of them has, unless the recipe has set it.
     """
-    world = config.environment
+    world, is_text = config.environment, False
     first = [
         (name, episode_maker(world, name, options=world.evaluation_options(name)), *states[0])
         for name, states in prompts.items()
@@ -533,7 +535,20 @@ def check_first_prompts(
             try:
                 messages = worker.wait(partial(episode.start, seed, outcome_seed=seed, board=board))
             except EnvironmentFailed:
+                is_text = True  # perhaps
                 continue
+        is_text |= isinstance(episode.observation, str)
         num_tokens = len(renderer.start(messages, episode.tools))
         if num_tokens >= config.rollout.max_context_length:
             raise ValueError(no_room(name, num_tokens, config.rollout.max_context_length))
+    of_recipe: dict[str, Any] = {}
+    with suppress(ValueError):  # a recipe file may be gone when its run goes on
+        of_recipe = read_words([f"--recipe={config.logging.recipe}"]).get("environment", {})
+    if is_text or world.prompt_style == of_recipe.get(
+        "prompt_style", EnvironmentConfig.prompt_style
+    ):
+        return None
+    return (
+        f"note: --prompt-style {world.prompt_style} leaves the first prompts of"
+        f" {', '.join(world.evaluated)} as they are, for they come as messages"
+    )

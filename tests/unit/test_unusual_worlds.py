@@ -1,18 +1,22 @@
 """Worlds that use what few worlds use, in ways that no other test asks for."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
+from ragen_mega.config import parse
 from ragen_mega.environments import reference_players
 from ragen_mega.environments.boards import Board, accepts, load_boards
 from ragen_mega.environments.claims import check_claims
-from ragen_mega.environments.episode import Episode, EpisodeConfig
+from ragen_mega.environments.episode import Episode, EpisodeConfig, PromptStyle
 from ragen_mega.environments.examples import worked_example
 from ragen_mega.environments.protocol import Message, References, Solver
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import register
+from ragen_mega.rollout.tasks import check_first_prompts, episode_maker
+from tests.support.door import RENDERER
 
 
 class Coin:
@@ -40,6 +44,13 @@ class Boarded(Coin):
         if rows == ("broken",):
             raise KeyError("broken")
         return len(rows) == 1
+
+
+class Speaking(Coin):
+    """Writes its prompts itself."""
+
+    def reset(self, seed: int) -> Any:
+        return [("user", f"coin {seed}")]
 
 
 class Unscripted:
@@ -138,3 +149,27 @@ def test_a_world_that_speaks_a_text_first_and_messages_then_keeps_its_first_prom
     messages = episode.respond("<think>a</think><answer>b</answer>").messages
     assert [message.role for message in messages] == ["user", "tool"]
     assert episode.beginning(messages) == [*first, *messages]
+
+
+@pytest.mark.parametrize("style", ["", "full", "system", "brief", "compact"])
+@pytest.mark.parametrize("recipe", ["none", "own"])
+@pytest.mark.parametrize("kinds", [["Coin"], ["Speaking"], ["Speaking", "Coin"], []])
+def test_a_style_is_said_to_change_nothing_where_no_other_style_would(
+    kinds: list[str], recipe: str, style: str
+) -> None:
+    """The truth is what the worlds show under every style. What the recipe sets is not said."""
+    names = [f"{__name__}:{kind}" for kind in kinds] or ["agent:my_module:run"]
+    flags = ["--recipe", recipe, "--environments", ",".join(names)]
+    recorded = parse(flags).environment.prompt_style
+    config = parse([*flags, *(["--prompt-style", style] if style else [])])
+    prompts = {name: [(7, None)] for name in names}
+    said = check_first_prompts(config, prompts, RENDERER)
+    styles = [replace(config.environment, prompt_style=each) for each in get_args(PromptStyle)]
+    shown = {
+        (name, str(episode_maker(world, name)().start(7)))
+        for world in styles
+        for name in (names if kinds else ())
+    }
+    is_read, is_asked = len(shown) > len(kinds), style not in ("", recorded)
+    assert (said is not None) == (is_asked and not is_read)
+    assert said is None or (f"--prompt-style {style} " in said and names[0] in said)
