@@ -22,7 +22,7 @@ from ragen_mega.agents.runner import (
 )
 from ragen_mega.agents.served_episode import UNDELIVERED, Limits, ServedEpisode
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
-from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
+from ragen_mega.environments.episode import BY_REWARD, TRUNCATED_BY, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.rollout.player import (
     Advance,
@@ -142,6 +142,8 @@ class AgentPlayer(Player):
         trajectory.terminated = not trajectory.truncated
         last = trajectory.turns[-1].info
         last |= {"success": outcome.success} | info
+        if outcome.is_by_reward:
+            last[BY_REWARD] = outcome.reward
         if outcome.info:
             last[OUTCOME] = dict(outcome.info)
         if served.num_undelivered:

@@ -27,6 +27,7 @@ from ragen_mega.config.sections.agent import PREFIX
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.adapters.tasks import Split, overlap_note, read_parts, row_text
+from ragen_mega.environments.episode import is_partial
 from ragen_mega.environments.processes import Host, HostedEnvironment
 from ragen_mega.environments.protocol import check_seed
 from ragen_mega.extensions.registry import Registry
@@ -84,6 +85,8 @@ class Outcome:
     """
     info: Mapping[str, Any] = field(default_factory=dict)
     """Other entries, which the trainer keeps and does not read."""
+    is_by_reward: bool = False
+    """Whether nothing but a partial reward says that the episode is solved."""
 
 
 class AgentProgram:
@@ -372,9 +375,9 @@ def _outcome(value: Any, who: str, named: Mapping[str, Sequence[_Named]]) -> Out
     success = given.get("success", reward > 0)
     if math.isnan(as_number(success) or 0):  # which Python counts as true
         raise ValueError(f"success of {who} must be true or false, not nan")
-    return Outcome(
-        reward, bool(success), call_rewards, json.loads(json.dumps(info, default=_known))
-    )
+    kept = json.loads(json.dumps(info, default=_known))
+    is_by_reward = "success" not in given and is_partial(reward)
+    return Outcome(reward, bool(success), call_rewards, kept, is_by_reward)
 
 
 def _known(value: Any) -> float | str:

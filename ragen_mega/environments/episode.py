@@ -55,6 +55,8 @@ PROBLEM = "problem"
 """Key of a turn's info: what a parser said of an answer that it could not read."""
 QUOTED = "quoted_markers"
 """Key of a turn's info: markers of chat templates in what the environment said."""
+BY_REWARD = "success_by_reward"
+"""Key of a turn's info: the reward, other than 1, for which alone the episode counts as solved."""
 FORMAT_PENALTY = -0.1
 SYSTEM_PROMPT = "You're a helpful assistant."
 
@@ -279,6 +281,8 @@ class Episode:
         if results:
             self._is_success = is_success(last)
         info = {"success": self._is_success} | _turn_info(parsed, results)
+        if last.terminated and "success" not in last.info and is_partial(last.reward):
+            info[BY_REWARD] = last.reward
         if parsed.problem:
             info[PROBLEM] = parsed.problem
         if claims is not None:
@@ -422,6 +426,11 @@ def is_success(result: StepResult) -> bool:
     whether it was terminated with a positive reward.
     """
     return bool(result.info.get("success", result.terminated and result.reward > 0))
+
+
+def is_partial(reward: float) -> bool:
+    """Return whether a reward counts as success by default and may be partial credit."""
+    return reward > 0 and reward != 1
 
 
 def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from ragen_mega.config.rules import Sections
+from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
-from ragen_mega.environments.episode import ERROR, FAILED_ACTION, TRUNCATED_BY
+from ragen_mega.environments.episode import BY_REWARD, ERROR, FAILED_ACTION, TRUNCATED_BY
 from ragen_mega.environments.pool import late_advice
 from ragen_mega.rollout.collector import FAILED_ATTEMPTS
 
@@ -134,6 +135,18 @@ def unusable_answers(trajectories: Sequence[Trajectory], remedy: str) -> str | N
     return (
         f"{len(unread)} of {len(turns)} answers do not have the form that the prompt asks"
         f" for{also}; {remedy}"
+    )
+
+
+def why_solved(name: str, trajectories: Sequence[Trajectory]) -> str | None:
+    """Say that partial credit counts as success; None where `name` says itself what does."""
+    paid = [info[BY_REWARD] for info in map(last_info, trajectories) if BY_REWARD in info]
+    if not paid:
+        return None
+    place = "beside the reward" if is_agent(name) else "in the info of the last step"
+    return (
+        f"any positive reward counts as success, such as {min(paid):.3g} here; give success {place}"
+        " to say what does"
     )
 
 

@@ -32,6 +32,7 @@ from ragen_mega.rollout.endings import (
     describe_errors,
     environment_errors,
     teach_the_form,
+    why_solved,
     why_unsolved,
 )
 from ragen_mega.rollout.engine import RolloutEngine
@@ -71,6 +72,8 @@ class EvaluationResult:
     """One line about these episodes, with the reason of the first; None if there are none."""
     why_unsolved: str | None = None
     """The reason why no episode was solved; None if one was."""
+    why_solved: str | None = None
+    """A line about partial credit that counts as success; None if there is none."""
     starts: int | None = None
     """Distinct first prompts of a set that is trained on; None where they tell nothing."""
     starts_met: int | None = None
@@ -85,6 +88,7 @@ class EvaluationResult:
         """Readable answers and the mean score: they tell about a policy that solves nothing yet."""
         score = "-" if self.reward is None else f"{self.reward:.3g}"
         why = f"; nothing is solved: {self.why_unsolved}" if self.why_unsolved else ""
+        why += f"; {self.why_solved}" if self.why_solved else ""
         return f"readable {self.valid_format_rate:.1%}  score {score}{why}"
 
     def __str__(self) -> str:
@@ -189,6 +193,7 @@ def _score(
         prompt_success=[sum(row) / len(row) for row in successes],
         errors_say=describe_errors(played, are_trained=False),
         why_unsolved=unsolved,
+        why_solved=why_solved(name, scored),
     )
 
 

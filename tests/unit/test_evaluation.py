@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from ragen_mega.commands import evaluate, make_boards
 from ragen_mega.config import parse
 from ragen_mega.config.rules import Sections
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
-from ragen_mega.environments.episode import TRUNCATED_BY, failed_turn
+from ragen_mega.environments.episode import TRUNCATED_BY, Episode, EpisodeConfig, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
 from ragen_mega.environments.reference_players import Baselines, wilson_interval
 from ragen_mega.models.tokenizer import train_tokenizer
@@ -24,6 +25,7 @@ from ragen_mega.rollout.held_out import HeldOut, _score, pass_at_k, success_inte
 from ragen_mega.rollout.tasks import evaluation_prompts, held_out_note, play_settings
 from ragen_mega.run import evaluation
 from ragen_mega.run.evaluation import _foreign, _settings
+from tests.support.door import ask, play
 from tests.support.refusals import refused
 from tests.support.small_policy import tiny_qwen2
 
@@ -223,6 +225,54 @@ def test_a_success_of_zero_says_its_cause(episodes: list[Trajectory], said: str)
     )
     assert solved.why_unsolved is None
     assert f"readable {solved.valid_format_rate:.1%}  score {solved.reward:.3g}" in str(solved)
+
+
+class Paid:
+    """Ends with this reward and info."""
+
+    def __init__(self, reward: float, info: dict[str, Any]) -> None:
+        self.end = "over", reward, True, False, info
+
+    def reset(self, seed: int) -> str:
+        return "Say it."
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return self.end
+
+
+@pytest.mark.parametrize("is_agent", [True, False])
+@pytest.mark.parametrize(
+    ("reward", "given", "is_said"),
+    [
+        (0.25, {}, True),
+        (10.0, {}, True),
+        (1.0, {}, False),
+        (0.0, {}, False),
+        (-0.5, {}, False),
+        (0.25, {"success": False}, False),
+        (0.25, {"success": True}, False),
+    ],
+)
+def test_partial_credit_that_counts_as_success_is_said(
+    is_agent: bool, reward: float, given: dict[str, Any], is_said: bool
+) -> None:
+    def run(task: dict[str, Any], client: Any) -> Any:
+        ask(client, "go")
+        return {"reward": reward} | given if given else reward
+
+    if is_agent:
+        (played,) = play(run)
+    else:
+        world = Episode(cast(Any, Paid(reward, given)), EpisodeConfig(think=False))
+        world.start(7)
+        result = world.respond("<answer>it</answer>")
+        played = replace(episode(result.info, reward=result.reward), environment="paid")
+    found = _score(played.environment, [TrajectoryGroup(0, [played])], 1, held_out(parse([])))
+    assert found.success == given.get("success", reward > 0) and found.reward == reward
+    assert (found.why_solved is not None) == is_said
+    if found.why_solved:
+        assert found.why_solved in str(found) and f"such as {reward:g} here" in found.why_solved
+        assert ("beside the reward" if is_agent else "info of the last step") in found.why_solved
 
 
 def test_episodes_that_their_environment_ended_tell_nothing_about_answers() -> None:
