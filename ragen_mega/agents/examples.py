@@ -12,18 +12,23 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from ragen_mega.agents.call_tree import Call
+from ragen_mega.agents.call_tree import UNTRAINED, Call
 from ragen_mega.agents.runner import EXAMPLES
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.data.types import CALL, Completion, SamplingParams, Trajectory, in_groups
 from ragen_mega.environments.messages import ChatMessage, read_message, written
 from ragen_mega.environments.pool import EnvironmentFailed, describe_failures, guarded
-from ragen_mega.environments.reference_players import Baselines, Prompt, wilson_interval
+from ragen_mega.environments.reference_players import (
+    Baselines,
+    Prompt,
+    too_few_turns,
+    wilson_interval,
+)
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.rollout.collector import collect
-from ragen_mega.rollout.endings import check_ends, environment_errors
+from ragen_mega.rollout.endings import check_ends, environment_errors, last_info
 from ragen_mega.rollout.engine import NoEngine
 from ragen_mega.rollout.held_out import reference_players
 from ragen_mega.rollout.player import Task
@@ -103,9 +108,26 @@ def example_references(config: Sections, name: str, prompts: Sequence[Prompt]) -
         failures = [(each.seed, why) for each, why in environment_errors(in_groups(played))]
         errors_say = errors_say or describe_failures(name, player, len(played), failures)
     rate, ideal = rates
+    limit, turns_say = config.environment.max_turns, None
+    if ideal == 0 and limit is not None:
+        free = replace(whole, environment=replace(whole.environment, max_turns=None))
+        (tasks,) = evaluation_tasks(free.environment, name, prompts[:1])
+        (first,) = _play(free, renderer, _ideal(config.agent.agent_example), tasks)
+        needed = len(first.turns) + len(last_info(first).get(UNTRAINED, ()))
+        if first.success and needed > limit:
+            turns_say = too_few_turns(name, limit, needed)
     low, high = wilson_interval(rate * len(prompts), len(prompts))
     return Baselines(
-        name, len(prompts), rate, low, high, ideal, None, is_exact=False, errors_say=errors_say
+        name,
+        len(prompts),
+        rate,
+        low,
+        high,
+        ideal,
+        None,
+        is_exact=False,
+        errors_say=errors_say,
+        turns_say=turns_say,
     )
 
 

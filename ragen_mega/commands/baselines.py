@@ -123,7 +123,7 @@ def text(result: Baselines, budget: Budget, source: str) -> str:
         f" of at most {budget.max_actions_per_turn} actions, {budget.max_actions} in total"
     )
     errors = [f"  counted as lost: {result.errors_say}"] if result.errors_say else []
-    return "\n".join((head, *lines, *errors))
+    return "\n".join((head, *lines, *errors, *filter(None, [result.turns_say])))
 
 
 def _method(result: Baselines) -> str:

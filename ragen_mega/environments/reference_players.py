@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,8 @@ EPISODES_PER_PROMPT = 32
 """Number of episodes that the random player plays per prompt in environments without a solver."""
 _RESETS = 5  # attempts for an environment that fails now and then
 _ROUNDING = 1e-9  # of sums of probabilities
+MOST_TURNS = 64
+"""Turns up to which a solver is asked how many an episode needs."""
 MAX_SECONDS = 10.0
 """Time limit of measuring the random player; beyond it the rate is unknown."""
 
@@ -71,6 +73,15 @@ class Baselines:
     """One line about episodes of the players that an error ended, which count as lost; None if
     there are none.
     """
+    turns_say: str | None = None
+    """One line about a budget of turns in which no player succeeds; None if one does, or more turns
+    would not help.
+    """
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines that there are."""
+        return [*filter(None, (self.errors_say, self.turns_say))]
 
 
 def baselines(
@@ -92,7 +103,7 @@ def baselines(
     """
     if not prompts:
         raise ValueError(f"baselines of {name} need at least one board or seed")
-    errors_say = None
+    errors_say = turns_say = None
     build = build or partial(make, name, **(options or {}))
     with briefly(name, lambda: Episode(build(), protocol), timeout) as (worker, episode):
         solver: Solver | None = getattr(episode.environment, "solver", None)
@@ -101,6 +112,8 @@ def baselines(
             solved = [References(rate, None, None)]
         else:
             solved = [_solve(name, worker, episode, solver, prompt) for prompt in prompts]
+            if not any(references.optimum != 0 for references in solved):
+                turns_say = _turns_needed(name, worker, episode, solver, prompts[0])
     random = _mean_if_known([references.random for references in solved])
     interval: tuple[float | None, float | None] = (
         (None, None) if random is None else wilson_interval(random * len(prompts), len(prompts))
@@ -116,6 +129,7 @@ def baselines(
         ),
         is_exact=solver is not None and all(references.is_exact for references in solved),
         errors_say=errors_say,
+        turns_say=turns_say,
     )
 
 
@@ -165,6 +179,31 @@ def _solve(
         return guarded(partial(solver.references, environment, episode.budget))
     except EnvironmentFailed as error:
         raise ValueError(f"the solver of environment {name} fails: {error}") from error
+
+
+def _turns_needed(
+    name: str, worker: Worker, episode: Episode, solver: Solver, prompt: Prompt
+) -> str | None:
+    """Return the line about too few turns where more of them solve the episode from one initial
+    state, and are no more than MOST_TURNS; a limit of actions may leave them nothing to do.
+    """
+    limit = episode.budget.max_turns
+    for turns in range(limit + 1, MOST_TURNS + 1):
+        before, rules = episode.budget, replace(episode.config, max_turns=turns)
+        episode.budget = rules.budget(episode.environment)
+        if episode.budget.action_budget == before.action_budget:
+            break
+        if _solve(name, worker, episode, solver, prompt).optimum:
+            return too_few_turns(name, limit, turns)
+    return None
+
+
+def too_few_turns(name: str, limit: int, needed: int) -> str:
+    """Say that nobody succeeds within the limit of turns, and how many the first state needs."""
+    return (
+        f"{name}: --max-turns {limit} is too few for any success: the first state that is evaluated"
+        f" needs {needed}"
+    )
 
 
 def _measure_random(

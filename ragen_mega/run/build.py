@@ -196,7 +196,7 @@ def build_run(
         console.say(note)
     if unread := on_main(lambda: check_first_prompts(config, prompts, renderer)):
         console.say(unread)
-    notes = [known.errors_say for known in references.values() if known.errors_say]
+    notes = [note for known in references.values() for note in known.notes]
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:
         console.say(note)

@@ -256,8 +256,8 @@ def evaluate_sets(
             console.say(note)
         console.say(f"{name}: random and optimal play of {len(prompts)} initial states", "dim")
         reference = find_references(config, name, prompts)
-        if reference.errors_say:
-            console.say(reference.errors_say)
+        for note in reference.notes:
+            console.say(note)
         play = play_settings(config, temperature=temperature, seed=seed)
         foreign = _foreign(recorded["environment"], name, config, rules or {}) if of_run else None
         sets[name] = HeldOut(config, play, prompts, reference, foreign)

@@ -78,3 +78,21 @@ def test_imports_of_an_agent_are_not_timed_as_its_building(
     flags = ["--agent", "late_agent:run", "--agent-example", f"{__name__}:ideal"]
     config = parse([*flags, "--environment-timeout", "2"])
     check_environments(config.environment)
+
+
+def patient(task, client):
+    sides = [run(task, client) for _ in range(3)]
+    return float(all(sides))
+
+
+@pytest.mark.parametrize(("limit", "is_said"), [(2, True), (3, False)])
+def test_answers_that_an_agent_needs_and_may_not_have_are_said(limit: int, is_said: bool) -> None:
+    name = f"{__name__}:patient"
+    flags = ["--agent-example", f"{__name__}:ideal", "--max-turns", str(limit), "--no-think"]
+    config = parse(["--agent", name, *flags])
+    prompts = evaluation_prompts(config.environment, f"agent:{name}", 4, None)
+    found = example_references(config, f"agent:{name}", prompts)
+    assert found.optimum == (0.0 if is_said else 1.0)
+    assert (found.turns_say is not None) == is_said
+    if found.turns_say:
+        assert "--max-turns 2 is too few" in found.turns_say and found.turns_say.endswith("needs 3")

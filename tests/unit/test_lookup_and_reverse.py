@@ -102,6 +102,27 @@ def test_the_own_budget_is_enough_for_the_optimum() -> None:
             assert world.solver.references(world, budget).optimum == 1.0
 
 
+@pytest.mark.parametrize("options", CHAINS)
+def test_turns_in_which_nobody_succeeds_are_said_with_the_turns_that_are_needed(
+    options: dict,
+) -> None:
+    """Each person of the chain takes a turn, and the code another."""
+    world, said = make("lookup", **options), []
+    world.reset(7)
+    needed = len(world.chain) + 1
+    for turns in range(1, needed + 2):
+        known = baselines("lookup", [(7, None)], EpisodeConfig(max_turns=turns), options)
+        assert bool(known.turns_say) == (known.optimum == 0) == (turns < needed)
+        said += known.notes
+    assert said == [
+        f"lookup: --max-turns {turns} is too few for any success: the first state that is"
+        f" evaluated needs {needed}"
+        for turns in range(1, needed)
+    ]
+    limits = EpisodeConfig(max_turns=1, max_actions=1)  # more turns would have no action
+    assert baselines("lookup", [(7, None)], limits, options).notes == []
+
+
 def test_a_rate_that_rounding_lifts_above_one_is_one() -> None:
     world = make("lookup", min_people=2, max_people=2, dead_ends=1)
     world.reset(0)
