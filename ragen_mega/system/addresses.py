@@ -36,6 +36,19 @@ def check_addresses(text: str) -> None:
         )
 
 
+def credentials(variable: str) -> str:
+    """Return the header Authorization from an environment variable; empty if there is none. Raises
+    ValueError, which does not repeat the value, as libraries do, for one that no header can hold.
+    """
+    value = os.environ.get(variable, "").strip()  # a file's value ends with a line end
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(
+            f"the environment variable {variable} must hold one line of printable ASCII characters,"
+            " such as 'Bearer KEY', and holds others; export it anew"
+        )
+    return value
+
+
 @cache
 def is_local(url: str) -> bool:
     """Return whether a server is on this machine, where it must not be asked through a proxy."""
