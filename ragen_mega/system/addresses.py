@@ -11,8 +11,8 @@ _ADDRESS = re.compile(r"(?:https?|wss?)://[^\s\"'<>\\]+", re.IGNORECASE)
 _PASSWORD = re.compile(r"\w+://[^/:@]*:(?!\d+[?#])[^/]*@")
 """A name and a password, in which `?` or `#` may stand; a port before them is none."""
 _SECRET = re.compile(
-    r"^(key|sig|auth|jwt)$|(api|access|subscription|secret)[-_]?key$"
-    r"|(^|[-_])(token|secret|password|passwd|pwd|signature|authorization|credentials?)$"
+    r"^(code|sig|auth|jwt)$|(^|[-_]|api|access|subscription|secret)key$"
+    r"|(^|[-_])(token|bearer|secret|pass|password|passwd|pwd|signature|authorization|credentials?)$"
     r"|(?-i:[a-z](Token|Secret|Password|Signature|Authorization))$",
     re.IGNORECASE,
 )

@@ -218,3 +218,17 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(address):
 )
 def test_other_addresses_stay(text):
     check_addresses(text)
+
+
+def test_names_of_parameters_tell_credentials():
+    """Services document these: `code` and `x-functions-key` are Azure's."""
+    secret = "code x-functions-key pass bearer my_key key api-key apikey accessKey subscription-key"
+    secret += " user_pass db-password X-Amz-Signature sig id_token accessToken"
+    harmless = "monkey seed keyboard bypass compass postcode unicode encoder bearers passes hockey"
+    harmless += " tokens keys signal author split mode max_tokens"
+    for name in secret.split():
+        for address in (f"http://host/x?{name}=hidden", f"https://host/#a=1&{name}=hidden"):
+            with pytest.raises(ValueError, match="must hold no name, password or key"):
+                check_addresses(address)
+    for name in harmless.split():
+        check_addresses(f"http://host/x?{name}=key&a=1#{name}=code")
