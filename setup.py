@@ -69,7 +69,7 @@ setup(
         "gguf>=0.17,<1",  # models in llama.cpp's format
         "numpy>=2.0,<2.4",
         "numba>=0.62,<0.69",  # the embedded engine, training on a CPU; brings llvmlite
-        "jsonschema>=4.20,<5",  # calls of tools; brings referencing
+        "jsonschema>=4.20,<5",  # calls of tools; brings referencing and attrs
         "regex>=2024.4",  # patterns of schemas with a limit of time; transformers brings it as well
         "httpx2>=2,<3",  # requests to rollout servers; huggingface_hub 2 brings it as well
         "psutil>=6",  # megatron-core's checkpoint writer imports it without requiring it

@@ -8,6 +8,7 @@ with other keys or other text around them; a renderer translates between the two
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import cache, lru_cache
 from itertools import chain, islice
 from typing import Any
 
+import attrs
 import regex
 from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
 from jsonschema.exceptions import best_match
@@ -28,6 +30,10 @@ DEEPEST = 64
 """Most objects and lists within one another, in schemas of tools and in calls."""
 _SECONDS_TO_MATCH = 0.2
 """Time of one regular expression of a schema: some take years for a text of forty characters."""
+_MOST_PARTS = 50_000
+"""Parts of a schema in one check, half a second: alternatives that refer to themselves double the
+work with each level of a call. A count, since the same call is right or wrong on every machine.
+"""
 _LONGEST_PROBLEM = 200  # characters
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -262,6 +268,7 @@ def _problem_of_text(text: str) -> str | None:
         schema = json.loads(text, parse_constant=no_constant)
         validators.validator_for(schema, Draft202012Validator).check_schema(schema)
         validator = _validator(text)
+        _LEFT.parts = _MOST_PARTS
         for part in _parts(schema):
             with suppress(ValidationError):
                 for pattern in (part.get("pattern", ""), *part.get("patternProperties", ())):
@@ -274,6 +281,8 @@ def _problem_of_text(text: str) -> str | None:
         return f"a pattern is no regular expression ({error})"
     except RecursionError:
         return "it refers to itself without end"
+    except TimeoutError:
+        return f"its references lead to more than {_MOST_PARTS:,} parts of it"
     except Unresolvable as error:
         return f"it does not hold {error.ref!r:.60}, to which it refers"
     return None
@@ -296,10 +305,11 @@ def _problem(arguments: dict[str, Any], schema: Any) -> str | None:
     """
     if problem := _schema_problem(schema):
         raise RuntimeError(f"arguments of a tool cannot be checked: {problem} (its schema)")
+    _LEFT.parts = _MOST_PARTS
     try:
         error = best_match(_validator(_letters(schema or {})).iter_errors(arguments))
     except TimeoutError:
-        return "it takes too long to match a text in the arguments with a pattern; write another"
+        return "it takes too long to check the arguments; write others, shorter or less nested"
     except OverflowError:
         return "a number in the arguments is too large"
     except RecursionError as error:
@@ -332,7 +342,16 @@ _OPENING |= {"anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynam
 
 @cache
 def _bounded(kind: Any) -> Any:
-    """Return a class of validators whose regular expressions have a limit of time."""
+    """Return a class of validators whose regular expressions have a limit of time, and whose checks
+    have a limit of parts. Both raise TimeoutError.
+    """
+
+    def evolve(validator: Any, **changes: Any) -> Any:
+        """Return the validator of a part; the library's own is of another class at a `$schema`."""
+        _LEFT.parts -= 1
+        if _LEFT.parts < 0:
+            raise TimeoutError
+        return attrs.evolve(validator, **changes)
 
     def pattern(validator: Any, expression: str, value: Any, schema: Any) -> Iterator[Any]:
         if isinstance(value, str) and not _matches(expression, value):
@@ -354,7 +373,13 @@ def _bounded(kind: Any) -> Any:
             yield from kind.VALIDATORS["additionalProperties"](validator, part, rest, without)
 
     keywords = {"pattern": pattern, "patternProperties": patterns}
-    return validators.extend(kind, keywords | {"additionalProperties": additional})
+    bounded = validators.extend(kind, keywords | {"additionalProperties": additional})
+    bounded.evolve = evolve
+    return bounded
+
+
+_LEFT = threading.local()
+"""Parts of a schema that the check of this thread may still enter."""
 
 
 def _matches(expression: str, text: str) -> bool:

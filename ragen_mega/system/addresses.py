@@ -11,8 +11,8 @@ _ADDRESS = re.compile(r"(?:https?|wss?)://[^\s\"'<>\\]+", re.IGNORECASE)
 _PASSWORD = re.compile(r"\w+://[^/:@]*:(?!\d+[?#])[^/]*@")
 """A name and a password, in which `?` or `#` may stand; a port before them is none."""
 _SECRET = re.compile(
-    r"^(key|sig|auth|jwt)$|(api|access|subscription|secret)[-_]?key$"
-    r"|(^|[-_])(token|secret|password|passwd|pwd|signature|authorization|credentials?)$"
+    r"^(code|sig|auth|jwt)$|(^|[-_]|api|access|subscription|secret)key$"
+    r"|(^|[-_])(token|bearer|secret|pass|password|passwd|pwd|signature|authorization|credentials?)$"
     r"|(?-i:[a-z](Token|Secret|Password|Signature|Authorization))$",
     re.IGNORECASE,
 )
@@ -34,6 +34,19 @@ def check_addresses(text: str) -> None:
             " e.g. 'Bearer ...', in the environment variable RAGEN_JUDGE_AUTHORIZATION,"
             " RAGEN_AGENT_AUTHORIZATION, RAGEN_MCP_AUTHORIZATION or RAGEN_ENGINE_AUTHORIZATION"
         )
+
+
+def credentials(variable: str) -> str:
+    """Return the header Authorization from an environment variable; empty if there is none. Raises
+    ValueError, which does not repeat the value, as libraries do, for one that no header can hold.
+    """
+    value = os.environ.get(variable, "").strip()  # a file's value ends with a line end
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(
+            f"the environment variable {variable} must hold one line of printable ASCII characters,"
+            " such as 'Bearer KEY', and holds others; export it anew"
+        )
+    return value
 
 
 @cache

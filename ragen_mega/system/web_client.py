@@ -6,13 +6,12 @@ an answer that is compressed, since a megabyte may hold gigabytes.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
 
-from ragen_mega.system.addresses import check_addresses, is_local
+from ragen_mega.system.addresses import check_addresses, credentials, is_local
 
 MOST_BYTES = 1 << 20
 """Size of an answer, unless said otherwise."""
@@ -49,12 +48,13 @@ def open_client(
     """Return a client for the server at `url`. `authorization` is the name of the environment
     variable that holds the header Authorization, `options` are options of httpx2. An answer that is
     compressed or too large raises httpx2.DecodingError; with `has_streams` an event stream may be
-    endless, whose reader bounds its parts. Raises ValueError if the address holds credentials.
+    endless, whose reader bounds its parts. Raises ValueError if the address holds credentials or
+    the variable holds no header.
     """
     check_addresses(url)
     headers = {"accept-encoding": "identity"} | options.pop("headers", {})
-    if authorization in os.environ:
-        headers["authorization"] = os.environ[authorization]
+    if value := credentials(authorization):
+        headers["authorization"] = value
 
     async def bound(answer: httpx2.Response) -> None:
         coding = answer.headers.get("content-encoding", "identity")

@@ -345,6 +345,20 @@ def test_what_is_no_engine_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("value", "said"),
+    [("Bearer hidden\r\n", "refuses .*401"), ("Bearer hidden\u00e9", "must hold one line")],
+)
+def test_a_key_that_no_header_can_hold_is_not_repeated(
+    value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(given.AUTHORIZATION, value)
+    listen = answering(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\nno")
+    with pytest.raises(ValueError, match=said) as caught:
+        connect(settings(tmp_path, listen()), CONFIG)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         ("--engine-addresses a:1", "engine_addresses does nothing"),

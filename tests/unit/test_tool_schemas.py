@@ -197,7 +197,78 @@ def test_a_remote_reference_is_never_fetched():
             listener.accept()
 
 
-@pytest.mark.parametrize("place", ["pattern", "patternProperties"])
+def chained(length: int) -> dict[str, Any]:
+    """Definitions that each refer twice to the next: 2 ** length paths lead to the last."""
+    chain: dict[str, Any] = {"0": True}
+    for step in range(length):
+        chain[str(step + 1)] = {"allOf": [{"$ref": f"#/$defs/{step}"}] * 2}
+    return {"$defs": chain, "properties": {"a": {"$ref": f"#/$defs/{length}"}}}
+
+
+def alternatives(levels: int) -> dict[str, Any]:
+    """Levels without a reference, each of which asks the next again what it has evaluated."""
+    schema: dict[str, Any] = {"properties": A}
+    for _ in range(levels):
+        schema = {"anyOf": [schema], "unevaluatedProperties": False}
+    return schema
+
+
+REF = {"$ref": "#/$defs/expression"}
+GROUP = {"properties": {"items": {"type": "array", "items": REF}}, "required": ["op", "items"]}
+FILTER = {
+    "properties": {"filter": REF},
+    "$defs": {
+        "expression": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("and", "or", "leaf")]},
+        "and": GROUP | {"properties": {"op": {"const": "and"}} | GROUP["properties"]},
+        "or": GROUP | {"properties": {"op": {"const": "or"}} | GROUP["properties"]},
+        "leaf": {"properties": {"field": {"type": "string"}}, "required": ["field"]},
+    },
+}
+"""A union of types that contain it, as pydantic writes it."""
+
+
+def filtered(depth: int, field: Any = "x") -> dict[str, Any]:
+    expression = {"field": field}
+    for _ in range(depth):
+        expression = {"op": "or", "items": [expression]}
+    return {"filter": expression}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"), [(FILTER, filtered(30)), (alternatives(30), {"a": 1})]
+)
+def test_a_call_whose_check_would_take_years_is_wrong(parameters, arguments):
+    """2 ** 30 parts of the schema or more, of which each takes microseconds."""
+    with pytest.raises(WrongCall, match="takes too long to check the arguments"):
+        tool_calls(called(arguments), tools_of(parameters))
+
+
+def test_a_schema_whose_references_would_take_years_is_refused():
+    with pytest.raises(ValueError, match=r"lead to more than 50,000 parts of it; mend the schema"):
+        check_tools(tools_of(chained(30)))
+    check_tools(tools_of(chained(3)))
+
+
+def test_large_schemas_and_calls_with_many_references_are_checked_to_their_end():
+    for depth in (0, 3, 7):
+        assert tool_calls(called(filtered(depth)), tools_of(FILTER))
+        with pytest.raises(WrongCall, match="^tool f: arguments.filter"):
+            tool_calls(called(filtered(depth, 3)), tools_of(FILTER))
+    names = [f"p{number}" for number in range(300)]
+    row = {"type": "object", "properties": {"a": {"$ref": "#/$defs/whole"}}}
+    parameters = {
+        "properties": {name: {"type": "array", "items": {"$ref": "#/$defs/row"}} for name in names},
+        "$defs": {"row": row, "whole": {"type": "integer"}},
+    }
+    tools, rows = tools_of(parameters), {name: [{"a": 1}, {"a": 2}] for name in names}
+    check_tools(tools)
+    assert tool_calls(called(rows), tools)
+    rows["p299"][1]["a"] = "x"
+    with pytest.raises(WrongCall, match=r"arguments.p299\[1\].a: 'x' is not of type 'integer'"):
+        tool_calls(called(rows), tools)
+
+
+@pytest.mark.parametrize("place", ["pattern", "patternProperties", "$schema"])
 def test_a_pattern_that_would_take_years_costs_the_policy_its_call(place):
     """`regex` finds one of them at once, and `re` none: both answers are a wrong call."""
     for expression, text in product(["^(a|a)*$", "^(a+)+$", r"^((\w+)\s?)+$"], ["a" * 60 + "!"]):
@@ -206,6 +277,8 @@ def test_a_pattern_that_would_take_years_costs_the_policy_its_call(place):
         if place == "patternProperties":
             parameters = {"patternProperties": {expression: {}}, "additionalProperties": False}
             arguments = {text: 1}
+        if place == "$schema":
+            parameters["properties"]["a"][place] = "http://json-schema.org/draft-07/schema#"
         tools = tools_of(parameters)
         check_tools(tools)
         began = time.thread_time()

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
@@ -13,6 +14,8 @@ import pytest
 
 from ragen_mega.agents.runner import AgentProgram
 from ragen_mega.config import parse
+from ragen_mega.environments.adapters.mcp import McpTools
+from ragen_mega.rollout.verifier import Verifier
 from ragen_mega.system.addresses import bypass_proxy, check_addresses, is_local
 from ragen_mega.system.web_client import MOST_BYTES, ask
 from tests.support.web_server import Request, serving
@@ -23,8 +26,14 @@ BOMB = gzip.compress(bytes(32 << 20))
 class Answerer(Request):
     """Answers as its path says."""
 
+    authorizations: list[str | None] = []
+
     def answer(self) -> None:
-        getattr(self, self.path.strip("/"))()
+        getattr(self, self.path.strip("/").partition("?")[0])()
+
+    def score(self) -> None:
+        self.authorizations.append(self.headers["authorization"])
+        self.reply({"score": 1})
 
     def headers_of_mine(self) -> None:
         names = ("authorization", "accept-encoding")
@@ -96,6 +105,35 @@ def test_libraries_get_to_know_it(monkeypatch):
         monkeypatch.setenv("no_proxy", everything)
         bypass_proxy("http://127.0.0.1:9000")
         assert os.environ["no_proxy"] == everything
+
+
+def judged(url: str) -> None:
+    assert Verifier(url, timeout=60.0).scores([{"text": "x"}]) == ([1.0], "")
+
+
+def played(url: str) -> None:
+    assert AgentProgram(url).play({}, "http://127.0.0.1:1/v1", "key") == {"score": 1}
+
+
+@pytest.mark.parametrize("use", [judged, played, McpTools])
+def test_credentials_are_stripped_or_refused_and_never_repeated(url, use, monkeypatch, capfd):
+    """An HTTP library quotes the whole value that it cannot send."""
+    name = {judged: "JUDGE", played: "AGENT", McpTools: "MCP"}[use]
+    name = f"RAGEN_{name}_AUTHORIZATION"
+    for number, end in enumerate(("", "\n", "\r", "\r\n", " ", "\t\n")):
+        monkeypatch.setenv(name, f"Bearer hidden{end}")
+        Answerer.authorizations.clear()
+        try:
+            use(f"{url}/score?{number}")
+        except ValueError as error:  # no server of MCP
+            assert use is McpTools and "hidden" not in str(error)
+        assert set(Answerer.authorizations) == {"Bearer hidden"}, end
+    for inside in ("\u00e9", "\x01", "\x7f", "\r\nX: y", "\udcff", "\u2028x"):
+        monkeypatch.setenv(name, f"Bearer hidden{inside}hidden")
+        with pytest.raises(ValueError, match=f"{name} must hold one line") as caught:
+            use(f"{url}/score?{ascii(inside)}")
+        assert "hidden" not in "".join(traceback.format_exception(caught.value))
+    assert "hidden" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("path", ["bomb", "twice", "large", "events"])
@@ -180,3 +218,17 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(address):
 )
 def test_other_addresses_stay(text):
     check_addresses(text)
+
+
+def test_names_of_parameters_tell_credentials():
+    """Services document these: `code` and `x-functions-key` are Azure's."""
+    secret = "code x-functions-key pass bearer my_key key api-key apikey accessKey subscription-key"
+    secret += " user_pass db-password X-Amz-Signature sig id_token accessToken"
+    harmless = "monkey seed keyboard bypass compass postcode unicode encoder bearers passes hockey"
+    harmless += " tokens keys signal author split mode max_tokens"
+    for name in secret.split():
+        for address in (f"http://host/x?{name}=hidden", f"https://host/#a=1&{name}=hidden"):
+            with pytest.raises(ValueError, match="must hold no name, password or key"):
+                check_addresses(address)
+    for name in harmless.split():
+        check_addresses(f"http://host/x?{name}=key&a=1#{name}=code")

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +258,25 @@ def test_what_the_page_does_not_offer_changes_nothing(shopper: WebShop, action: 
     result = shopper.step(action)
     assert (result.observation, result.reward, result.terminated) == (before, 0.0, False)
     assert not result.info["is_action_valid"] and not result.info["is_action_effective"]
+
+
+def test_actions_are_read_as_the_original_reads_them(
+    shopper: WebShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pattern of its `parse_action`, which is quadratic in the brackets of an answer."""
+    done: list[tuple[str, ...]] = []
+    monkeypatch.setattr(shopper, "_do", lambda *parts: done.append(parts) or True)
+    pieces = [*"[[]]a\n ", "search", "search[", "click["]
+    drawn = random.Random(0)
+    for _ in range(20_000):
+        action = "".join(drawn.choices(pieces, k=drawn.randint(1, 8)))
+        match = re.match(r"(.+)\[(.+)\]", action.strip())
+        known = [match.groups()] if match and match[1] in ("search", "click") else []
+        done.clear()
+        assert shopper.step(action).info["is_action_valid"] == bool(known), action
+        assert done == known, action
+    for brackets in ("[" * 100_000, "search[" * 100_000, "click[" + "[]" * 100_000):
+        assert not shopper.step(brackets).info["is_action_valid"]  # in milliseconds, not minutes
 
 
 def test_the_grammar_is_greedy_and_takes_any_case(shopper: WebShop) -> None:

@@ -2,7 +2,6 @@
 it serves this model as the run needs it. It is never started or ended by a run.
 """
 
-import os
 import time
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PretrainedConfig
 from ragen_mega.engines.sglang.http_json import ConnectionLost, JSONClient, RequestRefused
 from ragen_mega.engines.sglang.server import SPARE_CONTEXT, ServerFailed, ServerSettings
 from ragen_mega.models.families import find_family
+from ragen_mega.system.addresses import credentials
 
 AUTHORIZATION = "RAGEN_ENGINE_AUTHORIZATION"
 """The environment variable with the header that engines ask for, such as `Bearer KEY`."""
@@ -77,7 +77,7 @@ def connect(settings: ServerSettings, model_config: PretrainedConfig) -> JSONCli
     at the address, and ValueError if what answers does not fit.
     """
     assert settings.address is not None  # or there is nothing to connect to
-    client = JSONClient(settings.address, os.environ.get(AUTHORIZATION, ""))
+    client = JSONClient(settings.address, credentials(AUTHORIZATION))
     about, model = _ask(client, "/server_info"), _ask(client, "/model_info")
     version = str(about.get("version"))
     if _numbers(version) < OLDEST:

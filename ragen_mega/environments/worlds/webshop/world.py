@@ -23,7 +23,7 @@ from ragen_mega.system.paths import expanded
 
 Split = Literal["train", "validation", "test"]
 
-_ACTION = re.compile(r"(.+)\[(.+)\]")
+_ACTION = re.compile(r"(search|click)\[(.+)\]")
 
 
 class WebShop:
@@ -86,7 +86,8 @@ class WebShop:
         if page.kind == "done":
             raise RuntimeError("the purchase is made; call reset before the next step")
         match = _ACTION.match(action.strip().lower())
-        is_valid = match is not None and self._do(*match.groups())
+        # The original's (.+)\[(.+)\] takes the last pair, in time that is quadratic in brackets.
+        is_valid = match is not None and "[" not in match[2][:-1] and self._do(*match.groups())
         is_done = self.page.kind == "done"
         score = self.score if is_done else 0.0
         is_success = score >= 1.0
