@@ -494,6 +494,29 @@ def test_a_line_of_text_that_a_world_draws_is_seen_whole(run: Path, page, tmp_pa
 
 
 @needs_browser
+def test_what_reorders_a_line_is_shown_in_its_place(run: Path, page, tmp_path: Path) -> None:
+    """In a token, in its numbers and in a warning."""
+    directory, mark = shutil.copytree(run, tmp_path / "marked"), "\u202e"
+    for path in (directory / "traces").glob("*.json.gz"):
+        trace = read_trace(run, path.name.removesuffix(".json.gz"))
+        trace["strings"] = [f"{mark}\x1b[2J\t{text}" for text in trace["strings"]]
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (directory / "events.jsonl").write_text(json.dumps({"step": 1, "text": mark}) + "\n")
+    write_page([directory], tmp_path / "page.html")
+    opened = page.context.browser.new_page()
+    opened.goto((tmp_path / "page.html").as_uri())
+    warned = opened.locator(".warnings").inner_text()
+    opened.keyboard.press("3")
+    opened.locator(".message.agent .token").first.hover()
+    said = opened.locator(".message.user").first.text_content()
+    answered = opened.locator(".message.agent").first.text_content()
+    for text in (warned, said, answered, opened.locator("#token").inner_text()):
+        assert r"\u202e" in text and not {mark, "\x1b"} & {*text}
+    assert "\\u001b[2J\t" in said
+    opened.close()
+
+
+@needs_browser
 def test_a_page_says_that_steps_are_left_out(
     page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
