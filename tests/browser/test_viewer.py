@@ -304,6 +304,32 @@ def test_a_live_page_reads_what_has_changed(
         server.shutdown()
 
 
+@pytest.mark.parametrize(
+    "name", [CONFIG_FILE, "events.jsonl", TIMELINE, "traces", "traces/step_00000000.json.gz"]
+)
+def test_a_page_holds_no_file_from_elsewhere(name: str, tmp_path: Path) -> None:
+    """A run that came in an archive may hold links to any file of the user."""
+    run, elsewhere = long_run(tmp_path / "run", 1, 1), tmp_path / "elsewhere"
+    for written in ("events.jsonl", TIMELINE):
+        (run / written).write_text("")
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=rf"{name}\S* leads out of .*run; remove the link"):
+        write_page([run], tmp_path / "page.html")
+    if TIMELINE in name or "traces" in name:
+        with pytest.raises(ValueError, match="leads out"):
+            trace_bytes(run, "timeline" if name == TIMELINE else "step_00000000")
+
+
+@pytest.mark.parametrize("name", ["view.html", ".view.html.part"])
+def test_a_page_is_not_written_where_a_link_leads(name: str, tmp_path: Path) -> None:
+    run, victim = long_run(tmp_path / "run", 1, 1), tmp_path / "victim"
+    victim.write_text("mine")
+    (run / name).symlink_to(victim)
+    assert write_page([run], run / "view.html") == 0
+    assert victim.read_text() == "mine" and "trace-0-step_0" in (run / "view.html").read_text()
+
+
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         write_page([tmp_path], tmp_path / "page.html")
