@@ -330,6 +330,21 @@ def test_a_page_is_not_written_where_a_link_leads(name: str, tmp_path: Path) -> 
     assert victim.read_text() == "mine" and "trace-0-step_0" in (run / "view.html").read_text()
 
 
+def test_a_live_page_answers_an_address_of_any_letters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with make_server([long_run(tmp_path / "run", 1, 1)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("%E2%82%AC", "a%0D%0AX-Mine:1"):
+            address = f"http://127.0.0.1:{server.server_port}/trace/0/{name}"
+            with pytest.raises(urllib.error.HTTPError, match="404: Not Found") as answer:
+                urllib.request.urlopen(address, timeout=60)
+            assert "X-Mine" not in answer.value.headers
+            assert "has no trace" in answer.value.read().decode()
+        server.shutdown()
+    assert capfd.readouterr().err == ""
+
+
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         write_page([tmp_path], tmp_path / "page.html")

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
                     raise ValueError("this page is served to 127.0.0.1 and localhost alone")
                 answer = self._answer()
             except (ValueError, OSError) as error:
-                self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])
+                self.send_error(HTTPStatus.NOT_FOUND, explain=str(error))  # any text, as HTML
             else:
                 self._send(*answer)
 
