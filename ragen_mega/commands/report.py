@@ -24,7 +24,7 @@ from ragen_mega.extensions.extras import require
 from ragen_mega.report.markdown import MINUTES, table
 from ragen_mega.report.metrics import SUMMARY_FILE, write_json
 from ragen_mega.report.plots import headless_pyplot
-from ragen_mega.report.terminal import shown
+from ragen_mega.report.terminal import printable, shown
 
 SIGNALS = {
     "rollout/in_group_std": "in-group std of returns",
@@ -223,7 +223,7 @@ def main(arguments: argparse.Namespace) -> None:
     beside = arguments.runs[0].parent.parent / "reports"
     folder = arguments.output or report_folder("docs/results", beside)
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(title, rows) + warnings(runs)
+    text = printable(markdown(title, rows) + warnings(runs))
     target = folder / title
     Path(f"{target}.md").write_text(text)
     published = [{key: row[key] for key in row if key != "alike"} for row in rows]
@@ -232,4 +232,4 @@ def main(arguments: argparse.Namespace) -> None:
     write_json(f"{target}.json", report)
     plot(runs, Path(f"{target}.svg"))
     print(text)
-    print(f"written to {shown(target)}.md, .json and .svg")
+    print(printable(f"written to {shown(target)}.md, .json and .svg"))

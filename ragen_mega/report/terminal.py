@@ -9,7 +9,7 @@ from pathlib import Path
 
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1: escape sequences begin so
-    "\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # marks that reorder what stands beside them
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # marks that reorder what stands beside them
 )
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -33,7 +34,8 @@ _KEY_FILE = ".link-"
 _NUM_RANDOM, _NUM_PROOF = 32, 32
 """Bytes of a challenge, and of its answer."""
 _SECONDS_TO_MEET = 300.0
-_SECONDS_TO_PROVE = 10.0
+_MOST_STRANGERS = 64
+"""Connections without a proof that stay; a part of the job proves itself at once."""
 _SECONDS_TO_FLUSH = 30.0
 
 
@@ -193,21 +195,40 @@ def listen(store: dist.Store, folder: Path, host: str) -> Link:
 
 
 def _accept(server: socket.socket, key: bytes) -> Link:
-    """Accept the first connection whose other end knows the key; strangers may come before it."""
-    end = time.monotonic() + _SECONDS_TO_MEET
-    while True:
-        server.settimeout(max(0.001, end - time.monotonic()))
-        connection, _ = server.accept()
-        with suppress(OSError):
-            connection.settimeout(_SECONDS_TO_PROVE)
-            ours = secrets.token_bytes(_NUM_RANDOM)
-            connection.sendall(ours)
-            both = ours + _read_exactly(connection, _NUM_RANDOM)
-            if _is_proof(_read_exactly(connection, _NUM_PROOF), key, SAMPLERS, both):
-                connection.sendall(_proof(key, TRAINERS, both))
-                connection.settimeout(None)
-                return Link(connection, SAMPLERS)
-        connection.close()
+    """Accept the first connection whose other end knows the key. Strangers may come before it, and
+    nobody waits for them: each says what it likes until many others have come.
+    """
+    end, num_both = time.monotonic() + _SECONDS_TO_MEET, 2 * _NUM_RANDOM
+    heard: dict[socket.socket, bytes] = {}  # our challenge and what has come, the oldest first
+    server.setblocking(False)
+    try:
+        while (left := end - time.monotonic()) > 0:
+            ready = wait([server, *heard], left)
+            gone = [*heard][:-_MOST_STRANGERS]
+            for connection in (one for one in heard if one in ready):
+                part = _received(connection, num_both + _NUM_PROOF - len(heard[connection]))
+                heard[connection] += part
+                both, said = heard[connection][:num_both], heard[connection][num_both:]
+                if _is_proof(said, key, SAMPLERS, both):
+                    connection.sendall(_proof(key, TRAINERS, both))
+                    connection.setblocking(True)
+                    del heard[connection]
+                    return Link(connection, SAMPLERS)
+                if not part or len(said) == _NUM_PROOF:
+                    gone.append(connection)
+            for connection in gone:
+                heard.pop(connection, None)
+                connection.close()
+            if server in ready:
+                with suppress(BlockingIOError, ConnectionError):  # who came has gone
+                    connection, _ = server.accept()
+                    connection.setblocking(False)
+                    heard[connection] = secrets.token_bytes(_NUM_RANDOM)
+                    connection.sendall(heard[connection])
+    finally:
+        for connection in heard:
+            connection.close()
+    raise TimeoutError(f"{SAMPLERS} have not come within {_SECONDS_TO_MEET:g} s")
 
 
 def connect(store: dist.Store, folder: Path) -> Link:
@@ -219,20 +240,30 @@ def connect(store: dist.Store, folder: Path) -> Link:
     if not (name.startswith(_KEY_FILE) and name.removeprefix(_KEY_FILE).isalnum()):
         raise LinkLost(f"the job's store names {name!r} as the file of a key")
     key = (folder / name).read_bytes()
+    end = time.monotonic() + _SECONDS_TO_MEET
     connection = socket.create_connection((host, port), timeout=_SECONDS_TO_MEET)
     ours = secrets.token_bytes(_NUM_RANDOM)
-    both = _read_exactly(connection, _NUM_RANDOM) + ours
+    both = _read_exactly(connection, _NUM_RANDOM, end) + ours
     connection.sendall(ours + _proof(key, SAMPLERS, both))
-    if not _is_proof(_read_exactly(connection, _NUM_PROOF), key, TRAINERS, both):
+    if not _is_proof(_read_exactly(connection, _NUM_PROOF, end), key, TRAINERS, both):
         connection.close()
         raise LinkLost(f"{host}:{port} does not know the key of this job, so {TRAINERS} are not it")
     connection.settimeout(None)
     return Link(connection, TRAINERS)
 
 
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def _received(connection: socket.socket, most: int) -> bytes:
+    """Return what has come, of `most` bytes; nothing from an end that has hung up."""
+    with suppress(OSError):
+        return connection.recv(most)
+    return b""
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int, end: float) -> bytes:
+    """Read so many bytes until the moment `end`, which one that sends byte by byte moves not."""
     data = b""
     while len(data) < num_bytes:
+        connection.settimeout(max(0.001, end - time.monotonic()))
         if not (part := connection.recv(num_bytes - len(data))):
             raise LinkLost("the other end of a connection has hung up")
         data += part

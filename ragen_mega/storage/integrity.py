@@ -80,8 +80,9 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     unfinished = path.with_name(f".{path.name}.part")
     try:
-        with named(path):
-            unfinished.write_bytes(data)
+        unfinished.unlink(missing_ok=True)  # of a killed process, or a link to another file
+        with named(path), unfinished.open("xb") as file:
+            file.write(data)
         sync(unfinished)
         unfinished.replace(path)
     except OSError:

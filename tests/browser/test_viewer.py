@@ -304,6 +304,47 @@ def test_a_live_page_reads_what_has_changed(
         server.shutdown()
 
 
+@pytest.mark.parametrize(
+    "name", [CONFIG_FILE, "events.jsonl", TIMELINE, "traces", "traces/step_00000000.json.gz"]
+)
+def test_a_page_holds_no_file_from_elsewhere(name: str, tmp_path: Path) -> None:
+    """A run that came in an archive may hold links to any file of the user."""
+    run, elsewhere = long_run(tmp_path / "run", 1, 1), tmp_path / "elsewhere"
+    for written in ("events.jsonl", TIMELINE):
+        (run / written).write_text("")
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=rf"{name}\S* leads out of .*run; remove the link"):
+        write_page([run], tmp_path / "page.html")
+    if TIMELINE in name or "traces" in name:
+        with pytest.raises(ValueError, match="leads out"):
+            trace_bytes(run, "timeline" if name == TIMELINE else "step_00000000")
+
+
+@pytest.mark.parametrize("name", ["view.html", ".view.html.part"])
+def test_a_page_is_not_written_where_a_link_leads(name: str, tmp_path: Path) -> None:
+    run, victim = long_run(tmp_path / "run", 1, 1), tmp_path / "victim"
+    victim.write_text("mine")
+    (run / name).symlink_to(victim)
+    assert write_page([run], run / "view.html") == 0
+    assert victim.read_text() == "mine" and "trace-0-step_0" in (run / "view.html").read_text()
+
+
+def test_a_live_page_answers_an_address_of_any_letters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with make_server([long_run(tmp_path / "run", 1, 1)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("%E2%82%AC", "a%0D%0AX-Mine:1"):
+            address = f"http://127.0.0.1:{server.server_port}/trace/0/{name}"
+            with pytest.raises(urllib.error.HTTPError, match="404: Not Found") as answer:
+                urllib.request.urlopen(address, timeout=60)
+            assert "X-Mine" not in answer.value.headers
+            assert "has no trace" in answer.value.read().decode()
+        server.shutdown()
+    assert capfd.readouterr().err == ""
+
+
 def test_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         write_page([tmp_path], tmp_path / "page.html")
@@ -490,6 +531,29 @@ def test_a_line_of_text_that_a_world_draws_is_seen_whole(run: Path, page, tmp_pa
     drawn = opened.locator(".picture pre")
     drawn.first.wait_for()
     assert drawn.first.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    opened.close()
+
+
+@needs_browser
+def test_what_reorders_a_line_is_shown_in_its_place(run: Path, page, tmp_path: Path) -> None:
+    """In a token, in its numbers and in a warning."""
+    directory, mark = shutil.copytree(run, tmp_path / "marked"), "\u202e"
+    for path in (directory / "traces").glob("*.json.gz"):
+        trace = read_trace(run, path.name.removesuffix(".json.gz"))
+        trace["strings"] = [f"{mark}\x1b[2J\t{text}" for text in trace["strings"]]
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (directory / "events.jsonl").write_text(json.dumps({"step": 1, "text": mark}) + "\n")
+    write_page([directory], tmp_path / "page.html")
+    opened = page.context.browser.new_page()
+    opened.goto((tmp_path / "page.html").as_uri())
+    warned = opened.locator(".warnings").inner_text()
+    opened.keyboard.press("3")
+    opened.locator(".message.agent .token").first.hover()
+    said = opened.locator(".message.user").first.text_content()
+    answered = opened.locator(".message.agent").first.text_content()
+    for text in (warned, said, answered, opened.locator("#token").inner_text()):
+        assert r"\u202e" in text and not {mark, "\x1b"} & {*text}
+    assert "\\u001b[2J\t" in said
     opened.close()
 
 

@@ -1,11 +1,13 @@
 """Environments on real OpenEnv servers on loopback; servers that hang, go away and come back."""
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 import pytest
@@ -194,3 +196,36 @@ def test_sessions_are_given_back() -> None:
             worlds.append(world)
         for world in worlds:
             calls.close(world)
+
+
+def test_a_server_that_redirects_leads_to_no_other_one() -> None:
+    """It could be one that only this machine reaches."""
+
+    class Redirecting(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            action = {"properties": {"message": {"type": "string"}}}
+            body = json.dumps({"action": action}).encode()
+            self.send_response(302 if self.path == "/ws" else 200)
+            self.send_header("Location", f"ws://127.0.0.1:{inner.getsockname()[1]}/ws")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as inner,
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"openenv:ws://127.0.0.1:{server.server_port}"
+        world = make(url, timeout=2.0, attempts=1)
+        with pytest.raises(ConnectionError, match="302"):
+            calls.reset(world, 1)
+        server.shutdown()
+        inner.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has come
+            inner.accept()

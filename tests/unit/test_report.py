@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,20 @@ def test_a_report_lies_beside_the_runs_and_in_the_repository_among_its_pages(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "reports"}
     monkeypatch.chdir(ROOT)
     assert report_folder("docs/results", tmp_path) == Path("docs/results")
+
+
+def test_a_report_holds_no_control_characters_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither on the terminal nor in the page: these write to the clipboard, and reorder words."""
+    run = finished(tmp_path / "run", {"bandit": 0.5}, hardware="a\x9b2J CPU")
+    said = "\x1b]52;c;ZXZpbA==\x07 \u202enrut\u202c \u061c"
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "text": said}) + "\n")
+    report.main([str(run), "--output", str(tmp_path / "out"), "--title", "mine"])
+    page, printed = (tmp_path / "out" / "mine.md").read_text(), capsys.readouterr().out
+    controls = {mark for mark in page + printed if unicodedata.category(mark) in ("Cc", "Cf")}
+    assert controls == {"\n"} and page in printed
+    assert r"- run, step 1: \x1b]52;c;ZXZpbA==\x07 \u202enrut\u202c \u061c" in page
 
 
 def test_an_unfinished_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pickle
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -411,9 +412,9 @@ def test_the_parts_meet_past_strangers(
     """Who reads the job's store, and says something or nothing, keeps no part from the other."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("the system has no IPv6")
-    monkeypatch.setattr("ragen_mega.run.link._SECONDS_TO_PROVE", 0.5)
-    store = torch.distributed.HashStore()
-    with ThreadPoolExecutor(1) as thread:
+    monkeypatch.setattr("ragen_mega.run.link._MOST_STRANGERS", 4)
+    store, is_met = torch.distributed.HashStore(), threading.Event()
+    with ThreadPoolExecutor(2) as thread:
         meeting = thread.submit(listen, store, tmp_path, address)
         host, port, file = json.loads(store.get("link"))
         assert (tmp_path / file).stat().st_mode & 0o777 == 0o600
@@ -423,9 +424,22 @@ def test_the_parts_meet_past_strangers(
         strangers[0].sendall(bytes(32) + hmac.digest(store.get("link"), challenge, "sha256"))
         assert strangers[0].recv(1) == b""  # it hangs up
         strangers[1].close()
-        theirs = connect(store, tmp_path)  # while the third says nothing
+        strangers += [socket.create_connection((host, port)) for _ in range(5)]
+        assert len(strangers[2].recv(64, socket.MSG_WAITALL)) == 32  # it makes room for others
+
+        def say_a_byte_now_and_then() -> bool:
+            for _ in range(60):  # of the 64 after which it would be answered
+                strangers[-1].sendall(b"x")
+                if is_met.wait(0.5):
+                    return True
+            return False
+
+        saying = thread.submit(say_a_byte_now_and_then)
+        theirs = connect(store, tmp_path)
         theirs.send(b"there")
         assert meeting.result().receive(60.0) == b"there"
+        is_met.set()
+        assert saying.result()
     theirs.close()
     assert not list(tmp_path.iterdir())
 

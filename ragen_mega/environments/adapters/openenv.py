@@ -7,6 +7,7 @@ because nothing has been played yet; a step is not, because the server may have 
 import asyncio
 from collections.abc import Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import httpx2
@@ -43,6 +44,7 @@ class OpenEnvWorld:
         from websockets.exceptions import WebSocketException
 
         check_addresses(url)
+        _follow_no_redirects(core.env_client)
         self._troubles = (*_TROUBLES, WebSocketException)
         self._attempts = attempts
         self._client = core.GenericEnvClient(
@@ -138,6 +140,19 @@ class OpenEnvWorld:
             self.tools = [function_tool("act", "Act once.", arguments)]
             return None
         return field
+
+
+@cache
+def _follow_no_redirects(client: ModuleType) -> None:
+    """Let a server of openenv-core, which has no option for it, name no other one for its
+    connections: it could be any that this machine reaches.
+    """
+
+    class Connect(client.ws_connect):  # type: ignore[misc,name-defined]
+        def process_redirect(self, exc: Exception) -> Exception:
+            return exc
+
+    client.ws_connect = Connect
 
 
 @cache

@@ -24,7 +24,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     step, None where it was not measured}, `events`, the index of `traces` and whether there is a
     `timeline`.
 
-    Raises ValueError if the directory holds no run or a damaged one.
+    Raises ValueError if the directory holds no run or a damaged one, or a link to a file elsewhere.
     """
     return _record(directory) | _kept(directory)
 
@@ -60,13 +60,27 @@ def _record(directory: Path) -> dict[str, Any]:
 
 
 def _kept(directory: Path) -> dict[str, Any]:
+    kept = traces(directory / TRACES)
+    for path in [directory / name for name in (*_RECORD, TIMELINE)] + [path for path, *_ in kept]:
+        _check_place(directory, path)
     return {
         "timeline": (directory / TIMELINE).exists(),
         "traces": [
             {"id": path.name.removesuffix(".json.gz"), "kind": kind, "step": step, "set": name}
-            for path, kind, step, name in traces(directory / TRACES)
+            for path, kind, step, name in kept
         ],
     }
+
+
+def _check_place(directory: Path, path: Path) -> None:
+    """Refuse a file of a run that is a link out of its directory: a page is given to others, and a
+    run that came from elsewhere could name any file of the user.
+    """
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ValueError(
+            f"{path} leads out of {directory}; remove the link, or put a copy in its place if it is"
+            " yours"
+        )
 
 
 def _thinned(metrics: dict[str, Any], most_numbers: int) -> dict[str, Any]:
@@ -102,9 +116,8 @@ def trace_bytes(directory: Path, trace: str) -> bytes:
     """Return the compressed JSON of one trace, or of the `timeline`. Raises ValueError if the run
     has none of this name.
     """
-    if trace == "timeline" and (directory / TIMELINE).exists():
-        return gzip.compress((directory / TIMELINE).read_bytes(), mtime=0)
-    return _path(directory, trace).read_bytes()
+    data = _path(directory, trace).read_bytes()
+    return gzip.compress(data, mtime=0) if trace == "timeline" else data
 
 
 def trace_size(directory: Path, trace: str) -> int:
@@ -113,7 +126,8 @@ def trace_size(directory: Path, trace: str) -> int:
 
 
 def _path(directory: Path, trace: str) -> Path:
-    path = directory / TRACES / f"{trace}.json.gz"
+    path = directory / (TIMELINE if trace == "timeline" else f"{TRACES}/{trace}.json.gz")
     if "/" in trace or not path.is_file():  # a name, not the way to another folder
         raise ValueError(f"{directory} has no trace {trace!r}")
+    _check_place(directory, path)
     return path

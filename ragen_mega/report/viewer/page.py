@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 from ragen_mega.report.glossary import GLOSSARY
 from ragen_mega.report.viewer import MOST_MEGABYTES, MOST_NUMBERS
 from ragen_mega.report.viewer.data import read_shown, trace_bytes, trace_size
+from ragen_mega.storage.integrity import write_whole
 
 _HERE = files(__package__)
 _POLICY = (
@@ -64,7 +65,7 @@ def write_page(
         run["traces"] = [trace for trace in run["traces"] if (index, trace["id"]) in chosen]
     bodies = [(index, trace, trace_bytes(runs[index], trace)) for index, trace in sorted(chosen)]
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_page(data, [*timelines, *bodies]), encoding="utf-8")
+    write_whole(target, _page(data, [*timelines, *bodies]).encode())  # a link there is not followed
     return len(sizes) - len(chosen)
 
 
@@ -146,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
                     raise ValueError("this page is served to 127.0.0.1 and localhost alone")
                 answer = self._answer()
             except (ValueError, OSError) as error:
-                self.send_error(HTTPStatus.NOT_FOUND, str(error).replace("\n", " ")[:200])
+                self.send_error(HTTPStatus.NOT_FOUND, explain=str(error))  # any text, as HTML
             else:
                 self._send(*answer)
 

@@ -1,5 +1,5 @@
 "use strict";
-// The viewer's page: five views of one or more runs. All text of runs goes in as text, never as HTML.
+// The viewer's page: five views of one or more runs. All text of runs goes in as text, never as HTML, and as `printable` gives it.
 
 const COLORS = ["#2457c5", "#c2410c", "#18794e", "#8a3ffc", "#b45309", "#0e7490", "#be185d", "#57606a"];
 const CUT = { budget: "the budget", environment: "the environment", context: "the context", time: "the time limit", error: "an error" };
@@ -15,7 +15,8 @@ const isLive = stored === null;
 const cache = new Map();
 
 async function readRuns() {
-  return isLive ? (await fetch("runs")).json() : stored;
+  const read = isLive ? await (await fetch("runs")).json() : stored;
+  return read.map((run) => ({ ...run, name: printable(run.name) })); // for plots, too
 }
 
 async function readTrace(run, id) {
@@ -33,6 +34,9 @@ async function readTrace(run, id) {
 
 // Small helpers for the document.
 
+// Controls but tab and newline become escapes, with marks that reorder what a person reads.
+const printable = (text) => text.replace(/(?![\t\n])[\p{Cc}\p{Bidi_Control}]/gu, (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
+
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -40,7 +44,8 @@ function make(tag, attributes = {}, ...children) {
     else if (name === "class") element.className = value;
     else if (value !== false && value !== null) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  const there = children.filter((child) => child !== null && child !== undefined);
+  element.append(...there.map((child) => (child instanceof Node ? child : printable(String(child)))));
   return element;
 }
 
@@ -259,7 +264,7 @@ function time(root) {
   const run = runs[index];
   root.append(make("div", { class: "bar" }, choose("run", runs.map((one, index) => [String(index), one.name]), state.timeRun, (value) => { state.timeRun = Number(value); refresh(); }), make("span", { class: "dim" }, `seconds of a step by phase; a phase does not count what runs inside it${thinned(run)}`), ...timelineOf(run, index)), plot);
   const keys = Object.keys(run.metrics.values).filter((key) => key.startsWith("time/") && !key.startsWith("time/sync_") && key !== "time/step");
-  const parts = keys.map((key, index) => ({ x: run.metrics.steps, y: run.metrics.values[key].map((value) => value ?? 0), name: key.slice(5), stackgroup: "step", type: "scatter", line: { width: 0.5, color: COLORS[index % COLORS.length] } }));
+  const parts = keys.map((key, index) => ({ x: run.metrics.steps, y: run.metrics.values[key].map((value) => value ?? 0), name: printable(key.slice(5)), stackgroup: "step", type: "scatter", line: { width: 0.5, color: COLORS[index % COLORS.length] } }));
   draw(plot, parts, { showlegend: true, yaxis: { title: { text: "seconds" } }, xaxis: { title: { text: "step" } } });
 }
 
@@ -394,7 +399,7 @@ function transcript(trace, one, channelName, searched) {
     const answer = make("div", { class: "message agent" });
     for (let i = turn.start; i < turn.end; i++, sampled++) {
       const mine = sampled;
-      const token = make("span", { class: isSpecial(strings[i]) ? "token special" : "token", onmouseenter: () => { detail.textContent = numbersOf(one, strings[i], mine); } }, strings[i]);
+      const token = make("span", { class: isSpecial(strings[i]) ? "token special" : "token", onmouseenter: () => { detail.textContent = printable(numbersOf(one, strings[i], mine)); } }, strings[i]);
       const value = values?.[mine];
       if (value !== null && value !== undefined) {
         const shift = (value - middle(channelName)) / scale;
