@@ -205,7 +205,7 @@ def _accept(server: socket.socket, key: bytes) -> Link:
         while (left := end - time.monotonic()) > 0:
             ready = wait([server, *heard], left)
             gone = [*heard][:-_MOST_STRANGERS]
-            for connection in (one for one in heard if one in ready):
+            for connection in [peer for peer in heard if peer in ready]:
                 part = _received(connection, num_both + _NUM_PROOF - len(heard[connection]))
                 heard[connection] += part
                 both, said = heard[connection][:num_both], heard[connection][num_both:]
