@@ -5,6 +5,7 @@ prompt, and scores that are compared with hand-made ones.
 import datetime
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.held_out import reference_players
 from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks, reference_notes
-from ragen_mega.run.check import check_environments
+from ragen_mega.run.check import check_environments, task_notes
 from tests.support.prompts import first_seeds
 
 SUMS = [{"question": f"What is {n} + {n}?", "answer": 2 * n} for n in range(40)]
@@ -428,7 +429,9 @@ def test_paths_outlast_a_change_of_the_directory(
         make(name)
 
 
-PAGE = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "adapters.md").read_text()
+COMING_FROM = (DOCS / "coming_from.md").read_text()
 
 
 def test_the_examples_of_the_documentation_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,3 +463,41 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
             parse(["--tasks", "my_data.jsonl", *beside.split()])
     with pytest.raises(ValueError, match="--score does nothing without --tasks"):
         parse(["--score", "scored_by:score"])
+
+
+def test_the_start_says_that_messages_hide_how_an_answer_is_read(here: Path) -> None:
+    """TRL's chat data, of which an answer without tags would be invalid."""
+
+    def said(rows: list[dict[str, str]], *flags: str, **options: Any) -> list[str]:
+        name = write(
+            [
+                {"prompt": [*rows, {"role": "user", "content": f"{n}?"}], "answer": n}
+                for n in range(9)
+            ]
+        )
+        given = ["--environments", name, "--environment-options", json.dumps({name: options})]
+        return task_notes(parse([*given, *flags]).environment)
+
+    silent, telling = ([{"role": "system", "content": text}] for text in ("Be brief.", "<answer>"))
+    (note,) = said(silent)
+    assert (
+        "9 of 9 prompts are messages that do not mention <answer>" in note
+        and "answer_after" in note
+    )
+    assert not said(telling) and not said(silent, answer_after="")
+    assert not said(silent, "--system-prompt", "Write <answer> and </answer>.")
+    assert not said(silent, "--prompt-examples", "2")
+    write(SUMS)
+    assert not task_notes(parse(["--tasks", "my_data.jsonl"]).environment)
+
+
+def test_the_documented_command_reads_plain_answers_to_chat_data(here: Path) -> None:
+    command = COMING_FROM.partition("\n## TRL\n")[2].partition("```bash\n")[2].partition("```")[0]
+    name = write(
+        [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": n} for n in range(9)]
+    )
+    config = parse(shlex.split(command.replace("\\\n", " "))[2:]).environment
+    (group, *_) = evaluation_tasks(config, name, [(0, None)])
+    episode = group[0].make_episode()
+    number = episode.start(0)[-1].content.partition("?")[0].split()[-1]
+    assert episode.respond(number).info["success"]

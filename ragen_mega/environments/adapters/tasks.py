@@ -167,6 +167,19 @@ class FileTasks:
         """See `overlap_note`."""
         return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
 
+    @property
+    def form_note(self) -> str | None:
+        """A note on prompts that hide how an answer is read; None if there are none."""
+        prompts = [task.prompt for part in self._parts for task in part]
+        num_silent = sum(not isinstance(p, str) and "<answer>" not in text_of(p) for p in prompts)
+        if self._after is not None or self._server is not None or not num_silent:
+            return None
+        return (
+            f"{num_silent} of {len(prompts)} prompts are messages that do not mention <answer>, and"
+            " only what stands in <answer> </answer> counts as an answer; set the option"
+            ' answer_after, "" if the whole text is the answer'
+        )
+
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
         self.close()
