@@ -201,10 +201,11 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (here / "my_scores.py").write_text(
         "def close(answer, reference, row):\n"
         "    return 1 / (1 + abs(int(answer) - reference) * row['weight'])\n\n\n"
-        "def large(answer, reference, row):\n    return 2\n\n\n"
+        "def none(answer, reference, row):\n    return None\n\n\n"
         "def broken(answer, reference, row):\n    return row['missing']\n\n\n"
         "def short(answer, reference):\n    return 1\n\n\n"
-        "def words(answer, reference, row):\n    return int('no')\n"
+        "def words(answer, reference, row):\n    return int('no')\n\n\n"
+        "def nan(answer, reference, row):\n    return float('nan')\n"
     )
     name = write([row | {"weight": 3} for row in SUMS])
     world = make(name, score="my_scores:close")
@@ -213,10 +214,11 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result = calls.step(world, str(twice + 1))
     assert result.reward == 0.25 and not result.info["success"]
     for score, words in (
-        ("large", "0 to 1"),
+        ("none", "score none must be a finite number, not None"),
+        ("nan", "score nan must be a finite number, not nan"),
         ("broken", r"tasks:.* KeyError: 'missing' \(in broken, .*my_scores.py:10\)"),
         ("words", r"tasks:.* ValueError: .*'no' \(in words, .*my_scores.py:18\)"),
-        ("none", "cannot"),
+        ("absent", "cannot"),
         ("short", r"called with \(answer, reference, row\)"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
@@ -463,6 +465,23 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
             parse(["--tasks", "my_data.jsonl", *beside.split()])
     with pytest.raises(ValueError, match="--score does nothing without --tasks"):
         parse(["--score", "scored_by:score"])
+
+
+def test_a_score_is_any_finite_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score below 0 was an error, which another attempt replaced: the worst answers were lost."""
+    monkeypatch.syspath_prepend(here)
+    (here / "my_range.py").write_text(
+        "def score(answer, reference, row):\n    return 2 - abs(int(answer) - reference)\n"
+    )
+    world = make(write(SUMS), score="my_range:score", solved_at=1.5)
+    right = 2 * int(calls.reset(world, 0).split()[2])
+    for off, is_solved in ((0, True), (1, False), (9, False)):
+        calls.reset(world, 0)
+        result = calls.step(world, str(right + off))
+        assert (result.reward, result.info["success"]) == (2 - off, is_solved)
+    assert world.judge_references() is None
+    note = make(write(SUMS), score="my_range:score", solved_at=3).judge_references()
+    assert "references do not score 3" in note and "solved_at" in note
 
 
 def test_the_start_says_that_messages_hide_how_an_answer_is_read(here: Path) -> None:

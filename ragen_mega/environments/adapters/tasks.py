@@ -26,7 +26,7 @@ import numpy as np
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
-from ragen_mega.environments.calls import ROLES
+from ragen_mega.environments.calls import MAX_REWARD, ROLES
 from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import (
     Observation,
@@ -88,9 +88,9 @@ class _Task:
 
 
 class FileTasks:
-    """One row of a file, chosen by the seed: a prompt, one answer, a score from 0 to 1 as reward.
+    """One row of a file, chosen by the seed: a prompt, one answer, its score as reward.
 
-    A score of 1 is success. The answer is the text between the answer tags, or what follows the
+    A score of `solved_at` or more is success. The answer is the text between the answer tags, or what follows the
     last `answer_after` on its line. With the tools of MCP servers, turns with calls come before it.
     """
 
@@ -109,6 +109,7 @@ class FileTasks:
         answer_column: str | None = None,
         answer_after: str | None = None,
         score: str = "exact",
+        solved_at: float = 1.0,
         instruction: str | None = None,
         mcp: str | list[str] | None = None,
         mcp_tools: Sequence[str] = (),
@@ -120,12 +121,13 @@ class FileTasks:
         """`validation`: another file, for the evaluation; without one, `validation_share` of the
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
-        import path of a function `score(answer, reference, row)`. `mcp`: commands or URLs of
+        import path of a function `score(answer, reference, row)`; `solved_at`: least score of a
+        success. `mcp`: commands or URLs of
         servers; the other options about servers are options of `McpTools`. `directory`: folder that
         relative paths begin in, and that servers start in; a run sets its working directory.
 
         Raises ValueError for a file without usable rows, and for a score of the first row's
-        reference that is no number from 0 to 1.
+        reference that is no finite number.
         """
         columns = _Columns(prompt_column, answer_column, answer_after)
         file = _file(path_in(directory, path))
@@ -137,7 +139,7 @@ class FileTasks:
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
         self.num_tasks = len(self._tasks)
         self._parts = parts
-        self._score = _checked_score(score, file, columns)
+        self._score, self._solved_at = _checked_score(score, file, columns), solved_at
         self.instruction = instruction
         self._after = answer_after
         self._server = None
@@ -190,15 +192,16 @@ class FileTasks:
             assert self._server is not None  # only its tools are called
             return self._server.step(action)
         score = _judged(self._score, action, self._task)
-        verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
-        return StepResult(verdict, score, terminated=True, info={"success": score == 1})
+        is_solved = score >= self._solved_at
+        verdict = "Correct." if is_solved else f"Wrong: this scores {score:.3g}."
+        return StepResult(verdict, score, terminated=True, info={"success": is_solved})
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     def judge_references(self) -> str | None:
-        """Return a line if references do not score 1 as answers, for a sample of the rows; None if
+        """Return a line if references are no success as answers, for a sample of the rows; None if
         they do, or are no answers.
         """
         wrong, num_judged, deadline = [], 0, time.monotonic() + _SECONDS_TO_JUDGE
@@ -216,17 +219,18 @@ class FileTasks:
                 )
             except ValueError as error:
                 score = str(error)
-            if score != 1:
+            if isinstance(score, str) or score < self._solved_at:
                 wrong.append((task, references[0], score))
         if not wrong:
             return None
         task, reference, score = wrong[0]
         return (
-            f"{len(wrong)} of {num_judged} references do not score 1 when they are the answer, the"
-            f" first {reference!r:.60} ({score if isinstance(score, str) else f'{score:.3g}'}) of"
-            f" the prompt {text_of(task.prompt)!r:.60}: if references are answers, no policy"
-            " succeeds there; mend the score or the reference. A score that bounds its time by"
-            " signal.alarm needs --environment-processes"
+            f"{len(wrong)} of {num_judged} references do not score {self._solved_at:g} when they"
+            f" are the answer, the first {reference!r:.60}"
+            f" ({score if isinstance(score, str) else f'{score:.3g}'}) of the prompt"
+            f" {text_of(task.prompt)!r:.60}: if references are answers, no policy succeeds there;"
+            " mend the score or the reference, or set the option solved_at. A score that bounds its"
+            " time by signal.alarm needs --environment-processes"
         )
 
     def _parse(self, text: str) -> str | list[dict[str, Any]]:
@@ -512,9 +516,9 @@ def _judged(judge: Score, answer: str, task: _Task) -> float:
     """
     score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row))
     number = as_number(score)
-    if number is None or not 0 <= number <= 1:  # nan included
+    if number is None or not abs(number) <= MAX_REWARD:  # nan included
         raise ValueError(
-            f"the score {getattr(judge, '__qualname__', judge)} must be a number from 0 to 1, not"
+            f"the score {getattr(judge, '__qualname__', judge)} must be a finite number, not"
             f" {score!r:.60}; change the function"
         )
     return number
