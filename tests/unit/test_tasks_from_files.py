@@ -467,6 +467,26 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
         parse(["--score", "scored_by:score"])
 
 
+@pytest.mark.parametrize("after", ["####", "", None])
+def test_a_score_may_see_the_whole_completion(
+    here: Path, monkeypatch: pytest.MonkeyPatch, after: str | None
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "my_form.py").write_text(
+        "def score(answer, reference, row, completion):\n"
+        "    return len(completion) + len(answer) / 100\n"
+    )
+    world = make(write(SUMS), score="my_form:score", answer_after=after)
+    episode = Episode(world, EpisodeConfig(think=False))
+    text = {"####": "So\n#### 42", "": "So 42", None: "So <answer>42</answer>"}[after]
+    answer = text if after == "" else "42"
+    assert "[your answer]" in episode.start(0)[-1].content
+    assert episode.respond(text).reward == len(text) + len(answer) / 100
+    calls.reset(world, 0)
+    written = {"####": "#### 7", "": "7", None: "<answer> 7 </answer>"}[after]
+    assert calls.step(world, "7").reward == len(written) + 1 / 100, "a player that writes no text"
+
+
 def test_a_score_is_any_finite_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score below 0 was an error, which another attempt replaced: the worst answers were lost."""
     monkeypatch.syspath_prepend(here)

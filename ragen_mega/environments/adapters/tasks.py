@@ -37,7 +37,7 @@ from ragen_mega.environments.protocol import (
 )
 from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
-from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.registry import Registry, takes
 from ragen_mega.extensions.scalars import as_number
 from ragen_mega.system.json_lines import json_lines
 from ragen_mega.system.paths import expanded, path_in
@@ -68,7 +68,7 @@ _NUM_JUDGED, _SECONDS_TO_JUDGE = 16, 10.0
 
 T = TypeVar("T")
 Split = Literal["train", "validation"]
-Score = Callable[[str, Any, Mapping[str, Any]], float]
+Score = Callable[..., Any]
 _File = tuple[str, int, int]
 """Path, time of the last change in nanoseconds, bytes: the cache key of a file."""
 
@@ -90,8 +90,9 @@ class _Task:
 class FileTasks:
     """One row of a file, chosen by the seed: a prompt, one answer, its score as reward.
 
-    A score of `solved_at` or more is success. The answer is the text between the answer tags, or what follows the
-    last `answer_after` on its line. With the tools of MCP servers, turns with calls come before it.
+    A score of `solved_at` or more is success. The answer is the text between the answer tags, or
+    what follows the last `answer_after` on its line. With the tools of MCP servers, turns with
+    calls come before it.
     """
 
     splits = ("train", "validation")
@@ -121,8 +122,9 @@ class FileTasks:
         """`validation`: another file, for the evaluation; without one, `validation_share` of the
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
-        import path of a function `score(answer, reference, row)`; `solved_at`: least score of a
-        success. `mcp`: commands or URLs of
+        import path of a function `score(answer, reference, row)`, which gets the whole text of the
+        answer too if it has a parameter `completion`; `solved_at`: least score of a success. `mcp`:
+        commands or URLs of
         servers; the other options about servers are options of `McpTools`. `directory`: folder that
         relative paths begin in, and that servers start in; a run sets its working directory.
 
@@ -142,10 +144,11 @@ class FileTasks:
         self._score, self._solved_at = _checked_score(score, file, columns), solved_at
         self.instruction = instruction
         self._after = answer_after
+        self._completion: str | None = None
         self._server = None
-        if answer_after is not None:
+        if answer_after is not None or takes(self._score, "completion"):
             self.parse = self._parse
-            self.answer_format = f"{answer_after} [your answer]".strip()
+            self.answer_format = self._written("[your answer]")
         if mcp is None:
             self.max_turns = self.max_actions_per_turn = 1
         else:
@@ -184,6 +187,7 @@ class FileTasks:
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
+        self._completion = None
         self.close()
         return self._task.prompt
 
@@ -191,7 +195,8 @@ class FileTasks:
         if isinstance(action, dict):
             assert self._server is not None  # only its tools are called
             return self._server.step(action)
-        score = _judged(self._score, action, self._task)
+        said = self._written(action) if self._completion is None else self._completion
+        score = _judged(self._score, action, self._task, said)
         is_solved = score >= self._solved_at
         verdict = "Correct." if is_solved else f"Wrong: this scores {score:.3g}."
         return StepResult(verdict, score, terminated=True, info={"success": is_solved})
@@ -211,9 +216,10 @@ class FileTasks:
                 continue
             num_judged += 1
             try:
-                answer = self._parse(self._written(references[0]))
+                said = self._written(references[0])
+                answer = self._parse(said)
                 score: float | str = (
-                    _judged(self._score, answer, task)
+                    _judged(self._score, answer, task, said)
                     if isinstance(answer, str)
                     else "it is read as a call of tools"
                 )
@@ -234,6 +240,7 @@ class FileTasks:
         )
 
     def _parse(self, text: str) -> str | list[dict[str, Any]]:
+        self._completion = text
         if self._server is not None and OPEN in text:
             return tool_calls(text, self.tools)
         if self._after is None:
@@ -253,7 +260,7 @@ class FileTasks:
         if self._server is not None and draw.random() < 0.5:
             return random_call(self.tools, words_of(self._task.prompt), draw)
         answer = _listed(draw.choice(self._trained).reference)[0]
-        is_bare = self._after is None and self._server is None  # the tags are added
+        is_bare = not hasattr(self, "parse")  # the tags are added
         return str(answer) if is_bare else self._written(answer)
 
     def _written(self, answer: Any) -> str:
@@ -505,16 +512,19 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
-    SCORES.check_call(name, score, "answer", "reference", "row")
-    _judged(score, str(_listed(first.reference)[0]), first)
+    whole = {"completion": ...} if takes(score, "completion") else {}
+    SCORES.check_call(name, score, "answer", "reference", "row", **whole)
+    answer = str(_listed(first.reference)[0])
+    _judged(score, answer, first, answer)
     return score
 
 
-def _judged(judge: Score, answer: str, task: _Task) -> float:
-    """Return the score of an answer. The function gets copies, for the next answer to the task is
-    judged by the same row.
+def _judged(judge: Score, answer: str, task: _Task, completion: str) -> float:
+    """Return the score of an answer, which stands in a completion. The function gets copies, for
+    the next answer to the task is judged by the same row.
     """
-    score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row))
+    whole = {"completion": completion} if takes(judge, "completion") else {}
+    score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row), **whole)
     number = as_number(score)
     if number is None or not abs(number) <= MAX_REWARD:  # nan included
         raise ValueError(
