@@ -22,7 +22,7 @@ from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.tasks import exact, read_rows
 from ragen_mega.environments.boards import held_out_seeds
 from ragen_mega.environments.episode import Episode, EpisodeConfig
-from ragen_mega.environments.processes import end_hosts
+from ragen_mega.environments.processes import builder, end_hosts
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.held_out import reference_players
@@ -465,6 +465,37 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
             parse(["--tasks", "my_data.jsonl", *beside.split()])
     with pytest.raises(ValueError, match="--score does nothing without --tasks"):
         parse(["--score", "scored_by:score"])
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_turn_keeps_reference_and_score(here: Path, processes: int) -> None:
+    rows = [{"question": "?", "answer": "7"}, {"question": "!", "answer": "x" * 5000}]
+    name = write(rows)
+    config = EnvironmentConfig(name, environment_processes=processes)
+    found = {}
+    for seed in (0, 1):
+        options = {"validation": "my_data.jsonl"}
+        episode = Episode(builder(config, name, options)(), EpisodeConfig(think=False))
+        episode.start(seed)
+        found[seed] = episode.respond("<answer>7</answer>").info["outcome"]
+    assert found[0] == {"reference": "7", "score": 1.0}
+    assert found[1] == {"reference": "x" * 1000 + " ...", "score": 0.0}
+
+
+class Odd:
+    """A world whose `outcome` is no JSON, as other libraries may have it."""
+
+    def reset(self, seed: int) -> str:
+        return "?"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, True, False, {"outcome": {"board": object()}}
+
+
+def test_an_outcome_that_is_no_json_is_left_out() -> None:
+    episode = Episode(Odd(), EpisodeConfig(think=False))
+    episode.start(0)
+    assert "outcome" not in episode.respond("<answer>7</answer>").info
 
 
 @pytest.mark.parametrize("after", ["####", "", None])

@@ -29,6 +29,7 @@ from ragen_mega.environments.adapters.packages import required
 from ragen_mega.environments.calls import MAX_REWARD, ROLES
 from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import (
+    OUTCOME,
     Observation,
     StepResult,
     check_seed,
@@ -63,6 +64,8 @@ digits of its number.
 """
 _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
+_LONGEST_SHOWN = 1000
+"""Characters of a reference that is kept with a turn."""
 _NUM_JUDGED, _SECONDS_TO_JUDGE = 16, 10.0
 """Rows whose references a start has judged, at most, and the time after which it stops."""
 
@@ -85,6 +88,12 @@ class _Task:
     prompt: Observation
     reference: Any
     row: Mapping[str, Any]
+
+    @property
+    def shown(self) -> Any:
+        """The reference, or the beginning of the text of a long one."""
+        text = str(self.reference)
+        return self.reference if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 class FileTasks:
@@ -199,7 +208,9 @@ class FileTasks:
         score = _judged(self._score, action, self._task, said)
         is_solved = score >= self._solved_at
         verdict = "Correct." if is_solved else f"Wrong: this scores {score:.3g}."
-        return StepResult(verdict, score, terminated=True, info={"success": is_solved})
+        outcome = {"reference": self._task.shown, "score": score}
+        info = {"success": is_solved, OUTCOME: outcome}
+        return StepResult(verdict, score, terminated=True, info=info)
 
     def close(self) -> None:
         if self._server is not None:
