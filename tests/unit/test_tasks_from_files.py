@@ -164,7 +164,8 @@ def test_the_shapes_of_other_data_sets(here: Path) -> None:
         assert (result.reward, result.terminated, result.info["success"]) == (1.0, True, True)
     write([verl | {"prompt": said[1:]}] * 2, "my_test.jsonl")
     alone = make("tasks:my_test.jsonl", validation="my_test.jsonl")
-    assert calls.reset(alone, 0) == "2 + 2?", "our prompt can tell the format"
+    (only,) = Episode(alone, EpisodeConfig()).start(0)
+    assert (only.role, only.content) == ("user", "2 + 2?"), "as a list it is read as it is"
 
 
 def test_an_episode_is_one_answer_in_the_form_that_the_prompt_says(here: Path) -> None:

@@ -576,19 +576,16 @@ def _paths(row: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _observation(place: str, prompt: Any) -> Observation:
-    """Return a text, or messages; a single message of the user is a text too."""
+    """Return a text, which our prompt wraps, or messages, which the policy sees as they are."""
     if isinstance(prompt, str):
         return prompt
     try:
-        messages = tuple(as_texts(read_messages("prompt", prompt)))
+        return tuple(as_texts(read_messages("prompt", prompt)))
     except RequestError as error:
         raise ValueError(
             f"{place}: a prompt must be a text, or a list of messages with a role (one of"
             f" {', '.join(ROLES)}) and a text as content: {error}"
         ) from None
-    if len(messages) == 1 and messages[0].role == "user":
-        return messages[0].content
-    return messages
 
 
 def _listed(reference: Any) -> list[Any]:
