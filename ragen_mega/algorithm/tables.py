@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.registry import Registry, takes
 from ragen_mega.system.addresses import check_addresses
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
@@ -212,6 +212,11 @@ def is_judge(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def judges_tasks(name: str) -> bool:
+    """Return whether a reward is a function of TRL's form, which tasks of files call themselves."""
+    return not is_judge(name) and name != TEACHER and takes(REWARDS.check(name), "completions")
+
+
 def _check_address(url: str) -> None:
     """Raise ValueError unless a judge can be asked there."""
     check_addresses(url)
@@ -252,7 +257,7 @@ def parse_reward(text: str) -> dict[str, float]:
                     f"the weight of {TEACHER} must not be negative ({weight:g} would drive the"
                     ' policy away from it); write e.g. --reward "environment + 0.1*teacher"'
                 )
-        else:
+        elif not judges_tasks(term["name"]):
             REWARDS.check_call(term["name"], REWARDS.check(term["name"]), "trajectory")
         terms[term["name"]] = weight
         position = term.end()

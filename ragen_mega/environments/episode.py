@@ -436,5 +436,5 @@ def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[st
         "num_actions": len(results),
         "actions": parsed.actions[: len(results)],
         "thought": parsed.thought,
-        **{OUTCOME: last.info[OUTCOME] for last in results[-1:] if OUTCOME in last.info},
+        **{key: kept for last in results[-1:] for key, kept in last.info.items() if key == OUTCOME},
     }

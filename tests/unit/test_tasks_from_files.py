@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragen_mega.algorithm.rewards import shape_trajectory
 from ragen_mega.config import EnvironmentConfig, parse
+from ragen_mega.data.types import Completion, Trajectory
 from ragen_mega.environments import calls
 from ragen_mega.environments.adapters.tasks import exact, read_rows
 from ragen_mega.environments.boards import held_out_seeds
@@ -26,7 +28,12 @@ from ragen_mega.environments.processes import builder, end_hosts
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
 from ragen_mega.rollout.held_out import reference_players
-from ragen_mega.rollout.tasks import evaluation_prompts, evaluation_tasks, reference_notes
+from ragen_mega.rollout.tasks import (
+    episode_maker,
+    evaluation_prompts,
+    evaluation_tasks,
+    reference_notes,
+)
 from ragen_mega.run.check import check_environments, task_notes
 from tests.support.prompts import first_seeds
 
@@ -562,13 +569,69 @@ def test_the_start_says_that_messages_hide_how_an_answer_is_read(here: Path) -> 
     assert not task_notes(parse(["--tasks", "my_data.jsonl"]).environment)
 
 
-def test_the_documented_command_reads_plain_answers_to_chat_data(here: Path) -> None:
-    command = COMING_FROM.partition("\n## TRL\n")[2].partition("```bash\n")[2].partition("```")[0]
-    name = write(
-        [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": n} for n in range(9)]
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_the_documented_example_of_trl_pays_as_trl_does(
+    here: Path, monkeypatch: pytest.MonkeyPatch, processes: str
+) -> None:
+    """Reward functions of TRL, called by hand as `GRPOTrainer` does, and by the documented command
+    for plain answers to chat data.
+    """
+    block = COMING_FROM.partition("\n## TRL\n")[2].partition("```bash\n")[2].partition("```")[0]
+    files, _, command = block.partition("\nbash ")
+    subprocess.run(["bash", "-ec", files], check=True)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    end_hosts()  # of other tests, which have another path
+    words = shlex.split(command.replace("\\\n", " "))[1:]
+    config = parse([*words, "--environment-processes", processes]).located()
+    assert config.located() == config
+    name, world = "tasks:my_chat.jsonl", config.environment
+    check_environments(world)
+    assert not task_notes(world) and not reference_notes(world)
+    episode = episode_maker(world, name)()
+    rows = {row["prompt"][0]["content"]: row for row in read_rows("my_chat.jsonl")}
+    from my_rewards import correctness, form
+
+    for said in ("It is {}.", "It is #### {}", "####", "one"):
+        row = rows[episode.start(0)[-1].content]
+        text = said.format(row["solution"])
+        completions = [[{"role": "assistant", "content": text}]]
+        columns = {"prompts": [row["prompt"]], "solution": [row["solution"]]}
+        right, formed = (f(completions=completions, **columns)[0] for f in (correctness, form))
+        result = episode.respond(text)
+        assert (result.reward, result.info["success"]) == (right, right == 1.0)
+        trajectory = Trajectory(0, environment=name)
+        turn = trajectory.append_action(Completion([1], [0.0], "stop"))
+        turn.reward, turn.info = result.reward, result.info
+        shaped = shape_trajectory(trajectory, config.advantage.reward_terms)
+        assert shaped.total_reward == pytest.approx(right + 0.2 * formed)
+
+
+def test_a_reward_function_of_trl_as_a_score(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "my_trl.py").write_text(
+        "def text(prompts, completions, answer):\n"
+        "    assert completions[0] == str(answer[0]) and prompts[0].startswith('What')\n"
+        "    return [2]\n\n\n"
+        "def skips(completions, **kwargs):\n    return [None]\n\n\n"
+        "def none(completions, **kwargs):\n    return None\n\n\n"
+        "def two(completions, **kwargs):\n    return [1, 2]\n\n\n"
+        "def other(completions, solution, **kwargs):\n    return [1]\n\n\n"
+        "async def later(completions, **kwargs):\n    return [1]\n"
     )
-    config = parse(shlex.split(command.replace("\\\n", " "))[2:]).environment
-    (group, *_) = evaluation_tasks(config, name, [(0, None)])
-    episode = group[0].make_episode()
-    number = episode.start(0)[-1].content.partition("?")[0].split()[-1]
-    assert episode.respond(number).info["success"]
+    name = write(SUMS)
+    for score, reward in (("text", 2.0), ("skips", 0.0)):
+        world = make(name, score=f"my_trl:{score}", answer_after="")
+        episode = Episode(world, EpisodeConfig(think=False))
+        number = 2 * int(episode.start(0)[-1].content.partition("What is ")[2].split()[0])
+        assert episode.respond(str(number)).reward == reward
+    for score, words in (
+        ("none", "must be a finite number, not None"),
+        ("two", r"must be a finite number, not \[1, 2\]"),
+        ("other", "missing a required argument: 'solution'"),
+        ("later", "coroutine"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(name, score=f"my_trl:{score}")
+    with pytest.raises(ValueError, match="my_trl:skips .*judges tasks of a file.* bandit"):
+        parse(["--environments", "bandit", "--reward", "environment + 0.1*my_trl:skips"])

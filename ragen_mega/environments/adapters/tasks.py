@@ -7,6 +7,7 @@ The columns that are looked for are the columns of verl's and TRL's data sets.
 import base64
 import copy
 import datetime
+import inspect
 import json
 import math
 import random
@@ -66,6 +67,8 @@ _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
 _LONGEST_SHOWN = 1000
 """Characters of a reference that is kept with a turn."""
+_LISTED = "completions"
+"""Parameter by which a reward function of TRL is known, which judges lists."""
 _NUM_JUDGED, _SECONDS_TO_JUDGE = 16, 10.0
 """Rows whose references a start has judged, at most, and the time after which it stops."""
 
@@ -120,6 +123,7 @@ class FileTasks:
         answer_after: str | None = None,
         score: str = "exact",
         solved_at: float = 1.0,
+        terms: Sequence[str] = (),
         instruction: str | None = None,
         mcp: str | list[str] | None = None,
         mcp_tools: Sequence[str] = (),
@@ -132,8 +136,9 @@ class FileTasks:
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
         import path of a function `score(answer, reference, row)`, which gets the whole text of the
-        answer too if it has a parameter `completion`; `solved_at`: least score of a success. `mcp`:
-        commands or URLs of
+        answer too if it has a parameter `completion`, or of a reward function of TRL, which has a
+        parameter `completions`; `solved_at`: least score of a success; `terms`: further functions
+        of TRL, whose scores `--reward` weighs. `mcp`: commands or URLs of
         servers; the other options about servers are options of `McpTools`. `directory`: folder that
         relative paths begin in, and that servers start in; a run sets its working directory.
 
@@ -151,11 +156,14 @@ class FileTasks:
         self.num_tasks = len(self._tasks)
         self._parts = parts
         self._score, self._solved_at = _checked_score(score, file, columns), solved_at
+        self._terms = {name: _checked_score(name, file, columns) for name in terms}
         self.instruction = instruction
         self._after = answer_after
         self._completion: str | None = None
         self._server = None
-        if answer_after is not None or takes(self._score, "completion"):
+        judges = (self._score, *self._terms.values())
+        listens = any(takes(each, name) for each in judges for name in ("completion", _LISTED))
+        if answer_after is not None or listens:
             self.parse = self._parse
             self.answer_format = self._written("[your answer]")
         if mcp is None:
@@ -205,11 +213,12 @@ class FileTasks:
             assert self._server is not None  # only its tools are called
             return self._server.step(action)
         said = self._written(action) if self._completion is None else self._completion
-        score = _judged(self._score, action, self._task, said)
+        judges = {"score": self._score, **self._terms}
+        scores = {name: _judged(it, action, self._task, said) for name, it in judges.items()}
+        score = scores["score"]
         is_solved = score >= self._solved_at
         verdict = "Correct." if is_solved else f"Wrong: this scores {score:.3g}."
-        outcome = {"reference": self._task.shown, "score": score}
-        info = {"success": is_solved, OUTCOME: outcome}
+        info = {"success": is_solved, OUTCOME: {"reference": self._task.shown, **scores}}
         return StepResult(verdict, score, terminated=True, info=info)
 
     def close(self) -> None:
@@ -523,19 +532,47 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
-    whole = {"completion": ...} if takes(score, "completion") else {}
-    SCORES.check_call(name, score, "answer", "reference", "row", **whole)
     answer = str(_listed(first.reference)[0])
+    if takes(score, _LISTED):
+        SCORES.check_call(name, score, **_of_lists(score, first, answer))
+    else:
+        whole = {"completion": ...} if takes(score, "completion") else {}
+        SCORES.check_call(name, score, "answer", "reference", "row", **whole)
     _judged(score, answer, first, answer)
     return score
+
+
+def _of_lists(judge: Score, task: _Task, completion: str) -> dict[str, list[Any]]:
+    """Return what a reward function of TRL gets of one completion, as TRL gives it: lists of one,
+    and a list of each column, of which a function without **kwargs gets what it names.
+    """
+    prompt: Any = task.prompt
+    said: Any = completion
+    if not isinstance(prompt, str):
+        prompt = [{"role": message.role, "content": message.text} for message in prompt]
+        said = [{"role": "assistant", "content": completion}]
+    columns = {
+        key: [value] for key, value in task.row.items() if key not in ("prompt", "completion")
+    }
+    given = columns | {"prompts": [task.row.get("prompt", prompt)], _LISTED: [said]}
+    known = inspect.signature(judge).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return given
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _judged(judge: Score, answer: str, task: _Task, completion: str) -> float:
     """Return the score of an answer, which stands in a completion. The function gets copies, for
     the next answer to the task is judged by the same row.
     """
-    whole = {"completion": completion} if takes(judge, "completion") else {}
-    score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row), **whole)
+    task = copy.deepcopy(task)
+    if takes(judge, _LISTED):
+        score = judge(**_of_lists(judge, task, completion))
+        if isinstance(score, Sequence) and len(score) == 1:
+            score = score[0] or 0.0  # None is TRL's "not applicable"
+    else:
+        whole = {"completion": completion} if takes(judge, "completion") else {}
+        score = judge(answer, task.reference, task.row, **whole)
     number = as_number(score)
     if number is None or not abs(number) <= MAX_REWARD:  # nan included
         raise ValueError(
