@@ -199,6 +199,9 @@ def test_an_episode_is_one_answer_in_the_form_that_the_prompt_says(here: Path) -
         assert baselines(name, first_seeds(8), EpisodeConfig(), options).random < 0.5
     told = Episode(make(name, instruction="Solve."), EpisodeConfig())
     assert "Solve." in told.start(0)[1].content
+    chat = [{"prompt": [{"role": "user", "content": f"{n}?"}], "answer": n} for n in range(9)]
+    with pytest.raises(ValueError, match="instruction .* messages"):
+        make(write(chat, "my_chat.jsonl"), instruction="Solve.")
     unread = Episode(make(name, answer_after="####"), EpisodeConfig())
     unread.start(0)
     assert not unread.respond("sum</think>12").info["is_format_valid"]
@@ -244,6 +247,7 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ('{"question": "?", "solution": {"value": 1}}\n' * 2, "solution.value"),
         ('{"text": "?", "answer": 1}\n' * 2, "prompt or question"),
         ('{"question": [{"role": "user"}], "answer": 1}\n', "content"),
+        ('{"question": [{"role": "assistant", "content": "So"}], "answer": 1}\n', "assistant's"),
         ('{"question": "?", "answer": 1}\n' * 3, "validation"),
         (
             '{"question": "?", "answer": {"a": 1}}\n{"question": "!", "answer": {"a": 1}}\n',

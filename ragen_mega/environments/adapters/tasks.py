@@ -157,6 +157,11 @@ class FileTasks:
         self._parts = parts
         self._score, self._solved_at = _checked_score(score, file, columns), solved_at
         self._terms = {name: _checked_score(name, file, columns) for name in terms}
+        if instruction is not None and not all(isinstance(p, str) for p in self._prompts):
+            raise ValueError(
+                f"instruction stands before prompts that are texts, and prompts of {path} are"
+                " messages, which are read as they are; write it into them, or give --system-prompt"
+            )
         self.instruction = instruction
         self._after = answer_after
         self._completion: str | None = None
@@ -185,6 +190,10 @@ class FileTasks:
             self.random_answer = self._random_answer
 
     @property
+    def _prompts(self) -> list[Observation]:
+        return [task.prompt for part in self._parts for task in part]
+
+    @property
     def split_note(self) -> str | None:
         """See `overlap_note`."""
         return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
@@ -192,7 +201,7 @@ class FileTasks:
     @property
     def form_note(self) -> str | None:
         """A note on prompts that hide how an answer is read; None if there are none."""
-        prompts = [task.prompt for part in self._parts for task in part]
+        prompts = self._prompts
         num_silent = sum(not isinstance(p, str) and "<answer>" not in text_of(p) for p in prompts)
         if self._after is not None or self._server is not None or not num_silent:
             return None
@@ -617,12 +626,19 @@ def _observation(place: str, prompt: Any) -> Observation:
     if isinstance(prompt, str):
         return prompt
     try:
-        return tuple(as_texts(read_messages("prompt", prompt)))
+        messages = tuple(as_texts(read_messages("prompt", prompt)))
     except RequestError as error:
         raise ValueError(
             f"{place}: a prompt must be a text, or a list of messages with a role (one of"
             f" {', '.join(ROLES)}) and a text as content: {error}"
         ) from None
+    if messages and messages[-1].role == "assistant":
+        raise ValueError(
+            f"{place}: the last message of a prompt must not be the assistant's, for the chat"
+            " template ends it and the policy would begin another; drop it, or say it in a message"
+            " of the user"
+        )
+    return messages
 
 
 def _listed(reference: Any) -> list[Any]:
