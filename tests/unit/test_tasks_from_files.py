@@ -479,6 +479,23 @@ def test_tasks_stand_for_an_environment(here: Path) -> None:
         parse(["--score", "scored_by:score"])
 
 
+def test_a_row_needs_no_reference_beside_a_score_of_ones_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "my_length.py").write_text(
+        "def score(answer, reference, row):\n    return len(answer) if reference is None else -1\n"
+    )
+    name = write([{"question": f"{n}?"} for n in range(9)])
+    world = make(name, score="my_length:score")
+    calls.reset(world, 0)
+    assert calls.step(world, "four").reward == 4
+    assert world.judge_references() is None and not hasattr(world, "random_answer")
+    for options in ({}, {"score": "my_length:score", "answer_column": "key"}):
+        with pytest.raises(ValueError, match="must have (answer|key)"):
+            make(name, **options)
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_turn_keeps_reference_and_score(here: Path, processes: int) -> None:
     rows = [{"question": "?", "answer": "7"}, {"question": "!", "answer": "x" * 5000}]

@@ -84,6 +84,8 @@ class _Columns:
     prompt: str | None
     answer: str | None
     after: str | None
+    is_compared: bool = True
+    """Whether the score needs a reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ class FileTasks:
         Raises ValueError for a file without usable rows, and for a score of the first row's
         reference that is no finite number.
         """
-        columns = _Columns(prompt_column, answer_column, answer_after)
+        is_compared = score == "exact" or answer_column is not None
+        columns = _Columns(prompt_column, answer_column, answer_after, is_compared)
         file = _file(path_in(directory, path))
         if validation is None:
             parts = _parts(file, columns, validation_share)
@@ -241,7 +244,8 @@ class FileTasks:
         wrong, num_judged, deadline = [], 0, time.monotonic() + _SECONDS_TO_JUDGE
         for task in self._tasks[:: -(-len(self._tasks) // _NUM_JUDGED)]:
             references = _listed(task.reference)
-            if not references or isinstance(references[0], Mapping) or time.monotonic() > deadline:
+            is_answer = references and not isinstance(references[0], Mapping | None)
+            if not is_answer or time.monotonic() > deadline:
                 continue
             num_judged += 1
             try:
@@ -463,7 +467,9 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
     for number, row in enumerate(_rows(file), start=1):
         place = f"row {number} of {file[0]}"
         prompt = _column(place, row, "prompt_column", columns.prompt, PROMPTS)
-        reference = _column(place, row, "answer_column", columns.answer, ANSWERS)
+        reference = _column(
+            place, row, "answer_column", columns.answer, ANSWERS, is_needed=columns.is_compared
+        )
         if columns.after and isinstance(reference, str):
             reference = _cut(reference, columns.after) or reference
         tasks.append(_Task(_observation(place, prompt), reference, row))
@@ -531,7 +537,7 @@ def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
 @lru_cache(maxsize=16)
 def _is_short(file: _File, columns: _Columns) -> bool:
     return all(
-        not isinstance(answer, Mapping) and len(str(answer)) <= _LONGEST_DRAWN
+        not isinstance(answer, Mapping | None) and len(str(answer)) <= _LONGEST_DRAWN
         for task in _tasks(file, columns)
         for answer in _listed(task.reference)[:1]
     )
@@ -541,7 +547,7 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
-    answer = str(_listed(first.reference)[0])
+    answer = "" if first.reference is None else str(_listed(first.reference)[0])
     if takes(score, _LISTED):
         SCORES.check_call(name, score, **_of_lists(score, first, answer))
     else:
@@ -574,14 +580,13 @@ def _judged(judge: Score, answer: str, task: _Task, completion: str) -> float:
     """Return the score of an answer, which stands in a completion. The function gets copies, for
     the next answer to the task is judged by the same row.
     """
-    task = copy.deepcopy(task)
     if takes(judge, _LISTED):
-        score = judge(**_of_lists(judge, task, completion))
+        score = judge(**copy.deepcopy(_of_lists(judge, task, completion)))
         if isinstance(score, Sequence) and len(score) == 1:
             score = score[0] or 0.0  # None is TRL's "not applicable"
     else:
         whole = {"completion": completion} if takes(judge, "completion") else {}
-        score = judge(answer, task.reference, task.row, **whole)
+        score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row), **whole)
     number = as_number(score)
     if number is None or not abs(number) <= MAX_REWARD:  # nan included
         raise ValueError(
@@ -592,9 +597,15 @@ def _judged(judge: Score, answer: str, task: _Task, completion: str) -> float:
 
 
 def _column(
-    place: str, row: Mapping[str, Any], option: str, name: str | None, known: Sequence[str]
+    place: str,
+    row: Mapping[str, Any],
+    option: str,
+    name: str | None,
+    known: Sequence[str],
+    *,
+    is_needed: bool = True,
 ) -> Any:
-    """Return the first of these columns that the row has."""
+    """Return the first of these columns that the row has, else None if none is needed."""
     names, columns = [name] if name else known, [*_paths(row)]
     for path in names:
         value: Any = row
@@ -602,6 +613,8 @@ def _column(
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != []:
             return value
+    if not is_needed:
+        return None
     if empty := [path for path in names if path in columns]:
         raise ValueError(
             f"{place} must have a value in {empty[0]}, which is null, NaN or an empty list; drop"
