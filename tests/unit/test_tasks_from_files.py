@@ -2,6 +2,7 @@
 prompt, and scores that are compared with hand-made ones.
 """
 
+import csv
 import datetime
 import json
 import math
@@ -276,6 +277,29 @@ def test_rows_for_a_world_of_ones_own_follow_the_file(here: Path) -> None:
     assert len(read_rows("my_data.jsonl")) == 3
 
 
+def test_csv_holds_the_same_rows(here: Path) -> None:
+    """Cells are texts, which `exact` compares as numbers; spreadsheets write a byte order mark."""
+    with open("my_data.csv", "w", encoding="utf-8-sig", newline="") as file:
+        table = csv.DictWriter(file, ["question", "answer", "more"])
+        table.writeheader()
+        table.writerows(row | {"question": row["question"] + ' "so",\nhe said'} for row in SUMS)
+    rows = read_rows("my_data.csv")
+    assert [row["answer"] for row in rows] == [str(row["answer"]) for row in SUMS]
+    assert rows[0] == {"question": 'What is 0 + 0? "so",\nhe said', "answer": "0", "more": None}
+    world = make("tasks:my_data.csv")
+    twice = 2 * int(calls.reset(world, 3).split()[2])
+    assert calls.step(world, str(twice)).info["success"]
+    for text, words in (
+        ("question,answer\n?,1\n!,2,3\n", "line 3 must be CSV .*more cells than the header"),
+        ('question,answer\n?,1\n"!"x,2\n', "line 3 must be CSV"),
+        ("question,answer\n?,1\n\n!,\n", "line 4 of .* must have a value in answer"),
+    ):
+        (here / "my_data.csv").write_text(text)
+        with pytest.raises(ValueError, match=words) as caught:
+            make("tasks:my_data.csv")
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.skipif(find_spec("pyarrow") is not None, reason="the extra parquet is installed")
 def test_parquet_needs_an_extra(here: Path) -> None:
     (here / "my_data.parquet").write_bytes(b"")
@@ -344,15 +368,15 @@ def test_rows_have_the_values_of_json(here: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ('"\\ud83d"', "row 2 .*column answer: .*surrogates"),
-        ("NaN", "row 2 .*must have a value in answer"),
-        ("-Infinity", "row 2 .*must have a value in answer"),
-        ("1e999", "row 2 .*must have a value in answer"),
+        ('"\\ud83d"', "line 4 .*column answer: .*surrogates"),
+        ("NaN", "line 4 .*must have a value in answer"),
+        ("-Infinity", "line 4 .*must have a value in answer"),
+        ("1e999", "line 4 .*must have a value in answer"),
     ],
 )
 def test_a_value_that_json_does_not_know_is_named(here: Path, answer: str, words: str) -> None:
     row = '{"question": "?", "answer": %s}\n'
-    (here / "my_data.jsonl").write_text(row % 1 + row % answer)
+    (here / "my_data.jsonl").write_text(row % 1 + "\n\n" + row % answer)
     with pytest.raises(ValueError, match=words) as caught:
         make("tasks:my_data.jsonl")
     assert "\n" not in str(caught.value)
@@ -501,6 +525,7 @@ def test_a_turn_keeps_reference_and_score(here: Path, processes: int) -> None:
     rows = [{"question": "?", "answer": "7"}, {"question": "!", "answer": "x" * 5000}]
     name = write(rows)
     config = EnvironmentConfig(name, environment_processes=processes)
+    end_hosts()  # of other tests, which have another path
     found = {}
     for seed in (0, 1):
         options = {"validation": "my_data.jsonl"}

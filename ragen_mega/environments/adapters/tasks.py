@@ -6,6 +6,7 @@ The columns that are looked for are the columns of verl's and TRL's data sets.
 
 import base64
 import copy
+import csv
 import datetime
 import inspect
 import json
@@ -320,9 +321,9 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
 
 
 def read_rows(path: str) -> Sequence[dict[str, Any]]:
-    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
-    are kept in memory until the file changes; a row that is looked up is a copy. Values are of
-    JSON's types, see `_as_json`.
+    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`) or
+    CSV (`.csv`). They are kept in memory until the file changes; a row that is looked up is a copy.
+    Values are of JSON's types, see `_as_json`.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
@@ -385,21 +386,45 @@ def _unreadable(path: str, error: OSError) -> str:
     )
 
 
-@lru_cache(maxsize=16)
 def _rows(file: _File) -> tuple[dict[str, Any], ...]:
+    return tuple(_placed_rows(file).values())
+
+
+@lru_cache(maxsize=16)
+def _placed_rows(file: _File) -> dict[str, dict[str, Any]]:
+    """Return place in the file, for people -> row."""
     path = file[0]
+    found: Iterator[tuple[int, dict[str, Any]]]
     try:
-        is_table = path.endswith(".parquet")
-        found = _parquet_rows(path) if is_table else (row for _, row in json_lines(path))
-        rows = tuple(
-            {name: _value(number, path, name, value) for name, value in row.items()}
-            for number, row in enumerate(found, start=1)
-        )
+        if path.endswith(".parquet"):
+            word, found = "row", enumerate(_parquet_rows(path), start=1)
+        else:
+            word, found = "line", _csv_rows(path) if path.endswith(".csv") else json_lines(path)
+        rows = {}
+        for number, row in found:
+            place = f"{word} {number} of {path}"
+            rows[place] = {name: _value(place, name, value) for name, value in row.items()}
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
     if not rows:
         raise ValueError(f"{path} must hold rows and has none; write one JSON object a line")
     return rows
+
+
+def _csv_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a table with a header, and the lines in which they end; an empty cell is
+    null.
+    """
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        table = reader.reader  # which knows the line of an error
+        try:
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"it has more cells than the header: {row[None]!r:.60}")
+                yield table.line_num, {name: value or None for name, value in row.items()}
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{path}, line {table.line_num} must be CSV ({error})") from None
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -421,13 +446,11 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
-def _value(number: int, path: str, column: str, value: Any) -> Any:
+def _value(place: str, column: str, value: Any) -> Any:
     try:
         return _as_json(value)
     except ValueError as error:
-        raise ValueError(
-            f"row {number} of {path}, column {column}: {error}; write it as a text"
-        ) from None
+        raise ValueError(f"{place}, column {column}: {error}; write it as a text") from None
 
 
 def _as_json(value: Any) -> Any:
@@ -464,8 +487,7 @@ def _as_json(value: Any) -> Any:
 @lru_cache(maxsize=16)
 def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
     tasks = []
-    for number, row in enumerate(_rows(file), start=1):
-        place = f"row {number} of {file[0]}"
+    for place, row in _placed_rows(file).items():
         prompt = _column(place, row, "prompt_column", columns.prompt, PROMPTS)
         reference = _column(
             place, row, "answer_column", columns.answer, ANSWERS, is_needed=columns.is_compared
