@@ -229,6 +229,7 @@ def judge(url: str, group: TrajectoryGroup) -> list[float]:
 
 def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
     """Return the rewards of the turns of each member."""
+    answers: Any
     if is_judge(name):
         answers = judge(name, group)
     elif judges_tasks(name):  # the task has called it; it gives a malformed answer nothing

@@ -175,7 +175,7 @@ REWARDS = Registry(
         "group_relative": f"{_REWARDS}:group_relative",
     },
     remedy="change its parameters (docs/extending.md); a judge of answers to --tasks is given by"
-    " --score",
+    " --score, or has a parameter completions",
 )
 """`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`; or
 `reward(group) -> one such answer for each of its trajectories`.

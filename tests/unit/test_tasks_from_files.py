@@ -231,7 +231,7 @@ def test_a_score_of_ones_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("broken", r"tasks:.* KeyError: 'missing' \(in broken, .*my_scores.py:10\)"),
         ("words", r"tasks:.* ValueError: .*'no' \(in words, .*my_scores.py:18\)"),
         ("absent", "cannot"),
-        ("short", r"called with \(answer, reference, row\)"),
+        ("short", r"called with \(answer, reference, row\).*docs/adapters.md"),
     ):
         with pytest.raises(ValueError, match=words) as caught:
             make(name, score=f"my_scores:{score}")
@@ -275,6 +275,15 @@ def test_rows_for_a_world_of_ones_own_follow_the_file(here: Path) -> None:
     assert [*read_rows("my_data.jsonl")] == SUMS
     write(SUMS[:3])
     assert len(read_rows("my_data.jsonl")) == 3
+
+
+def test_equal_prompts_with_several_references_are_told(here: Path) -> None:
+    said = {}
+    for answers in ("11", "12"):
+        rows = [{"question": "?", "answer": answer} for answer in answers]
+        said[answers] = make(write([*SUMS, *rows], f"my_{answers}.jsonl")).split_note
+    assert "1 of 42 tasks repeat" in said["11"] and "several references" not in said["11"]
+    assert "1 of 42 tasks repeat" in said["12"] and "1 prompts have several" in said["12"]
 
 
 def test_csv_holds_the_same_rows(here: Path) -> None:

@@ -9,6 +9,7 @@ import copy
 import csv
 import datetime
 import inspect
+import itertools
 import json
 import math
 import random
@@ -48,7 +49,12 @@ from ragen_mega.system.paths import expanded, path_in
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
 """Columns that are looked for, the first that a row has; a dot leads into an object."""
-SCORES = Registry("task score", "--score", {"exact": f"{__name__}:exact"})
+SCORES = Registry(
+    "task score",
+    "--score",
+    {"exact": f"{__name__}:exact"},
+    remedy="change its parameters (docs/adapters.md, tasks from a file)",
+)
 _NUMBER = re.compile(
     r"([-+]?)[$\u20ac\u00a3\u00a5]?([-+]?)"  # $, euro, pound, yen
     r"((?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?: ?/ ?(\d+))? ?(%?)"
@@ -199,8 +205,17 @@ class FileTasks:
 
     @property
     def split_note(self) -> str | None:
-        """See `overlap_note`."""
-        return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
+        """See `overlap_note`; of equal prompts also how many have different references."""
+        note = overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
+        references: dict[str, set[int]] = {}
+        for task in itertools.chain(*self._parts) if note else ():
+            references.setdefault(_prompt_text(task), set()).add(hash(str(task.reference)))
+        if num_apart := sum(len(found) > 1 for found in references.values()):
+            return (
+                f"{note}. {num_apart} prompts have several references, of which an answer can meet"
+                " one alone; write those that are right as one list"
+            )
+        return note
 
     @property
     def form_note(self) -> str | None:
