@@ -509,11 +509,14 @@ def reference_notes(config: EnvironmentConfig) -> list[str]:
 
 def check_first_prompts(
     config: StarPOConfig, prompts: Mapping[str, Sequence[Prompt]], renderer: ChatRenderer
-) -> None:
+) -> list[str]:
     """Raise ValueError if the first of the `prompts` that an environment is evaluated on, or one
-    that it is trained on, fills the context. One that does not begin may be away for a moment.
+    that it is trained on, fills the context, or if the longest row of a file does. One that does
+    not begin may be away for a moment. Returns notes on rows that leave a loaded model less than
+    the length of an answer.
     """
-    world = config.environment
+    world, room = config.environment, config.rollout.max_context_length
+    notes = []
     first = [
         (name, episode_maker(world, name, options=world.evaluation_options(name)), *states[0])
         for name, states in prompts.items()
@@ -524,10 +527,25 @@ def check_first_prompts(
     ]
     for name, make_episode, seed, board in first + trained:
         with briefly(name, make_episode, world.environment_timeout) as (worker, episode):
-            try:
-                messages = worker.wait(partial(episode.start, seed, outcome_seed=seed, board=board))
-            except EnvironmentFailed:
-                continue
-        num_tokens = len(renderer.start(messages, episode.tools))
-        if num_tokens >= config.rollout.max_context_length:
-            raise ValueError(no_room(name, num_tokens, config.rollout.max_context_length))
+            tried, row = [(seed, name)], ""
+            if name.startswith("tasks:"):
+                rows: Any = episode.environment
+                longest, row = rows.longest
+                tried.append((longest, f"{name}, {row},"))
+            for start_seed, what in tried:
+                try:
+                    start = partial(episode.start, start_seed, outcome_seed=start_seed, board=board)
+                    messages = worker.wait(start)
+                except EnvironmentFailed:
+                    continue
+                num_tokens = len(renderer.start(messages, episode.tools))
+                if num_tokens >= room:
+                    raise ValueError(no_room(what, num_tokens, room))
+                needed = num_tokens + episode.budget.max_response_length
+                if what != name and config.model.load is not None and needed > room:
+                    notes.append(
+                        f"{row} has {num_tokens} tokens, which leave {room - num_tokens} of"
+                        f" --max-context-length {room} for an answer; raise it to {needed} for"
+                        " answers of --max-response-length, or drop the row"
+                    )
+    return notes

@@ -194,7 +194,8 @@ def build_run(
     on_main(lambda: check_teachers(config, hf, renderer))
     for note in example_notes(config.environment, renderer):
         console.say(note)
-    on_main(lambda: check_first_prompts(config, prompts, renderer))
+    for note in on_main(lambda: check_first_prompts(config, prompts, renderer)):
+        console.say(note)
     notes = [known.errors_say for known in references.values() if known.errors_say]
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:

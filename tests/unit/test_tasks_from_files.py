@@ -28,8 +28,12 @@ from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.processes import builder, end_hosts
 from ragen_mega.environments.reference_players import baselines
 from ragen_mega.environments.registry import make
+from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.held_out import reference_players
+from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import (
+    check_first_prompts,
+    episode_config,
     episode_maker,
     evaluation_prompts,
     evaluation_tasks,
@@ -275,6 +279,32 @@ def test_rows_for_a_world_of_ones_own_follow_the_file(here: Path) -> None:
     assert [*read_rows("my_data.jsonl")] == SUMS
     write(SUMS[:3])
     assert len(read_rows("my_data.jsonl")) == 3
+
+
+def test_the_longest_row_is_tried_at_the_start(here: Path) -> None:
+    """A row that leaves no room for a whole answer shortened it, or failed when it was drawn."""
+    rows = [{"question": f"{n}?", "answer": n} for n in range(9)]
+    name = write([*rows, {"question": "word " * 100, "answer": 9}])
+    renderer = ChatRenderer(train_tokenizer(["system user assistant word ? "] * 9), think=False)
+
+    def tried(room: int, *flags: str) -> list[str]:
+        limits = ["--max-response-length", "8", "--max-context-length", str(room), "--no-think"]
+        config = parse([*flags, "--environments", name, "--prompt-style", "compact", *limits])
+        return check_first_prompts(config, {name: [(0, None)]}, renderer)
+
+    config = parse(["--environments", name, "--prompt-style", "compact", "--no-think"])
+    world = make(name, split="train")
+    if "word" not in calls.reset(world, world.longest[0]):
+        world = make(name, split="validation")
+    episode = Episode(world, episode_config(config.environment))
+    length = len(renderer.start(episode.start(world.longest[0])))
+    assert world.longest[1].startswith("line 10 of")
+    assert tried(length + 8, "--load", "my-model") == tried(length + 1) == []
+    (note,) = tried(length + 7, "--load", "my-model")
+    assert note.startswith("line 10 of") and f"leave 7 of --max-context-length {length + 7}" in note
+    assert f"raise it to {length + 8} " in note
+    with pytest.raises(ValueError, match=rf"line 10 of .* has {length} tokens"):
+        tried(length)
 
 
 def test_equal_prompts_with_several_references_are_told(here: Path) -> None:

@@ -100,6 +100,7 @@ class _Task:
     prompt: Observation
     reference: Any
     row: Mapping[str, Any]
+    place: str
 
     @property
     def shown(self) -> Any:
@@ -229,6 +230,12 @@ class FileTasks:
             " only what stands in <answer> </answer> counts as an answer; set the option"
             ' answer_after, "" if the whole text is the answer'
         )
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Seed of the task with the longest prompt, and the place of its row."""
+        seed = max(range(self.num_tasks), key=lambda at: len(_prompt_text(self._tasks[at])))
+        return seed, self._tasks[seed].place
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
@@ -509,7 +516,7 @@ def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
         )
         if columns.after and isinstance(reference, str):
             reference = _cut(reference, columns.after) or reference
-        tasks.append(_Task(_observation(place, prompt), reference, row))
+        tasks.append(_Task(_observation(place, prompt), reference, row, place))
     return tuple(tasks)
 
 
