@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from ragen_mega.agents.call_tree import Call
 from ragen_mega.agents.runner import (
-    OUTCOME,
     AgentEpisode,
     AgentProgram,
     Outcome,
@@ -24,6 +23,7 @@ from ragen_mega.agents.served_episode import UNDELIVERED, Limits, ServedEpisode
 from ragen_mega.data.types import VERSION, Completion, SamplingParams, Trajectory
 from ragen_mega.environments.episode import BY_REWARD, TRUNCATED_BY, failed_turn
 from ragen_mega.environments.pool import EnvironmentFailed
+from ragen_mega.environments.protocol import OUTCOME
 from ragen_mega.rollout.player import (
     Advance,
     Attempt,

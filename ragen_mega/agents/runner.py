@@ -48,9 +48,8 @@ gives the key to the context.
 """
 _AUTHORIZATION = "RAGEN_AGENT_AUTHORIZATION"
 """The variable with the credentials of agents behind a URL."""
-OUTCOME = "outcome"
-"""Key of the last turn's info: what the agent or its reward function returned beside `_FIELDS`."""
 _FIELDS = ("reward", "success", "calls")
+"""Keys of a result that are read; all others are the `OUTCOME` of the last turn."""
 _Named = tuple[int, int, int | None]
 """Index of a call, number of its answer and, for the id of a call of a tool, this call's number in
 the answer.

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from statistics import pvariance
+from statistics import fmean, pvariance
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ def group_uncertainty(returns: Returns) -> Tensor:
         )
     deviations = [torch.tensor(group, dtype=torch.float64).std(correction=1) for group in returns]
     return torch.stack(deviations) if deviations else torch.zeros(0, dtype=torch.float64)
+
+
+def in_group_std(groups: Sequence[TrajectoryGroup]) -> float:
+    """Return the mean of the groups' uncertainties (StarPO-S Eq. 7), 0 for a group of one."""
+    return fmean(
+        float(group_uncertainty([group.total_rewards])) if len(group.trajectories) > 1 else 0.0
+        for group in groups
+    )
 
 
 def keep_all(returns: Returns, *, value: float | None, keep_zero: bool) -> list[int]:

@@ -19,9 +19,10 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge
+from ragen_mega.algorithm.tables import REWARDS, PlugInError, call, is_judge, judges_tasks
 from ragen_mega.data.types import Trajectory, TrajectoryGroup
 from ragen_mega.environments.calls import MAX_REWARD
+from ragen_mega.environments.protocol import OUTCOME
 from ragen_mega.extensions.scalars import as_number
 
 IDENTITY = {"environment": 1.0}
@@ -228,8 +229,14 @@ def judge(url: str, group: TrajectoryGroup) -> list[float]:
 
 def _turn_rewards(name: str, group: TrajectoryGroup) -> list[list[float]]:
     """Return the rewards of the turns of each member."""
+    answers: Any
     if is_judge(name):
         answers = judge(name, group)
+    elif judges_tasks(name):  # the task has called it; it gives a malformed answer nothing
+        answers = [
+            [turn.info.get(OUTCOME, {}).get(name, 0.0) for turn in each.turns]
+            for each in group.trajectories
+        ]
     elif "group" in call(REWARDS, name, partial(inspect.signature, REWARDS.get(name))).parameters:
         answers = call(REWARDS, name, REWARDS.get(name), group)
     else:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.registry import Registry, takes
 from ragen_mega.system.addresses import check_addresses
 
 OPTIONS = ("gamma", "lam", "turn_gamma", "turn_lam")
@@ -175,7 +175,7 @@ REWARDS = Registry(
         "group_relative": f"{_REWARDS}:group_relative",
     },
     remedy="change its parameters (docs/extending.md); a judge of answers to --tasks is given by"
-    " --score",
+    " --score, or has a parameter completions",
 )
 """`reward(trajectory) -> rewards of its turns, or one number, which its last turn earns`; or
 `reward(group) -> one such answer for each of its trajectories`.
@@ -210,6 +210,11 @@ def find_filter(name: str) -> Filter:
 def is_judge(name: str) -> bool:
     """Return whether a reward comes from a judge server: its name is the server's URL."""
     return name.startswith(("http://", "https://"))
+
+
+def judges_tasks(name: str) -> bool:
+    """Return whether a reward is a function of TRL's form, which tasks of files call themselves."""
+    return not is_judge(name) and name != TEACHER and takes(REWARDS.check(name), "completions")
 
 
 def _check_address(url: str) -> None:
@@ -252,7 +257,7 @@ def parse_reward(text: str) -> dict[str, float]:
                     f"the weight of {TEACHER} must not be negative ({weight:g} would drive the"
                     ' policy away from it); write e.g. --reward "environment + 0.1*teacher"'
                 )
-        else:
+        elif not judges_tasks(term["name"]):
             REWARDS.check_call(term["name"], REWARDS.check(term["name"]), "trajectory")
         terms[term["name"]] = weight
         position = term.end()

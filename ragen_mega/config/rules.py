@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Self, get_type_hints
 
-from ragen_mega.algorithm.tables import find_filter, is_judge
+from ragen_mega.algorithm.tables import find_filter, is_judge, judges_tasks
 from ragen_mega.config.sections.advantage import AdvantageConfig
 from ragen_mega.config.sections.agent import AgentConfig, is_agent
 from ragen_mega.config.sections.checkpoint import CheckpointConfig
@@ -43,8 +43,13 @@ class Sections:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def located(self) -> Self:
-        """Return the configuration with absolute paths."""
-        return replace(self, **{name: part.located() for name, part in vars(self).items()})
+        """Return the configuration with absolute paths, and with the terms of the reward that tasks
+        judge themselves among their options.
+        """
+        found = {name: part.located() for name, part in vars(self).items()}
+        terms = [*filter(judges_tasks, self.advantage.reward_terms)]
+        found["environment"] = found["environment"].with_terms(terms)
+        return replace(self, **found)
 
 
 def section_types() -> dict[str, type[Section]]:
@@ -211,6 +216,13 @@ def _check_rewards(config: Sections) -> None:
     ):
         if is_blind and term in terms:
             raise ValueError(f"reward {term} is always 0, for {why}; drop it from --reward")
+    others = [name for name in world.shares if not name.startswith("tasks:")]
+    for term in filter(judges_tasks, terms):
+        if others:
+            raise ValueError(
+                f"reward {term} has a parameter completions and judges tasks of a file, which"
+                f" {others[0]} does not play; let it take a trajectory, or drop it from --reward"
+            )
 
 
 def _check_routing(config: Sections) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from ragen_mega.environments import event_loop
 from ragen_mega.environments.messages import ChatMessage, Given, as_texts, paired, read_message
 from ragen_mega.environments.protocol import (
+    OUTCOME,
     STEP_INFO,
     Environment,
     Message,
@@ -79,14 +80,17 @@ def step(environment: Environment, action: Any) -> StepResult:
         )
     if not isinstance(result.info, dict):
         raise TypeError(f"the info of a step must be a dict, not {result.info!r:.60}")
+    truths = {name: _truth(name, result.info[name]) for name in STEP_INFO if name in result.info}
+    info = result.info | truths
+    if OUTCOME in info and not (isinstance(info[OUTCOME], dict) and _is_json(info[OUTCOME])):
+        del info[OUTCOME]
     return replace(
         result,
         observation=observation,
         reward=reward,
         terminated=_truth("terminated", result.terminated),
         truncated=_truth("truncated", result.truncated),
-        info=result.info
-        | {name: _truth(name, result.info[name]) for name in STEP_INFO if name in result.info},
+        info=info,
     )
 
 

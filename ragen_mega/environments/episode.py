@@ -18,6 +18,7 @@ from ragen_mega.environments.calls import close, reset, step
 from ragen_mega.environments.claims import check_claims
 from ragen_mega.environments.protocol import (
     CUT,
+    OUTCOME,
     TAG,
     Action,
     Budget,
@@ -138,8 +139,8 @@ class TurnResult:
     truncated: bool
     info: dict[str, Any]
     """success, is_format_valid, is_action_valid, is_action_effective, num_actions, actions,
-    thought; claims (if they can be checked): how many in the thought are true, and how many there
-    are.
+    thought; outcome, if the last step has one; claims (if they can be checked): how many in the
+    thought are true, and how many there are.
     """
 
 
@@ -444,4 +445,5 @@ def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[st
         "num_actions": len(results),
         "actions": parsed.actions[: len(results)],
         "thought": parsed.thought,
+        **{key: kept for last in results[-1:] for key, kept in last.info.items() if key == OUTCOME},
     }

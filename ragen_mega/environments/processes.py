@@ -28,6 +28,7 @@ from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.environments import calls
 from ragen_mega.environments.pool import PLACE, EnvironmentFailed, guarded, where
 from ragen_mega.environments.protocol import (
+    OUTCOME,
     STEP_INFO,
     Environment,
     Narrator,
@@ -255,7 +256,8 @@ def _act(environments: dict[int, Any], key: int, kind: str, *request: Any) -> An
             answer = calls.reset(environment, request[0], **request[1])
         case "step":
             result = calls.step(environment, request[0])
-            info = {name: result.info[name] for name in STEP_INFO if name in result.info}
+            kept = (*STEP_INFO, OUTCOME)
+            info = {name: result.info[name] for name in kept if name in result.info}
             answer = replace(result, info=info)  # the rest is not used, and may not be picklable
         case "close":
             answer = environments[key] = None

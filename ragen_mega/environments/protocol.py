@@ -50,6 +50,8 @@ MAX_SEED = 2**63 - 1
 """Largest seed, which fits into a tensor."""
 STEP_INFO = ("success", "is_action_valid", "is_action_effective")
 """Entries of a step's info that are read."""
+OUTCOME = "outcome"
+"""Entry of a step's info, and of a turn's, that is kept for metrics and people, if it is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class StepResult:
     """`success` (bool; the last step's counts, however the episode ends; default: the last reward
     of a terminated episode is positive), `is_action_effective` (bool: the state changed) and
     `is_action_valid` (False: the step was not understood, which costs the format penalty).
+    `outcome` of a turn's last step is kept with the turn, if it is an object of JSON.
     """
 
 

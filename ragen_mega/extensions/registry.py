@@ -29,6 +29,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {bare[close[0]]}?)" if close else ""
 
 
+def takes(function: Any, parameter: str) -> bool:
+    """Return whether a function has a parameter of this name."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (ValueError, TypeError):  # compiled, and it does not say; or no function
+        return False
+
+
 def _module_of(file: str) -> tuple[str, str]:
     """Return the module of a file, and what else its import needs: the working directory alone is
     on the path of modules.

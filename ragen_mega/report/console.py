@@ -41,10 +41,13 @@ class Column:
     form: str
     keys: tuple[str, ...]
     about: str
+    instead: str = ""
+    """A metric that stands for `keys` where it is measured."""
 
     def cell(self, metrics: Mapping[str, float]) -> str:
         """Return the text of one step, right-aligned."""
-        values = [metrics[key] for key in self.keys if key in metrics]
+        keys = (self.instead,) if self.instead in metrics else self.keys
+        values = [metrics[key] for key in keys if key in metrics]
         text = self.form.format(sum(values)) if values else "-"
         return text.rjust(self.width)
 
@@ -60,6 +63,7 @@ COLUMNS = (
         "{:.3f}",
         ("rollout/in_group_std",),
         "how rewards from one start differ; nothing is learned from 0",
+        instead="reward/in_group_std",
     ),
     Column(
         "entropy",

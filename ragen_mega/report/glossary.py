@@ -68,6 +68,8 @@ GLOSSARY = {
     " their successes.",
     "reward/missing_verdicts": "Trajectories that a judge gave no verdict on: they are in no"
     " ranking and in no loss.",
+    "reward/in_group_std": "Standard deviation of shaped rewards within a group, mean over groups:"
+    " what advantages are made of.",
     "reward/total": "Mean total of the shaped rewards, which advantages are made of.",
     "teacher/kl": "Log-probability of a sampled token under the policy less that under the teacher,"
     " in nats, mean over the sampled tokens: an estimate of KL(policy || teacher).",

@@ -197,7 +197,7 @@ def _signals(metrics: Metrics, names: Iterable[str], *, entropy: str) -> dict[st
     result = metrics.result()
     sources = {
         "success_rate": "rollout/success",
-        "reward_std": "rollout/in_group_std",
+        "reward_std": f"{'reward' if 'reward/in_group_std' in result else 'rollout'}/in_group_std",
         "entropy": entropy,
         "grad_norm": "actor/grad_norm",
         "distinct_openings": "rollout/distinct_openings",

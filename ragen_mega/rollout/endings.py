@@ -128,14 +128,11 @@ def unusable_answers(trajectories: Sequence[Trajectory], remedy: str) -> str | N
     if 2 * len(cut) >= len(unread):
         return (
             f"{len(cut)} of {len(turns)} answers were cut, at {max(cut)} tokens at most, and lack"
-            " the form that the prompt asks for; raise --max-response-length, and"
+            " the form that counts; raise --max-response-length, and"
             " --max-context-length where that is full"
         )
     also = f" ({len(cut)} of them were cut)" if cut else ""
-    return (
-        f"{len(unread)} of {len(turns)} answers do not have the form that the prompt asks"
-        f" for{also}; {remedy}"
-    )
+    return f"{len(unread)} of {len(turns)} answers do not have the form that counts{also}; {remedy}"
 
 
 def why_solved(name: str, trajectories: Sequence[Trajectory]) -> str | None:

@@ -10,7 +10,7 @@ from statistics import fmean
 from ragen_mega.agents.call_tree import UNTRAINED
 from ragen_mega.agents.served_episode import ASKED, UNDELIVERED
 from ragen_mega.algorithm.diagnostics import entropy_by_prompt, repetition_across_prompts
-from ragen_mega.algorithm.filters import by_environment, group_uncertainty, with_returns
+from ragen_mega.algorithm.filters import by_environment, in_group_std, with_returns
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.episode import CAUSES, QUOTED
 from ragen_mega.rollout.endings import (
@@ -87,10 +87,7 @@ def _of_samples(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     return {
         "success": fmean(trajectory.success for trajectory in trajectories),
         "reward": fmean(trajectory.total_reward for trajectory in trajectories),
-        "in_group_std": fmean(
-            float(group_uncertainty([group.total_rewards])) if len(group.trajectories) > 1 else 0.0
-            for group in samples
-        ),
+        "in_group_std": in_group_std(samples),
         "response_length": fmean(turn.end - turn.start for turn in turns),
         "thought_length": fmean(len(turn.info.get("thought", "").split()) for turn in turns),
         **({"true_claims": num_true / num_claims} if num_claims else {}),

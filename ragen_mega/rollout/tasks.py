@@ -516,12 +516,14 @@ def reference_notes(config: EnvironmentConfig) -> list[str]:
 
 def check_first_prompts(
     config: StarPOConfig, prompts: Mapping[str, Sequence[Prompt]], renderer: ChatRenderer
-) -> str | None:
+) -> list[str]:
     """Raise ValueError if the first of the `prompts` that an environment is evaluated on, or one
-    that it is trained on, fills the context. One that does not begin may be away for a moment.
-    Returns a line about a style of prompts that none of them has, unless the recipe has set it.
+    that it is trained on, fills the context, or if the longest row of a file does. One that does
+    not begin may be away for a moment. Returns notes on rows that leave a loaded model less than
+    the length of an answer, and on a style of prompts that none of them has.
     """
-    world, is_text = config.environment, False
+    world, room = config.environment, config.rollout.max_context_length
+    notes, is_text = [], False
     first = [
         (name, episode_maker(world, name, options=world.evaluation_options(name)), *states[0])
         for name, states in prompts.items()
@@ -532,23 +534,39 @@ def check_first_prompts(
     ]
     for name, make_episode, seed, board in first + trained:
         with briefly(name, make_episode, world.environment_timeout) as (worker, episode):
-            try:
-                messages = worker.wait(partial(episode.start, seed, outcome_seed=seed, board=board))
-            except EnvironmentFailed:
-                is_text = True  # perhaps
-                continue
-        is_text |= isinstance(episode.observation, str)
-        num_tokens = len(renderer.start(messages, episode.tools))
-        if num_tokens >= config.rollout.max_context_length:
-            raise ValueError(no_room(name, num_tokens, config.rollout.max_context_length))
-    of_recipe: dict[str, Any] = {}
+            tried, row = [(seed, name)], ""
+            if name.startswith("tasks:"):
+                rows: Any = episode.environment
+                longest, row = rows.longest
+                tried.append((longest, f"{name}, {row},"))
+            for start_seed, what in tried:
+                try:
+                    start = partial(episode.start, start_seed, outcome_seed=start_seed, board=board)
+                    messages = worker.wait(start)
+                except EnvironmentFailed:
+                    is_text = True  # perhaps
+                    continue
+                is_text |= isinstance(episode.observation, str)
+                num_tokens = len(renderer.start(messages, episode.tools))
+                if num_tokens >= room:
+                    raise ValueError(no_room(what, num_tokens, room))
+                needed = num_tokens + episode.budget.max_response_length
+                if what != name and config.model.load is not None and needed > room:
+                    notes.append(
+                        f"{row} has {num_tokens} tokens, which leave {room - num_tokens} of"
+                        f" --max-context-length {room} for an answer; raise it to {needed} for"
+                        " answers of --max-response-length, or drop the row"
+                    )
+    if not is_text and world.prompt_style != _style_of_recipe(config.logging.recipe):
+        notes.append(
+            f"note: --prompt-style {world.prompt_style} leaves the first prompts of"
+            f" {', '.join(world.evaluated)} as they are, for they come as messages"
+        )
+    return notes
+
+
+def _style_of_recipe(recipe: str) -> str:
+    given: dict[str, Any] = {}
     with suppress(ValueError):  # a recipe file may be gone when its run goes on
-        of_recipe = read_words([f"--recipe={config.logging.recipe}"]).get("environment", {})
-    if is_text or world.prompt_style == of_recipe.get(
-        "prompt_style", EnvironmentConfig.prompt_style
-    ):
-        return None
-    return (
-        f"note: --prompt-style {world.prompt_style} leaves the first prompts of"
-        f" {', '.join(world.evaluated)} as they are, for they come as messages"
-    )
+        given = read_words([f"--recipe={recipe}"]).get("environment", {})
+    return given.get("prompt_style", EnvironmentConfig.prompt_style)

@@ -66,7 +66,7 @@ from ragen_mega.run.check import (
     flags_without_effect,
     import_agents,
     recipe_note,
-    split_notes,
+    task_notes,
     warmup_note,
 )
 from ragen_mega.run.evaluation import KnownBaselines
@@ -183,7 +183,7 @@ def build_run(
         evaluations=config.planned_evaluations(num_engines(config.at_trainers)),
     )
 
-    splits, asked = on_main(lambda: split_notes(config.environment)), config.evaluation.eval_prompts
+    splits, asked = on_main(lambda: task_notes(config.environment)), config.evaluation.eval_prompts
     fewer = [held_out_note(name, len(states), asked) for name, states in prompts.items()]
     of_flags = recipe_note(config), *flags_without_effect(config), warmup_note(config.train)
     for note in filter(None, (*of_flags, *splits, *fewer)):
@@ -194,8 +194,8 @@ def build_run(
     on_main(lambda: check_teachers(config, hf, renderer))
     for note in example_notes(config.environment, renderer):
         console.say(note)
-    if unread := on_main(lambda: check_first_prompts(config, prompts, renderer)):
-        console.say(unread)
+    for note in on_main(lambda: check_first_prompts(config, prompts, renderer)):
+        console.say(note)
     notes = [note for known in references.values() for note in known.notes]
     notes += on_main(lambda: check_play(config, renderer))
     for note in notes:

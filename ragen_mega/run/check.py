@@ -248,14 +248,18 @@ def warmup_note(config: TrainConfig) -> str | None:
     )
 
 
-def split_notes(config: EnvironmentConfig) -> list[str]:
-    """Return notes on tasks of files that are repeated, or trained on and evaluated."""
-    notes = []
+def task_notes(config: EnvironmentConfig) -> list[str]:
+    """Return notes on tasks of files: those that are repeated, or trained on and evaluated, and
+    those that hide how an answer is read, where nothing else tells it.
+    """
+    notes, kinds = [], ["split_note"]
+    if not config.prompt_examples and "<answer>" not in (config.system_prompt or ""):
+        kinds.append("form_note")
     for name in config.shares:
         build = builder(config, name, config.options(name))
         with briefly(name, build, config.environment_timeout) as (_, built):
-            if note := getattr(built, "split_note", None):
-                notes.append(f"{name}: {note}")
+            said = (getattr(built, kind, None) for kind in kinds)
+            notes += [f"{name}: {note}" for note in said if note]
     return notes
 
 

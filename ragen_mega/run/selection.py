@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ragen_mega.algorithm.filters import filter_groups, has_return, with_returns
+from ragen_mega.algorithm.filters import filter_groups, has_return, in_group_std, with_returns
 from ragen_mega.algorithm.rewards import IDENTITY, shape_rewards
 from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
@@ -18,7 +18,8 @@ def shape_on_main(
     groups: Sequence[TrajectoryGroup], terms: Mapping[str, float]
 ) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup], dict[str, float]]:
     """Return the groups with the rewards of the terms, the groups that can be trained on, with
-    their samples alone, and metrics to log, as `shape_rewards` has them.
+    their samples alone, and metrics to log, as `shape_rewards` has them, with `in_group_std` of
+    what the terms pay.
 
     Samples are the members that have a return. Rank 0, which has all tokens and infos, finds them
     and shapes them alone, so that none is compared with anything else; the others get what it
@@ -54,7 +55,7 @@ def shape_on_main(
         ]
         for each in (groups, samples)
     )
-    return whole, samples, metrics | means
+    return whole, samples, metrics | means | {"in_group_std": in_group_std(samples)}
 
 
 def choose_groups(

@@ -34,7 +34,7 @@ from ragen_mega.environments.processes import Host
 from ragen_mega.rollout.collector import collect
 from ragen_mega.rollout.player import PlaySettings
 from ragen_mega.rollout.tasks import episode_maker, tasks_for_group
-from ragen_mega.run.check import import_agents, split_notes
+from ragen_mega.run.check import import_agents, task_notes
 from ragen_mega.run.guards import RolloutGuard
 from tests.support.door import RENDERER, TalkingEngine, ask, play, put_at_the_door, sampled
 from tests.support.small_policy import tiny_qwen2
@@ -413,7 +413,7 @@ def test_equal_rows_are_on_one_side_and_files_that_overlap_are_told(kind, tmp_pa
     name = agent if kind == "agent" else f"tasks:{file}"
     options = {"validation": str(other)} | ({"tasks": str(file)} if kind == "agent" else {})
     config = EnvironmentConfig(name, environment_options=json.dumps({name: options}))
-    (note,) = split_notes(config)
+    (note,) = task_notes(config)
     assert note.startswith(name) and "33 of 41 tasks repeat others" in note
 
 

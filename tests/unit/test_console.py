@@ -18,6 +18,8 @@ from ragen_mega.report.console import (
     fail,
     set_titles,
 )
+from ragen_mega.report.metrics import Metrics
+from ragen_mega.report.step_metrics import collapse_signals
 from ragen_mega.report.terminal import command_line
 
 METRICS = {
@@ -44,6 +46,18 @@ def lines_of(output: io.StringIO) -> list[str]:
     """What was printed below the legend."""
     lines = output.getvalue().splitlines()
     return lines[len(COLUMNS) + 2 :]
+
+
+def test_the_spread_is_of_what_the_terms_of_the_reward_pay():
+    """A run that learns from a term showed 0.000 where failures alone differ by it."""
+    (column,) = (column for column in COLUMNS if column.title == "grp std")
+    assert column.cell(METRICS).strip() == "0.400"
+    assert column.cell(METRICS | {"reward/in_group_std": 0.7}).strip() == "0.700"
+    for logged, seen in ((METRICS, 0.4), (METRICS | {"reward/in_group_std": 0.7}, 0.7)):
+        metrics = Metrics()
+        for key, value in logged.items():
+            metrics.add(key.partition("/")[0], {key.partition("/")[2]: value})
+        assert collapse_signals(metrics)["reward_std"] == seen
 
 
 def test_a_step_is_one_row_under_its_headings_and_a_legend():

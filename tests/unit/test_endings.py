@@ -138,7 +138,8 @@ def test_rewards_of_a_group_do_not_see_its_lost_members() -> None:
         id(one) for one in samples[0].trajectories
     ]
     assert whole[0].trajectories[2] is group.trajectories[2]
-    assert logged == {"total": 0.0, "group_relative": 0.0}
+    spread = {"in_group_std": pytest.approx(8**0.5)}  # of -2 and 2
+    assert logged == {"total": 0.0, "group_relative": 0.0} | spread
 
 
 def test_a_trajectory_without_a_verdict_is_no_sample_where_the_judge_weighs() -> None:

@@ -110,6 +110,7 @@ TRAIN = {
     "--recipe bandit --device cpu": "(here it is CUDA_VISIBLE_DEVICES before the command",
     "--recipe bandit --gpus 2": "--gpus (here it is NPROC_PER_NODE=N before the command)",
     "--recipe bandit --vocab big": "unknown flag --vocab; --help lists all",
+    "--recipe bandit --eval-strategy steps": "--eval-strategy (here it is --eval-interval)",
     "--recipe bandit --max-tokens 8": "--max-tokens (here it is --max-response-length)",
     "--recipe bandit --data-parallel-size 2": "(here it is all ranks that the other sizes leave)",
     "--environments mistaken_worlds.py": "(a file: write mistaken_worlds:NAME, a class or function",

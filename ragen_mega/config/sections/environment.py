@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -146,6 +146,16 @@ class EnvironmentConfig(Section):
         found = {name: options for name, options in found.items() if options != given.get(name, {})}
         text = json.dumps(given | found) if found else self.environment_options
         return replace(super().located(), environment_options=text)
+
+    def with_terms(self, terms: Sequence[str]) -> Self:
+        """Return the section in which these terms of the reward are options of tasks of files."""
+        if not terms and '"terms"' not in self.environment_options:
+            return self
+        options = json.loads(self.environment_options)
+        for name in self.evaluated:
+            if name.startswith("tasks:"):
+                options[name] = options.get(name, {}) | {"terms": [*terms]}
+        return replace(self, environment_options=json.dumps(options))
 
     def _check_options(self, flag: str, options: Any, played: Collection[str]) -> None:
         if not isinstance(options, dict) or not all(

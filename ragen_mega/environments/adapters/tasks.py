@@ -6,7 +6,10 @@ The columns that are looked for are the columns of verl's and TRL's data sets.
 
 import base64
 import copy
+import csv
 import datetime
+import inspect
+import itertools
 import json
 import math
 import random
@@ -26,9 +29,10 @@ import numpy as np
 from ragen_mega.environments.actions import same_word, split_response
 from ragen_mega.environments.adapters.mcp import MAX_RESULT, McpTools
 from ragen_mega.environments.adapters.packages import required
-from ragen_mega.environments.calls import ROLES
+from ragen_mega.environments.calls import MAX_REWARD, ROLES
 from ragen_mega.environments.messages import RequestError, as_texts, read_messages
 from ragen_mega.environments.protocol import (
+    OUTCOME,
     Observation,
     StepResult,
     check_seed,
@@ -37,7 +41,7 @@ from ragen_mega.environments.protocol import (
 )
 from ragen_mega.environments.random_player import random_call, words_of
 from ragen_mega.environments.tool_calls import CALL_FORMAT, OPEN, tool_calls
-from ragen_mega.extensions.registry import Registry
+from ragen_mega.extensions.registry import Registry, takes
 from ragen_mega.extensions.scalars import as_number
 from ragen_mega.system.json_lines import json_lines
 from ragen_mega.system.paths import expanded, path_in
@@ -45,7 +49,12 @@ from ragen_mega.system.paths import expanded, path_in
 PROMPTS = ("prompt", "question")
 ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth")
 """Columns that are looked for, the first that a row has; a dot leads into an object."""
-SCORES = Registry("task score", "--score", {"exact": f"{__name__}:exact"})
+SCORES = Registry(
+    "task score",
+    "--score",
+    {"exact": f"{__name__}:exact"},
+    remedy="change its parameters (docs/adapters.md, tasks from a file)",
+)
 _NUMBER = re.compile(
     r"([-+]?)[$\u20ac\u00a3\u00a5]?([-+]?)"  # $, euro, pound, yen
     r"((?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:e[-+]?\d{1,3})?)(?: ?/ ?(\d+))? ?(%?)"
@@ -63,12 +72,16 @@ digits of its number.
 """
 _LONGEST_DRAWN = 64
 """Characters of a reference that a random player may answer."""
+_LONGEST_SHOWN = 1000
+"""Characters of a reference that is kept with a turn."""
+_LISTED = "completions"
+"""Parameter by which a reward function of TRL is known, which judges lists."""
 _NUM_JUDGED, _SECONDS_TO_JUDGE = 16, 10.0
 """Rows whose references a start has judged, at most, and the time after which it stops."""
 
 T = TypeVar("T")
 Split = Literal["train", "validation"]
-Score = Callable[[str, Any, Mapping[str, Any]], float]
+Score = Callable[..., Any]
 _File = tuple[str, int, int]
 """Path, time of the last change in nanoseconds, bytes: the cache key of a file."""
 
@@ -78,6 +91,8 @@ class _Columns:
     prompt: str | None
     answer: str | None
     after: str | None
+    is_compared: bool = True
+    """Whether the score needs a reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +100,21 @@ class _Task:
     prompt: Observation
     reference: Any
     row: Mapping[str, Any]
+    place: str
+
+    @property
+    def shown(self) -> Any:
+        """The reference, or the beginning of the text of a long one."""
+        text = str(self.reference)
+        return self.reference if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 class FileTasks:
-    """One row of a file, chosen by the seed: a prompt, one answer, a score from 0 to 1 as reward.
+    """One row of a file, chosen by the seed: a prompt, one answer, its score as reward.
 
-    A score of 1 is success. The answer is the text between the answer tags, or what follows the
-    last `answer_after` on its line. With the tools of MCP servers, turns with calls come before it.
+    A score of `solved_at` or more is success. The answer is the text between the answer tags, or
+    what follows the last `answer_after` on its line. With the tools of MCP servers, turns with
+    calls come before it.
     """
 
     splits = ("train", "validation")
@@ -109,6 +132,8 @@ class FileTasks:
         answer_column: str | None = None,
         answer_after: str | None = None,
         score: str = "exact",
+        solved_at: float = 1.0,
+        terms: Sequence[str] = (),
         instruction: str | None = None,
         mcp: str | list[str] | None = None,
         mcp_tools: Sequence[str] = (),
@@ -120,14 +145,18 @@ class FileTasks:
         """`validation`: another file, for the evaluation; without one, `validation_share` of the
         prompts of `path` are kept for it. `answer_after`: text before the answer, such as ####, or
         an empty text if the whole answer counts; references are cut in the same way. `score`:
-        import path of a function `score(answer, reference, row)`. `mcp`: commands or URLs of
+        import path of a function `score(answer, reference, row)`, which gets the whole text of the
+        answer too if it has a parameter `completion`, or of a reward function of TRL, which has a
+        parameter `completions`; `solved_at`: least score of a success; `terms`: further functions
+        of TRL, whose scores `--reward` weighs. `mcp`: commands or URLs of
         servers; the other options about servers are options of `McpTools`. `directory`: folder that
         relative paths begin in, and that servers start in; a run sets its working directory.
 
         Raises ValueError for a file without usable rows, and for a score of the first row's
-        reference that is no number from 0 to 1.
+        reference that is no finite number.
         """
-        columns = _Columns(prompt_column, answer_column, answer_after)
+        is_compared = score == "exact" or answer_column is not None
+        columns = _Columns(prompt_column, answer_column, answer_after, is_compared)
         file = _file(path_in(directory, path))
         if validation is None:
             parts = _parts(file, columns, validation_share)
@@ -137,13 +166,22 @@ class FileTasks:
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
         self.num_tasks = len(self._tasks)
         self._parts = parts
-        self._score = _checked_score(score, file, columns)
+        self._score, self._solved_at = _checked_score(score, file, columns), solved_at
+        self._terms = {name: _checked_score(name, file, columns) for name in terms}
+        if instruction is not None and not all(isinstance(p, str) for p in self._prompts):
+            raise ValueError(
+                f"instruction stands before prompts that are texts, and prompts of {path} are"
+                " messages, which are read as they are; write it into them, or give --system-prompt"
+            )
         self.instruction = instruction
         self._after = answer_after
+        self._completion: str | None = None
         self._server = None
-        if answer_after is not None:
+        judges = (self._score, *self._terms.values())
+        listens = any(takes(each, name) for each in judges for name in ("completion", _LISTED))
+        if answer_after is not None or listens:
             self.parse = self._parse
-            self.answer_format = f"{answer_after} [your answer]".strip()
+            self.answer_format = self._written("[your answer]")
         if mcp is None:
             self.max_turns = self.max_actions_per_turn = 1
         else:
@@ -163,12 +201,45 @@ class FileTasks:
             self.random_answer = self._random_answer
 
     @property
+    def _prompts(self) -> list[Observation]:
+        return [task.prompt for part in self._parts for task in part]
+
+    @property
     def split_note(self) -> str | None:
-        """See `overlap_note`."""
-        return overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
+        """See `overlap_note`; of equal prompts also how many have different references."""
+        note = overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
+        references: dict[str, set[int]] = {}
+        for task in itertools.chain(*self._parts) if note else ():
+            references.setdefault(_prompt_text(task), set()).add(hash(str(task.reference)))
+        if num_apart := sum(len(found) > 1 for found in references.values()):
+            return (
+                f"{note}. {num_apart} prompts have several references, of which an answer can meet"
+                " one alone; write those that are right as one list"
+            )
+        return note
+
+    @property
+    def form_note(self) -> str | None:
+        """A note on prompts that hide how an answer is read; None if there are none."""
+        prompts = self._prompts
+        num_silent = sum(not isinstance(p, str) and "<answer>" not in text_of(p) for p in prompts)
+        if self._after is not None or self._server is not None or not num_silent:
+            return None
+        return (
+            f"{num_silent} of {len(prompts)} prompts are messages that do not mention <answer>, and"
+            " only what stands in <answer> </answer> counts as an answer; set the option"
+            ' answer_after, "" if the whole text is the answer'
+        )
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Seed of the task with the longest prompt, and the place of its row."""
+        seed = max(range(self.num_tasks), key=lambda at: len(_prompt_text(self._tasks[at])))
+        return seed, self._tasks[seed].place
 
     def reset(self, seed: int) -> Observation:
         self._task = self._tasks[check_seed(seed) % len(self._tasks)]
+        self._completion = None
         self.close()
         return self._task.prompt
 
@@ -176,47 +247,56 @@ class FileTasks:
         if isinstance(action, dict):
             assert self._server is not None  # only its tools are called
             return self._server.step(action)
-        score = _judged(self._score, action, self._task)
-        verdict = "Correct." if score == 1 else f"Wrong: this scores {score:.3g} of 1."
-        return StepResult(verdict, score, terminated=True, info={"success": score == 1})
+        said = self._written(action) if self._completion is None else self._completion
+        judges = {"score": self._score, **self._terms}
+        scores = {name: _judged(it, action, self._task, said) for name, it in judges.items()}
+        score = scores["score"]
+        is_solved = score >= self._solved_at
+        verdict = "Correct." if is_solved else f"Wrong: this scores {score:.3g}."
+        info = {"success": is_solved, OUTCOME: {"reference": self._task.shown, **scores}}
+        return StepResult(verdict, score, terminated=True, info=info)
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     def judge_references(self) -> str | None:
-        """Return a line if references do not score 1 as answers, for a sample of the rows; None if
+        """Return a line if references are no success as answers, for a sample of the rows; None if
         they do, or are no answers.
         """
         wrong, num_judged, deadline = [], 0, time.monotonic() + _SECONDS_TO_JUDGE
         for task in self._tasks[:: -(-len(self._tasks) // _NUM_JUDGED)]:
             references = _listed(task.reference)
-            if not references or isinstance(references[0], Mapping) or time.monotonic() > deadline:
+            is_answer = references and not isinstance(references[0], Mapping | None)
+            if not is_answer or time.monotonic() > deadline:
                 continue
             num_judged += 1
             try:
-                answer = self._parse(self._written(references[0]))
+                said = self._written(references[0])
+                answer = self._parse(said)
                 score: float | str = (
-                    _judged(self._score, answer, task)
+                    _judged(self._score, answer, task, said)
                     if isinstance(answer, str)
                     else "it is read as a call of tools"
                 )
             except ValueError as error:
                 score = str(error)
-            if score != 1:
+            if isinstance(score, str) or score < self._solved_at:
                 wrong.append((task, references[0], score))
         if not wrong:
             return None
         task, reference, score = wrong[0]
         return (
-            f"{len(wrong)} of {num_judged} references do not score 1 when they are the answer, the"
-            f" first {reference!r:.60} ({score if isinstance(score, str) else f'{score:.3g}'}) of"
-            f" the prompt {text_of(task.prompt)!r:.60}: if references are answers, no policy"
-            " succeeds there; mend the score or the reference. A score that bounds its time by"
-            " signal.alarm needs --environment-processes"
+            f"{len(wrong)} of {num_judged} references do not score {self._solved_at:g} when they"
+            f" are the answer, the first {reference!r:.60}"
+            f" ({score if isinstance(score, str) else f'{score:.3g}'}) of the prompt"
+            f" {text_of(task.prompt)!r:.60}: if references are answers, no policy succeeds there;"
+            " mend the score or the reference, or set the option solved_at. A score that bounds its"
+            " time by signal.alarm needs --environment-processes"
         )
 
     def _parse(self, text: str) -> str | list[dict[str, Any]]:
+        self._completion = text
         if self._server is not None and OPEN in text:
             return tool_calls(text, self.tools)
         if self._after is None:
@@ -236,7 +316,7 @@ class FileTasks:
         if self._server is not None and draw.random() < 0.5:
             return random_call(self.tools, words_of(self._task.prompt), draw)
         answer = _listed(draw.choice(self._trained).reference)[0]
-        is_bare = self._after is None and self._server is None  # the tags are added
+        is_bare = not hasattr(self, "parse")  # the tags are added
         return str(answer) if is_bare else self._written(answer)
 
     def _written(self, answer: Any) -> str:
@@ -263,9 +343,9 @@ def exact(answer: str, reference: Any, row: Mapping[str, Any]) -> float:
 
 
 def read_rows(path: str) -> Sequence[dict[str, Any]]:
-    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`). They
-    are kept in memory until the file changes; a row that is looked up is a copy. Values are of
-    JSON's types, see `_as_json`.
+    """Return the rows of a file: JSON objects, one a line, or a table in parquet (`.parquet`) or
+    CSV (`.csv`). They are kept in memory until the file changes; a row that is looked up is a copy.
+    Values are of JSON's types, see `_as_json`.
 
     Raises ValueError, in one line, for a file that cannot be read or has no rows.
     """
@@ -328,21 +408,45 @@ def _unreadable(path: str, error: OSError) -> str:
     )
 
 
-@lru_cache(maxsize=16)
 def _rows(file: _File) -> tuple[dict[str, Any], ...]:
+    return tuple(_placed_rows(file).values())
+
+
+@lru_cache(maxsize=16)
+def _placed_rows(file: _File) -> dict[str, dict[str, Any]]:
+    """Return place in the file, for people -> row."""
     path = file[0]
+    found: Iterator[tuple[int, dict[str, Any]]]
     try:
-        is_table = path.endswith(".parquet")
-        found = _parquet_rows(path) if is_table else (row for _, row in json_lines(path))
-        rows = tuple(
-            {name: _value(number, path, name, value) for name, value in row.items()}
-            for number, row in enumerate(found, start=1)
-        )
+        if path.endswith(".parquet"):
+            word, found = "row", enumerate(_parquet_rows(path), start=1)
+        else:
+            word, found = "line", _csv_rows(path) if path.endswith(".csv") else json_lines(path)
+        rows = {}
+        for number, row in found:
+            place = f"{word} {number} of {path}"
+            rows[place] = {name: _value(place, name, value) for name, value in row.items()}
     except OSError as error:
         raise ValueError(_unreadable(path, error)) from None
     if not rows:
         raise ValueError(f"{path} must hold rows and has none; write one JSON object a line")
     return rows
+
+
+def _csv_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a table with a header, and the lines in which they end; an empty cell is
+    null.
+    """
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        table = reader.reader  # which knows the line of an error
+        try:
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"it has more cells than the header: {row[None]!r:.60}")
+                yield table.line_num, {name: value or None for name, value in row.items()}
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{path}, line {table.line_num} must be CSV ({error})") from None
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
@@ -364,13 +468,11 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
-def _value(number: int, path: str, column: str, value: Any) -> Any:
+def _value(place: str, column: str, value: Any) -> Any:
     try:
         return _as_json(value)
     except ValueError as error:
-        raise ValueError(
-            f"row {number} of {path}, column {column}: {error}; write it as a text"
-        ) from None
+        raise ValueError(f"{place}, column {column}: {error}; write it as a text") from None
 
 
 def _as_json(value: Any) -> Any:
@@ -407,13 +509,14 @@ def _as_json(value: Any) -> Any:
 @lru_cache(maxsize=16)
 def _tasks(file: _File, columns: _Columns) -> tuple[_Task, ...]:
     tasks = []
-    for number, row in enumerate(_rows(file), start=1):
-        place = f"row {number} of {file[0]}"
+    for place, row in _placed_rows(file).items():
         prompt = _column(place, row, "prompt_column", columns.prompt, PROMPTS)
-        reference = _column(place, row, "answer_column", columns.answer, ANSWERS)
+        reference = _column(
+            place, row, "answer_column", columns.answer, ANSWERS, is_needed=columns.is_compared
+        )
         if columns.after and isinstance(reference, str):
             reference = _cut(reference, columns.after) or reference
-        tasks.append(_Task(_observation(place, prompt), reference, row))
+        tasks.append(_Task(_observation(place, prompt), reference, row, place))
     return tuple(tasks)
 
 
@@ -478,7 +581,7 @@ def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
 @lru_cache(maxsize=16)
 def _is_short(file: _File, columns: _Columns) -> bool:
     return all(
-        not isinstance(answer, Mapping) and len(str(answer)) <= _LONGEST_DRAWN
+        not isinstance(answer, Mapping | None) and len(str(answer)) <= _LONGEST_DRAWN
         for task in _tasks(file, columns)
         for answer in _listed(task.reference)[:1]
     )
@@ -488,29 +591,65 @@ def _is_short(file: _File, columns: _Columns) -> bool:
 def _checked_score(name: str, file: _File, columns: _Columns) -> Score:
     """Return the function of that name, after it has judged the reference of the first row."""
     score, first = SCORES.get(name), _tasks(file, columns)[0]
-    SCORES.check_call(name, score, "answer", "reference", "row")
-    _judged(score, str(_listed(first.reference)[0]), first)
+    answer = "" if first.reference is None else str(_listed(first.reference)[0])
+    if takes(score, _LISTED):
+        SCORES.check_call(name, score, **_of_lists(score, first, answer))
+    else:
+        whole = {"completion": ...} if takes(score, "completion") else {}
+        SCORES.check_call(name, score, "answer", "reference", "row", **whole)
+    _judged(score, answer, first, answer)
     return score
 
 
-def _judged(judge: Score, answer: str, task: _Task) -> float:
-    """Return the score of an answer. The function gets copies, for the next answer to the task is
-    judged by the same row.
+def _of_lists(judge: Score, task: _Task, completion: str) -> dict[str, list[Any]]:
+    """Return what a reward function of TRL gets of one completion, as TRL gives it: lists of one,
+    and a list of each column, of which a function without **kwargs gets what it names.
     """
-    score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row))
+    prompt: Any = task.prompt
+    said: Any = completion
+    if not isinstance(prompt, str):
+        prompt = [{"role": message.role, "content": message.text} for message in prompt]
+        said = [{"role": "assistant", "content": completion}]
+    columns = {
+        key: [value] for key, value in task.row.items() if key not in ("prompt", "completion")
+    }
+    given = columns | {"prompts": [task.row.get("prompt", prompt)], _LISTED: [said]}
+    known = inspect.signature(judge).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return given
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _judged(judge: Score, answer: str, task: _Task, completion: str) -> float:
+    """Return the score of an answer, which stands in a completion. The function gets copies, for
+    the next answer to the task is judged by the same row.
+    """
+    if takes(judge, _LISTED):
+        score = judge(**copy.deepcopy(_of_lists(judge, task, completion)))
+        if isinstance(score, Sequence) and len(score) == 1:
+            score = score[0] or 0.0  # None is TRL's "not applicable"
+    else:
+        whole = {"completion": completion} if takes(judge, "completion") else {}
+        score = judge(answer, copy.deepcopy(task.reference), copy.deepcopy(task.row), **whole)
     number = as_number(score)
-    if number is None or not 0 <= number <= 1:  # nan included
+    if number is None or not abs(number) <= MAX_REWARD:  # nan included
         raise ValueError(
-            f"the score {getattr(judge, '__qualname__', judge)} must be a number from 0 to 1, not"
+            f"the score {getattr(judge, '__qualname__', judge)} must be a finite number, not"
             f" {score!r:.60}; change the function"
         )
     return number
 
 
 def _column(
-    place: str, row: Mapping[str, Any], option: str, name: str | None, known: Sequence[str]
+    place: str,
+    row: Mapping[str, Any],
+    option: str,
+    name: str | None,
+    known: Sequence[str],
+    *,
+    is_needed: bool = True,
 ) -> Any:
-    """Return the first of these columns that the row has."""
+    """Return the first of these columns that the row has, else None if none is needed."""
     names, columns = [name] if name else known, [*_paths(row)]
     for path in names:
         value: Any = row
@@ -518,6 +657,8 @@ def _column(
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and value != []:
             return value
+    if not is_needed:
+        return None
     if empty := [path for path in names if path in columns]:
         raise ValueError(
             f"{place} must have a value in {empty[0]}, which is null, NaN or an empty list; drop"
@@ -538,7 +679,7 @@ def _paths(row: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 
 def _observation(place: str, prompt: Any) -> Observation:
-    """Return a text, or messages; a single message of the user is a text too."""
+    """Return a text, which our prompt wraps, or messages, which the policy sees as they are."""
     if isinstance(prompt, str):
         return prompt
     try:
@@ -548,8 +689,12 @@ def _observation(place: str, prompt: Any) -> Observation:
             f"{place}: a prompt must be a text, or a list of messages with a role (one of"
             f" {', '.join(ROLES)}) and a text as content: {error}"
         ) from None
-    if len(messages) == 1 and messages[0].role == "user":
-        return messages[0].content
+    if messages and messages[-1].role == "assistant":
+        raise ValueError(
+            f"{place}: the last message of a prompt must not be the assistant's, for the chat"
+            " template ends it and the policy would begin another; drop it, or say it in a message"
+            " of the user"
+        )
     return messages
 
 
