@@ -89,10 +89,11 @@ def _check_step(config: Sections) -> None:
     num_kept = config.filter.num_kept(rollout.num_groups)
     minibatch, trained = config.train.minibatch_size, int(num_kept or 0) * rollout.group_size
     if minibatch < trained and trained % minibatch != 0:
+        divisor = next(size for size in range(minibatch, 0, -1) if trained % size == 0)
         raise ValueError(
             f"minibatch_size ({minibatch}) must divide the {trained} trajectories that a step"
             f" trains on ({num_kept} groups of {rollout.num_groups}, group_size"
-            f" {rollout.group_size}); set --minibatch-size {_divisor(trained, minibatch)}"
+            f" {rollout.group_size}); set --minibatch-size {divisor}"
         )
     max_response_length = config.environment.max_response_length or 0
     if max_response_length >= rollout.max_context_length:
@@ -477,8 +478,3 @@ def _check_guard(config: Sections) -> None:
         raise ValueError(f"{rule}, but group_size is 1; raise --group-size or set --guard-filter 1")
     if not config.advantage.reward_terms:
         raise ValueError(f"{rule}, and reward teacher alone gives none; set --guard-filter 1")
-
-
-def _divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of `number` that is at most `limit`."""
-    return next(size for size in range(limit, 0, -1) if number % size == 0)

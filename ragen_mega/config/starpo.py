@@ -62,11 +62,6 @@ class StarPOConfig(Sections):
         return rollout.rollout_engine == "embedded" and not self.parallel.bf16 and is_same_policy
 
     @property
-    def reads_all_tokens(self) -> bool:
-        """Return whether every rank needs the tokens of all trajectories that are trained on."""
-        return self.advantage.estimator.reads_tokens or self.loss.loss_mask == "legacy"
-
-    @property
     def fetches_weights(self) -> bool:
         """Return whether a process group carries weights to ranks that only sample."""
         return self.parallel.placement == "separate" and self.rollout.rollout_engine == "sglang"

@@ -135,10 +135,6 @@ class Packed(Sequence[Any]):
         more = np.asarray(values, self.array.dtype).reshape(-1, *self.array.shape[1:])
         self.array = np.concatenate([self.array, more])
 
-    def put_last(self, values: NDArray) -> None:
-        """Replace the last n values by values [n, ...]."""
-        self.array[len(self) - len(values) :] = values
-
     def __len__(self) -> int:
         return len(self.array)
 
@@ -301,7 +297,7 @@ class Trajectory:
         for name, values in completion.prompt_fields.items():
             held = self.further_fields[name]
             assert isinstance(held, Packed)  # it is played on this rank
-            held.put_last(values)
+            held.array[len(held) - len(values) :] = values
         self._append({"tokens": completion.tokens, **recorded})
 
     def _append(self, given: Mapping[str, Sequence[Any]]) -> None:

@@ -146,16 +146,12 @@ def read_string(place: str, value: Any) -> str:
     return value
 
 
-def _part(key: str) -> Table:
-    return Table({key: read_string}, (key,), harmless=_BESIDE_TEXT)
-
-
 _BESIDE_TEXT = frozenset(
     {"type", "annotations", "cache_control", "citations", "logprobs", "parsed", "parsed_output"}
     | {"prompt_cache_breakpoint"}
 )
 PARTS = {
-    name: _part(name.rpartition("_")[2])
+    name: Table({(key := name.rpartition("_")[2]): read_string}, (key,), harmless=_BESIDE_TEXT)
     for name in ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 }
 """Type of a part of a content -> its keys; each holds a text."""

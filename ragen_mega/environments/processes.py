@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,7 +26,7 @@ import psutil
 
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.environments import calls
-from ragen_mega.environments.pool import PLACE, EnvironmentFailed, guarded, where
+from ragen_mega.environments.pool import PLACE, EnvironmentFailed, Worker, briefly, guarded, where
 from ragen_mega.environments.protocol import (
     OUTCOME,
     STEP_INFO,
@@ -61,6 +61,13 @@ def builder(settings: Any, name: str, options: Mapping[str, Any]) -> Callable[[]
     if not num_processes:
         return partial(make, name, **options)
     return partial(HostedEnvironment, name, options, num_processes, settings.environment_timeout)
+
+
+def opened(
+    settings: Any, name: str, options: Mapping[str, Any]
+) -> AbstractContextManager[tuple[Worker, Environment]]:
+    """Return the environment `name` of `builder`, for its declarations; see `briefly`."""
+    return briefly(name, builder(settings, name, options), settings.environment_timeout)
 
 
 class Host:

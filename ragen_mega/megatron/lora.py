@@ -11,7 +11,7 @@ gradient on each rank: under sequence parallelism of some tokens, otherwise of s
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -30,6 +30,18 @@ from ragen_mega.models.layout import Slot, find_slot
 from ragen_mega.models.lora import adapted, adapter_weights
 from ragen_mega.models.rounding import spread_bits
 from ragen_mega.ranks import collectives
+
+_Mapping = Callable[..., Tensor]
+_TOKENS = (
+    mappings.gather_from_sequence_parallel_region,
+    mappings.copy_to_tensor_model_parallel_region,
+)
+"""What a column-parallel matrix takes, from this rank's tokens."""
+_SUMS = (
+    mappings.reduce_scatter_to_sequence_parallel_region,
+    mappings.reduce_from_tensor_model_parallel_region,
+)
+"""The sums of what the ranks' columns of A give."""
 
 
 class Adapter(nn.Module):
@@ -93,11 +105,11 @@ class Adapter(nn.Module):
         """
         # with strides of a shape with more dimensions torch would multiply by a copy of a frozen
         # weight for each token
-        rows = (input if self._is_row else self._of_all_tokens(input)).flatten(0, -2)
+        rows = (input if self._is_row else self._among_ranks(input, *_TOKENS)).flatten(0, -2)
         if self.is_on:
             low, up = self._factors(0, input)
             if not self._is_row:
-                low = self._of_all_tokens(low)
+                low = self._among_ranks(low, *_TOKENS)
             elif self._is_divided and not self._is_sequence:
                 up = mappings.copy_to_tensor_model_parallel_region(up, group=self._tp)
             out = F.linear(low.flatten(0, -2), up).addmm_(rows, weight.t())
@@ -119,7 +131,7 @@ class Adapter(nn.Module):
 
     def _sum(self, number: int, x: Tensor, out: Tensor) -> Tensor:
         low, up = self._factors(number, x)
-        low = self._of_all_inputs(low) if self._is_row else self._of_all_tokens(low)
+        low = self._among_ranks(low, *_SUMS) if self._is_row else self._among_ranks(low, *_TOKENS)
         total = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), up.t())
         return total.view(*out.shape)
 
@@ -128,21 +140,10 @@ class Adapter(nn.Module):
         down, up = (matrix.to(x.dtype) for matrix in self.matrices(number))
         return F.linear(x, down * self.scale), up
 
-    def _of_all_tokens(self, x: Tensor) -> Tensor:
-        """Return what a column-parallel matrix takes, from this rank's tokens."""
+    def _among_ranks(self, x: Tensor, of_tokens: _Mapping, of_whole: _Mapping) -> Tensor:
         if not self._is_divided:
             return x
-        if self._is_sequence:
-            return mappings.gather_from_sequence_parallel_region(x, group=self._tp)
-        return mappings.copy_to_tensor_model_parallel_region(x, group=self._tp)
-
-    def _of_all_inputs(self, low: Tensor) -> Tensor:
-        """Return the sums of what the ranks' columns of A give."""
-        if not self._is_divided:
-            return low
-        if self._is_sequence:
-            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._tp)
-        return mappings.reduce_from_tensor_model_parallel_region(low, group=self._tp)
+        return (of_tokens if self._is_sequence else of_whole)(x, group=self._tp)
 
 
 def attach(chunks: Iterable[Any], lora: LoraConfig) -> None:

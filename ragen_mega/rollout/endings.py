@@ -37,14 +37,7 @@ def last_info(trajectory: Trajectory) -> Mapping[str, Any]:
 
 def cause(trajectory: Trajectory) -> str | None:
     """Return the one of `episode.CAUSES` that cut a trajectory; None if its task ended."""
-    if not trajectory.truncated:
-        return None
-    info = last_info(trajectory)
-    if TRUNCATED_BY in info:
-        return info[TRUNCATED_BY]
-    if ERROR in info:  # a rollout that an earlier version wrote
-        return "error"
-    return "context" if info.get("context_overflow") else "budget"
+    return last_info(trajectory).get(TRUNCATED_BY, "budget") if trajectory.truncated else None
 
 
 def environment_errors(groups: Iterable[TrajectoryGroup]) -> list[tuple[Trajectory, str]]:
@@ -206,7 +199,7 @@ class PolicyErrors:
             key = name, action
             if failed[key] >= _AGAIN_AND_AGAIN and _is_the_actions_own(key, failed, done):
                 found.setdefault(key, []).append((f"the action {action}", reason))
-            elif _is_of_values(reason):
+            elif reason.removeprefix("RuntimeError: ").partition(":")[0] in _OF_VALUES:
                 kind = name, reason.partition(":")[0]
                 found.setdefault(kind, []).append((f"answers such as {action}", reason))
         new = {
@@ -273,11 +266,6 @@ def _is_the_actions_own(
     ]
     share = failed[key] / (failed[key] + done[key])
     return share > 0.5 and share > 2 * others[0] / max(1, sum(others))
-
-
-def _is_of_values(reason: str) -> bool:
-    """Return whether an error is of a kind that no server, disk or clock raises."""
-    return reason.removeprefix("RuntimeError: ").partition(":")[0] in _OF_VALUES
 
 
 def _name(action: Any) -> str:

@@ -308,7 +308,7 @@ class Player:
                     turn.info |= failed_turn(error).info
                     trajectory.truncated = is_over = True
                 if len(context.tokens) >= max_context:
-                    turn.info["context_overflow"] = trajectory.truncated = is_over = True
+                    trajectory.truncated = is_over = True
                     turn.info[TRUNCATED_BY] = "context"
             self._advance(len(completion.tokens), is_over and not attempt.is_repeated(turn.info))
             if not is_over:

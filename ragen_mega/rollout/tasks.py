@@ -27,7 +27,7 @@ from ragen_mega.environments.boards import (
 from ragen_mega.environments.episode import Episode, EpisodeConfig
 from ragen_mega.environments.examples import Conversation, read_conversations, worked_example
 from ragen_mega.environments.pool import EnvironmentFailed, Worker, briefly
-from ragen_mega.environments.processes import builder
+from ragen_mega.environments.processes import builder, opened
 from ragen_mega.environments.protocol import Observation, text_seed
 from ragen_mega.environments.reference_players import Prompt
 from ragen_mega.environments.registry import ENVIRONMENTS
@@ -422,8 +422,7 @@ def held_out_states(
     if not held_out:
         return frozenset()
     options = config.options(name) if step is None else config.training_options(name, step)
-    build = builder(config, name, options)
-    with briefly(name, build, config.environment_timeout) as (worker, environment):
+    with opened(config, name, options) as (worker, environment):
         reset = partial(calls.reset, environment)
         try:
             return frozenset(
@@ -443,8 +442,7 @@ def _held_out_boards(config: EnvironmentConfig, boards: str | None) -> tuple[Boa
     held_out: dict[Board, None] = {}
     for name in config.evaluated:
         options = config.evaluation_options(name)
-        build = builder(config, name, options)
-        with briefly(name, build, config.environment_timeout) as (_, environment):
+        with opened(config, name, options) as (_, environment):
             files: list[str | None] = [None] if has_packaged_boards(environment) else []
         if boards is not None and name in config.shares:
             files.append(boards)
@@ -477,8 +475,7 @@ def evaluation_prompts(
     Raises ValueError if the environment cannot be built or none of the file's boards is for it.
     """
     options = config.evaluation_options(name)
-    build = builder(config, name, options)
-    with briefly(name, build, config.environment_timeout) as (_, environment):
+    with opened(config, name, options) as (_, environment):
         seeds = held_out_seeds(name, environment, num_prompts)
         takes_boards = boards is not None or has_packaged_boards(environment)
     if not takes_boards:

@@ -57,7 +57,8 @@ class Batches:
         trajectories = [member for group in kept for member in group.trajectories]
         config, dp, trainer = self.config, self._dp, self.policy.trainer
         owners: Tensor | None = None  # every rank needs all tokens
-        if dp.size() > 1 and not config.reads_all_tokens:
+        reads_all = config.advantage.estimator.reads_tokens or config.loss.loss_mask == "legacy"
+        if dp.size() > 1 and not reads_all:
             owners = on_main(
                 lambda: choose_owners(
                     trajectories,

@@ -22,8 +22,7 @@ from ragen_mega.config.sections.train import TrainConfig
 from ragen_mega.config.sections.warm_start import WarmStartConfig
 from ragen_mega.environments.boards import load_boards
 from ragen_mega.environments.examples import read_conversations
-from ragen_mega.environments.pool import briefly
-from ragen_mega.environments.processes import builder
+from ragen_mega.environments.processes import opened
 from ragen_mega.extensions.extras import is_found, lack
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.models.lora import adapted
@@ -128,7 +127,7 @@ def check_environments(config: EnvironmentConfig) -> None:
     for step in (None, *config.curriculum_steps):
         for name in config.evaluated:
             options = config.options(name) if step is None else config.training_options(name, step)
-            with briefly(name, builder(config, name, options), config.environment_timeout):
+            with opened(config, name, options):
                 pass
 
 
@@ -256,8 +255,7 @@ def task_notes(config: EnvironmentConfig) -> list[str]:
     if not config.prompt_examples and "<answer>" not in (config.system_prompt or ""):
         kinds.append("form_note")
     for name in config.shares:
-        build = builder(config, name, config.options(name))
-        with briefly(name, build, config.environment_timeout) as (_, built):
+        with opened(config, name, config.options(name)) as (_, built):
             said = (getattr(built, kind, None) for kind in kinds)
             notes += [f"{name}: {note}" for note in said if note]
     return notes

@@ -291,6 +291,10 @@ def _files(config: StarPOConfig) -> dict[str, str]:
     model, tasks = config.model, "tasks:"
     named = {"load": model.load, "critic_load": model.critic_load}
     named |= {f"teacher_load {name}".strip(): path for name, path in model.teachers.items()}
+    named |= {
+        "lora_load": config.lora.lora_load,
+        "warm_start_from": config.warm_start.warm_start_from,
+    }
     named["boards"] = config.evaluation.boards
     named["sft_file"] = config.warm_start.sft_file
     named["prompt_examples_file"] = config.environment.prompt_examples_file

@@ -15,7 +15,6 @@ from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.megatron.policy import MegatronPolicy
 from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
-from ragen_mega.run.idleness import Usage
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.sampling import Origin, Sampling, Tasks, origin_of
 from ragen_mega.run.separate import Role, Samplers
@@ -63,11 +62,6 @@ class Rollouts:
                 if self._sends_adapter
                 else None,
             )
-
-    @property
-    def samplers_usage(self) -> list[Usage]:
-        """Return the usage by ranks that only sample, for the rollout that came last."""
-        return self.samplers.usage if self.samplers else []
 
     @property
     def are_remote(self) -> bool:

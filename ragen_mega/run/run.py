@@ -374,7 +374,8 @@ class Run:
 
     def report(self, log: StepLog) -> None:
         """Close the timers of a step and print its row; what follows is no part of its time."""
-        ranks = gather_objects(self.timers.usage()) + self.rollouts.samplers_usage
+        samplers = self.rollouts.samplers
+        ranks = gather_objects(self.timers.usage()) + (samplers.usage if samplers else [])
         text = sentence(ranks, self.config)
         self.spent = [summed(filter(None, pair)) for pair in zip_longest(self.spent, ranks)]
         log.add("share", shares(ranks))

@@ -203,9 +203,8 @@ def export(
     """`save_huggingface` by rank 0, whose directory is complete on return. Collective. Raises the
     same errors, on all ranks.
     """
-    failures: list[Exception] = []
-    try:
-        save_huggingface(
+    collectives.on_each(
+        lambda: save_huggingface(
             directory,
             hf,
             tokenizer,
@@ -213,14 +212,7 @@ def export(
             is_writer=collectives.is_main(),
             is_critic=is_critic,
         )
-    except (OSError, ValueError) as error:
-        failures.append(error)
-
-    def say() -> None:
-        for failure in failures:
-            raise failure
-
-    collectives.on_main(say)
+    )
 
 
 def _write(

@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragen_mega.data.compact import Outlines, outlined, outlines_of
 from ragen_mega.data.fields import recorded_fields
-from ragen_mega.data.types import Packed, Trajectory, TrajectoryGroup, Turn
+from ragen_mega.data.types import Packed, TrajectoryGroup
 from ragen_mega.storage.sealed_files import read_sealed, seal, unseal, write_sealed
 
 ROLLOUTS = "rollouts"
-FORMAT = 1
+FORMAT = 2
+_OUTLINES = tuple(f"outline.{name}" for name in Outlines._fields[1:])
 _NAME = re.compile(r"step_(\d{8})\.safetensors")
 _TUPLE = "tuple"
 """Key under which a tuple is kept: JSON knows lists only. A dictionary with this key alone is kept
@@ -139,90 +141,39 @@ def oldest_kept(step: int, keep: int | None, checkpoints: Iterable[int]) -> int:
     return step + 1 - keep if keep else 0
 
 
-def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[list[Any]]]:
-    """S trajectories of L_s tokens and K_s turns as tensors, and environment and turn infos per
-    trajectory.
-    """
+def _pack(groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, Tensor], list[Any]]:
+    """S trajectories of L_s tokens as tensors, and their environments and the infos of turns."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    tensors = {
-        "group_ids": torch.tensor([group.group_id for group in groups]),  # [P]
-        "group_sizes": torch.tensor([len(group.trajectories) for group in groups]),  # [P]
-        # [S, 3]
-        "seeds": torch.tensor([(t.seed, t.outcome_seed, t.weight_version) for t in trajectories]),
-        "ranks": torch.tensor([t.rank for t in trajectories]),  # [S]
-        "ends": torch.tensor(  # [S, 3] bool
-            [(t.terminated, t.truncated, t.is_tree) for t in trajectories]
-        ),
-        "lengths": torch.tensor([(len(t), len(t.turns)) for t in trajectories]),  # [S, 2]
-        # [sum K, 2]
-        "turns": torch.tensor([(t.start, t.end) for t in turns], dtype=torch.int32).reshape(-1, 2),
-        "rewards": torch.tensor([turn.reward for turn in turns], dtype=torch.float64),  # [sum K]
-    }
-    columns = {}  # [sum L, ...]
-    for name, row in recorded_fields().items():
+    environments, *arrays = outlines_of(trajectories)
+    tensors = dict(zip(_OUTLINES, map(torch.from_numpy, arrays), strict=True))
+    sizes = [(group.group_id, len(group.trajectories)) for group in groups]
+    tensors["groups"] = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2)  # [P, 2]
+    for name, row in recorded_fields().items():  # [sum L, ...]; no field is called as an outline
         parts = (row.array(t.token_fields[name]) for t in trajectories)
-        columns[name] = torch.from_numpy(np.concatenate([row.defaults(0), *parts]))
-    facts = [
-        [t.environment, [_to_json(dict(turn.info)) for turn in t.turns], t.breaks]
-        for t in trajectories
-    ]
-    return dict(**tensors, **columns), facts  # a field must not have the name of another tensor
+        tensors[name] = torch.from_numpy(np.concatenate([row.defaults(0), *parts]))
+    infos = [[_to_json(dict(turn.info)) for turn in t.turns] for t in trajectories]
+    return tensors, [environments, infos]
 
 
-def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Sequence[Any]]) -> list[TrajectoryGroup]:
-    rows = recorded_fields()
-
-    def values(name: str) -> list[Any]:
-        return tensors[name].tolist()
-
-    sizes = list(zip(values("group_ids"), values("group_sizes"), strict=True))
-    group_ids = [group_id for group_id, size in sizes for _ in range(size)]
-    spans = list(pairwise(accumulate((length for length, _ in values("lengths")), initial=0)))
+def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Any]) -> list[TrajectoryGroup]:
+    environments, infos = facts
+    arrays = (tensors[name].numpy() for name in _OUTLINES)
+    trajectories, rows = outlined(Outlines(environments, *arrays)), recorded_fields()
+    spans = list(pairwise(accumulate(map(len, trajectories), initial=0)))
     columns = []
     for name, row in rows.items():
         # a file from before a field was registered gives its defaults
         column = tensors[name].numpy() if name in tensors else row.defaults(spans[-1][1])
         columns.append([Packed(column[start:end]) for start, end in spans])
-    turns = zip(values("turns"), values("rewards"), strict=True)
-    # rollouts of earlier versions have none
-    ranks = values("ranks") if "ranks" in tensors else [0] * len(group_ids)
-    trajectories = []
-    for group_id, fact, seeds, rank, ends, (_, num_turns), *recorded in zip(
-        group_ids,
-        facts,
-        values("seeds"),
-        ranks,
-        values("ends"),
-        values("lengths"),
-        *columns,
-        strict=True,
-    ):
-        environment, infos, *breaks = fact  # nor these
-        terminated, truncated, *is_tree = ends  # nor these
-        seed, outcome_seed, weight_version = seeds
-        trajectory = Trajectory(
-            group_id=group_id,
-            environment=environment,
-            seed=seed,
-            outcome_seed=outcome_seed,
-            weight_version=weight_version,
-            turns=[
-                Turn(start, end, reward, _from_json(info))
-                for info, ((start, end), reward) in zip(
-                    infos, islice(turns, num_turns), strict=True
-                )
-            ],
-            breaks=[at for row in breaks for at in row],
-            terminated=terminated,
-            truncated=truncated,
-            is_tree=any(is_tree),
-            rank=rank,
-        )
+    for trajectory, told, *recorded in zip(trajectories, infos, *columns, strict=True):
         trajectory.token_fields = dict(zip(rows, recorded, strict=True))
-        trajectories.append(trajectory)
+        for turn, info in zip(trajectory.turns, told, strict=True):
+            turn.info = _from_json(info)
     rest = iter(trajectories)
-    return [TrajectoryGroup(group_id, list(islice(rest, size))) for group_id, size in sizes]
+    return [
+        TrajectoryGroup(group_id, list(islice(rest, size)))
+        for group_id, size in tensors["groups"].tolist()
+    ]
 
 
 def _to_json(value: Any) -> Any:

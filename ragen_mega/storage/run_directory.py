@@ -9,7 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import CONFIG_FILE, is_run, read_object, read_recorded
+from ragen_mega.config.recorded import (
+    CONFIG_FILE,
+    WITHOUT_EFFECT,
+    is_run,
+    read_object,
+    read_recorded,
+)
 from ragen_mega.system.paths import dangling
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,8 +30,6 @@ FINAL_ADAPTER = "adapter"
 """Directory of its adapter in PEFT's format; the policy beside it is merged."""
 _SECTION = '"warm_start": {'
 """Found in every config.json of a run, and in no model's."""
-_IRRELEVANT = ("logging", "checkpoint", "parallel")
-"""Sections of the configuration that may differ when a finished run is resumed."""
 
 
 class Finished(ValueError):
@@ -139,7 +143,7 @@ def check_finished(config: StarPOConfig) -> None:
     changed = [
         name
         for section, values in now.items()
-        if section not in _IRRELEVANT
+        if section not in WITHOUT_EFFECT
         for name, value in values.items()
         # the start chooses what no flag gives
         if value is not None and before.get(section, {}).get(name) != value

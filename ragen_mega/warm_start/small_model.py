@@ -5,7 +5,6 @@ play.
 import math
 import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,7 @@ from ragen_mega.data.packing import pack
 from ragen_mega.data.types import TokenBatch, Trajectory
 from ragen_mega.environments.episode import Episode
 from ragen_mega.environments.examples import read_conversations
-from ragen_mega.environments.pool import Worker, briefly
-from ragen_mega.environments.processes import builder
-from ragen_mega.environments.protocol import Environment
+from ragen_mega.environments.processes import opened
 from ragen_mega.environments.scripted import narration_note
 from ragen_mega.megatron.critic import MegatronCritic
 from ragen_mega.megatron.initialize import ProcessGroupCollection
@@ -118,7 +115,7 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
             name=name,
             timeout=config.environment.environment_timeout,
         )
-        with _declared(config, name) as (_, environment):
+        with opened(config.environment, name, config.environment.options(name)) as (_, environment):
             vocabulary += getattr(environment, "vocabulary", ())
     tokenizer = train_tokenizer(texts, vocabulary=vocabulary)
     # Rounded so that no layout needs padded vocabulary rows.
@@ -129,14 +126,6 @@ def write_small_model(config: StarPOConfig, directory: Path) -> None:
     hf.max_position_embeddings = max(hf.max_position_embeddings, config.rollout.max_context_length)
     weights = random_weights(hf, config.seed_of_warm_start)
     save_huggingface(directory, hf, tokenizer, weights.items(), is_writer=True)
-
-
-def _declared(
-    config: StarPOConfig, name: str
-) -> AbstractContextManager[tuple[Worker, Environment]]:
-    """Return the environment `name`, for its declarations."""
-    world = config.environment
-    return briefly(name, builder(world, name, world.options(name)), world.environment_timeout)
 
 
 def warm_start(
@@ -166,7 +155,7 @@ def warm_start(
     )
     student.load_weights(open_model(base))
     for name in config.environment.worlds:
-        with _declared(config, name) as (_, environment):
+        with opened(config.environment, name, config.environment.options(name)) as (_, environment):
             note = narration_note(name, Episode(environment, episode_config(config.environment)))
         if note:
             console.say(note)

@@ -279,8 +279,8 @@ def test_a_context_without_room_closes_the_trajectory(
     ].trajectories:
         assert len(trajectory) <= max_context
         assert trajectory.truncated and not trajectory.terminated
-        assert [turn.info.get("context_overflow", False) for turn in trajectory.turns][-1]
-        assert not any("context_overflow" in turn.info for turn in trajectory.turns[:-1])
+        assert [turn.info.get("truncated_by") for turn in trajectory.turns][-1]
+        assert not any("truncated_by" in turn.info for turn in trajectory.turns[:-1])
         assert 1 <= len(trajectory.turns) < 5 and trajectory.loss_mask[-1]
     free = collect(engine, renderer, tasks[:1], PlaySettings(512, 1.0, 0))[0].trajectories[0]
     second = free.turns[1].start
@@ -292,7 +292,7 @@ def test_a_context_without_room_closes_the_trajectory(
             0
         ].trajectories[0]
         assert cut.tokens == free.tokens[: second + 1 if sampled else free.turns[0].end]
-        assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["context_overflow"]
+        assert len(cut.turns) == 1 + sampled and cut.turns[-1].info["truncated_by"] == "context"
     tight = collect(engine, renderer, tasks, PlaySettings(prompt + 3, 1.0, 0))[0].trajectories
     assert all(len(trajectory) <= prompt + 3 for trajectory in tight)
     with pytest.raises(ValueError, match=f"has {prompt} tokens and max_context_length is {prompt}"):

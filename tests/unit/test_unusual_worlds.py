@@ -171,5 +171,5 @@ def test_a_style_is_said_to_change_nothing_where_no_other_style_would(
         for name in (names if kinds else ())
     }
     is_read, is_asked = len(shown) > len(kinds), style not in ("", recorded)
-    assert (said is not None) == (is_asked and not is_read)
-    assert said is None or (f"--prompt-style {style} " in said and names[0] in said)
+    assert bool(said) == (is_asked and not is_read)
+    assert not said or (f"--prompt-style {style} " in said[0] and names[0] in said[0])

@@ -152,7 +152,7 @@ def _follow_no_redirects(client: ModuleType) -> None:
         def process_redirect(self, exc: Exception) -> Exception:
             return exc
 
-    client.ws_connect = Connect
+    client.ws_connect = Connect  # type: ignore[attr-defined]
 
 
 @cache
