@@ -288,22 +288,17 @@ def _files(config: StarPOConfig) -> dict[str, str]:
     """Return a map: setting -> digest of the file or the model that it names, which ranks of all
     nodes read.
     """
-    model, tasks = config.model, "tasks:"
-    named = {"load": model.load, "critic_load": model.critic_load}
-    named |= {f"teacher_load {name}".strip(): path for name, path in model.teachers.items()}
-    named |= {
-        "lora_load": config.lora.lora_load,
-        "warm_start_from": config.warm_start.warm_start_from,
-    }
-    named["boards"] = config.evaluation.boards
-    named["sft_file"] = config.warm_start.sft_file
-    named["prompt_examples_file"] = config.environment.prompt_examples_file
+    tasks = "tasks:"
+    read = config.model, config.lora, config.environment, config.warm_start, config.evaluation
+    named = {name: path for section in read for name, path in section.paths().items()}
+    named.pop("teacher_load", None)  # may hold several
+    named |= {f"teacher_load {name}".strip(): path for name, path in config.model.teachers.items()}
     named |= {
         name: name.removeprefix(tasks)
         for name in config.environment.evaluated
         if name.startswith(tasks)
     }
-    return {name: _sampled(Path(path)) for name, path in named.items() if path is not None}
+    return {name: _sampled(Path(path)) for name, path in named.items()}
 
 
 def _sampled(path: Path) -> str:

@@ -3,6 +3,7 @@
 import os
 import resource
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,25 @@ def test_nodes_read_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     facts[2]["files"]["load"] = facts[0]["files"]["load"]
     said = nodes.disagreement(facts) or ""
     assert "tasks:rows.jsonl is" in said and "not there on node 2" in said
+
+
+def test_every_file_that_a_run_begins_with_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    flags = "--load {0} --critic-load {0} --lora-rank 8 --lora-load {0} --sft-file {0}"
+    flags += " --sft-steps 1 --prompt-examples 1 --prompt-examples-file {0}"
+    flags += " --teacher-prompt-examples 1 --teacher-prompt-examples-file {0} --teacher-load {0}"
+    flags += " --reward environment+teacher --boards {0}"
+    flags += " --advantage-estimator gae"
+    config = parse(flags.format(tmp_path / "rows.jsonl").split())
+    facts = [nodes.describe(config)["files"]]
+    (tmp_path / "rows.jsonl").unlink()
+    facts.append(nodes.describe(config)["files"])
+    differ = {name for name in facts[0] if facts[0][name] != facts[1][name]}
+    words = flags.replace("-", "_").split()
+    assert differ == {flag.strip("_") for flag, path in pairwise(words) if path == "{0}"}
 
 
 def test_a_rank_that_may_open_no_more_files_says_so(capsys: pytest.CaptureFixture[str]) -> None:

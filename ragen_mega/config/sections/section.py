@@ -75,9 +75,8 @@ class Section:
         not finite or out of bounds, for a field that does nothing, for credentials in an address,
         and for a broken rule.
         """
-        for name in self._declared(PathOf):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, expanded(path))
+        for name, path in self.paths().items():
+            object.__setattr__(self, name, expanded(path))
         bounds = self._declared(Bounds)
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -94,12 +93,18 @@ class Section:
     def check(self) -> None:
         """Raise ValueError if fields do not go together."""
 
+    def paths(self) -> dict[str, str]:
+        """Return the fields that name a file or folder, or may name one, and are set."""
+        named = ((name, getattr(self, name)) for name in self._declared(PathOf))
+        return {name: path for name, path in named if path is not None}
+
     def located(self) -> Self:
         """Return the section with absolute paths."""
+        kinds = self._declared(PathOf)
         paths = {
-            name: os.path.abspath(value)
-            for name, item in self._declared(PathOf).items()
-            if (value := getattr(self, name)) and item.when(value)
+            name: os.path.abspath(path)
+            for name, path in self.paths().items()
+            if path and kinds[name].when(path)
         }
         return replace(self, **paths)
 
