@@ -143,7 +143,7 @@ def test_a_file_of_another_step_or_origin_is_not_used(tmp_path: Path) -> None:
         store.recall(3, {key: ORIGIN[key] for key in ("weights", "settings")}, reports.append)
         is None
     )
-    assert "step 3, not 1 and 4" in reports[0]
+    assert "step 3, not 2 and 4" in reports[0]
     assert (
         "another weights; the step is sampled" in reports[1]
         and "another weight_version" in reports[2]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from transformers import PretrainedConfig
 
-from ragen_mega.data.checksums import checksum
+from ragen_mega.data.checksums import check_names, checksum
 from ragen_mega.engines.sglang.fp8_blocks import quantize_stream
 from ragen_mega.engines.sglang.http_json import JSONClient, RequestRefused
 from ragen_mega.engines.sglang.weight_loader import (
@@ -41,7 +41,7 @@ from ragen_mega.engines.sglang.weight_loader import (
     map_bytes,
     report_of,
 )
-from ragen_mega.models.layout import complete, expected_tensors
+from ragen_mega.models.layout import expected_tensors
 from ragen_mega.models.server_cut import cut_stream
 from ragen_mega.models.shape import ModelShape
 from ragen_mega.ranks.waits import here
@@ -211,15 +211,24 @@ class WeightTransfer(ABC):
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
         files = (own / f"{index:05d}.json" for index in itertools.count())
-        bucket = self._open(next(files))
-        sizes = {name: tuple(tensor.shape) for name, tensor in self._expected.items()}
-        for name, tensor in complete(self._prepare(weights), sizes):
+        bucket, missing = self._open(next(files)), dict(self._expected)
+        for name, tensor in self._prepare(weights):
+            expected = missing.pop(name, None)
+            if expected is None or tensor.shape != expected.shape:
+                wanted = self._expected.get(name)
+                raise ValueError(
+                    f"weight {name!r} came with shape {list(tensor.shape)}, and the engine takes"
+                    f" each of its {len(self._expected)} weights once, this one with"
+                    f" {wanted if wanted is None else list(wanted.shape)}; check that the weights"
+                    " belong to the model config"
+                )
             flat, start = tensor.detach().reshape(-1), 0
             while start < len(flat):
                 if bucket.is_full:
                     yield bucket, False
                     bucket = self._open(next(files))
-                start = bucket.add(name, flat, start, self._expected[name])
+                start = bucket.add(name, flat, start, expected)
+        check_names(self._expected.keys() - missing.keys(), self._expected)
         yield bucket, True
 
     @abstractmethod
