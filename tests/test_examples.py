@@ -139,11 +139,14 @@ def quick_commands() -> list[str]:
     return sorted(shown)
 
 
+SLOW_WORDS = ("--model", "--search", "paper")
+
+
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param(
-            command, marks=[pytest.mark.slow] * ("--model" in command or "paper" in command)
+            command, marks=[pytest.mark.slow] * any(word in command for word in SLOW_WORDS)
         )
         for command in quick_commands()
     ],

@@ -13,6 +13,7 @@ from ragen_mega import read_run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_notebook_trains_twice_and_reads_what_it_trained(tmp_path: Path) -> None:
     """The cells run one after another in one process, as a notebook runs them."""
