@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -31,6 +31,8 @@ IDENTITY = "study.json"
 PACKAGES = ("ragen_mega", "ragen_kernels")
 BESIDE = ("commands", "planning", "studies")
 """Folders of the package that change no result of a run."""
+_SECONDS_TO_HEAR = 1.0
+"""Longest delay of a signal."""
 _MODULE = re.compile(r"[A-Za-z_][\w.]*(?=:[A-Za-z_])")
 """Module of an import path; in `agent:my_module:run` the second match is one."""
 
@@ -332,6 +334,9 @@ class Runner:
         try:
             with ThreadPoolExecutor(at_a_time) as pool:
                 runs = [pool.submit(self._work, job) for job in self._jobs]
+                # A signal that comes just before a wait is handled after it.
+                while wait(runs, timeout=_SECONDS_TO_HEAR).not_done:
+                    pass
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -596,6 +596,17 @@ class SlowPool(ThreadPoolExecutor):
         return begun
 
 
+class DeafPool(ThreadPoolExecutor):
+    """No signal interrupts the main thread from then on, as one does not that comes just before the
+    thread waits: the process gets it, and handles it when the thread runs next.
+    """
+
+    def submit(self, *work: Any, **more: Any) -> Future:
+        begun = super().submit(*work, **more)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return begun
+
+
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *signals: list[signal.Signals]) -> int:
     """The exit code of a study whose run ends at the second SIGTERM: the first signals come once
     the run is there, the next ones after its first SIGTERM.
@@ -614,13 +625,16 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *signals: list[sign
                 os.kill(os.getpid(), number)
 
     monkeypatch.setattr(tool, "find_jobs", find_jobs)
-    with pytest.raises(SystemExit) as left:
-        tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
+    try:
+        with pytest.raises(SystemExit) as left:
+            tool.main(["staleness", "--ranks", "2", "--output", str(tmp_path / "runs")])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     assert [*map(signal.getsignal, SIGNALS)] == handlers
     return left.value.code
 
 
-@pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool])
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, SlowPool, DeafPool])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
     number: signal.Signals, pool: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
