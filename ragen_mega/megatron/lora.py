@@ -36,12 +36,12 @@ _TOKENS = (
     mappings.gather_from_sequence_parallel_region,
     mappings.copy_to_tensor_model_parallel_region,
 )
-"""What a column-parallel matrix takes, from this rank's tokens."""
+"""Mappings of this rank's tokens to what a column-parallel matrix takes."""
 _SUMS = (
     mappings.reduce_scatter_to_sequence_parallel_region,
     mappings.reduce_from_tensor_model_parallel_region,
 )
-"""The sums of what the ranks' columns of A give."""
+"""Mappings of what the ranks' columns of A give to their sums."""
 
 
 class Adapter(nn.Module):

@@ -165,9 +165,9 @@ def _unpack(tensors: Mapping[str, Tensor], facts: Sequence[Any]) -> list[Traject
         # a file from before a field was registered gives its defaults
         column = tensors[name].numpy() if name in tensors else row.defaults(spans[-1][1])
         columns.append([Packed(column[start:end]) for start, end in spans])
-    for trajectory, told, *recorded in zip(trajectories, infos, *columns, strict=True):
+    for trajectory, facts_of_turns, *recorded in zip(trajectories, infos, *columns, strict=True):
         trajectory.token_fields = dict(zip(rows, recorded, strict=True))
-        for turn, info in zip(trajectory.turns, told, strict=True):
+        for turn, info in zip(trajectory.turns, facts_of_turns, strict=True):
             turn.info = _from_json(info)
     rest = iter(trajectories)
     return [
