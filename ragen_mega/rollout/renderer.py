@@ -8,10 +8,11 @@ merge.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _THINK = "<think>"
 _BEGUN = re.compile(r"<think>\s*(?:</think>\s*)?$")
 """Thought that a template begins before an answer, perhaps an empty one."""
 _BRACKETED = re.compile(r"<[^<>\s]+>")
+_BYTES_OF_TOKEN = 40  # in a list, with its integer
 _ANSWER = "ANSWER-OF-THE-ASSISTANT"
 _DAY = "26 Jul 2024"
 """Today in the templates of Llama 3.1 and later, which would state another day in a run that goes
@@ -60,6 +62,27 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"PARAMETER": {"type": "array"}}},
     },
 }
+
+
+class _Remembered:
+    """A function of messages with its latest answers, as many as fit into `most_bytes`."""
+
+    def __init__(self, function: Callable[..., list[int]], most_bytes: int = 1 << 24) -> None:
+        self._function, self._room = function, most_bytes
+        self._answers: OrderedDict[tuple[Any, ...], tuple[list[int], int]] = OrderedDict()
+
+    def __call__(self, *arguments: Any) -> list[int]:
+        if arguments in self._answers:
+            self._answers.move_to_end(arguments)
+            return self._answers[arguments][0]
+        answer = self._function(*arguments)
+        size = _BYTES_OF_TOKEN * len(answer) + sum(len(m.content) for m in arguments[0])
+        self._answers[arguments] = answer, size
+        self._room -= size
+        while self._room < 0:
+            _, (_, freed) = self._answers.popitem(last=False)
+            self._room += freed
+        return answer
 
 
 class ChatRenderer:
@@ -103,10 +126,10 @@ class ChatRenderer:
         self._forced = _THINK if think and not opens_thought else ""
         self.opens_thought = think
         """Whether every answer begins inside a thought."""
-        self._between = lru_cache(32)(
+        self._between = _Remembered(
             lambda messages: self._encode(self._delta(*messages) + self._forced)
         )
-        self._beginning = lru_cache(32)(  # members of a group begin alike
+        self._beginning = _Remembered(  # members of a group begin alike
             lambda messages, tools: self._encode(
                 self._beginning_text(messages, tools) + self._forced
             )

@@ -71,8 +71,8 @@ def nothing():
     return 1.0
 
 
-def large(answer, reference, row):
-    return 7
+def no_number(answer, reference, row):
+    return float("nan")
 
 
 async def waits(answer, reference, row):
@@ -154,19 +154,19 @@ TRAIN = {
     f"{MODEL} --tasks nulls.jsonl": "nulls.jsonl must have a value in answer, which is null",
     f"{MODEL} --tasks wide.jsonl": "wide.jsonl, line 1 must be UTF-8 ('utf-8' codec can't decode",
     f"{MODEL} --tasks latin.jsonl": "latin.jsonl, line 2 must be UTF-8 ('utf-8' codec can't",
-    f"{MODEL} --tasks rows.jsonl --score mistaken.py:large": "write mistaken:large, a module",
+    f"{MODEL} --tasks rows.jsonl --score mistaken.py:no_number": "write mistaken:no_number, a module",
     f"{MODEL} --tasks one_row.jsonl": "must hold two prompts",
-    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, large, waits",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, no_number, waits",
     f"{MODEL} --tasks rows.jsonl --score mistaken:fails": "KeyError: 'nothing' (in fails,",
     f"{MODEL} --tasks rows.jsonl --score mistaken:waits": "write def, and call services by",
-    f"{MODEL} --tasks rows.jsonl --score mistaken:large": "a number from 0 to 1, not 7",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:no_number": "must be a finite number, not nan",
     "--score mistaken:two": "--score does nothing without --tasks FILE",
     "--agent mistaken": "unknown agent 'mistaken'; give an import path",
     "--agent mistaken.py": "'mistaken.py' (a file: write mistaken:NAME, a class or function in it)",
     "--agent mistaken:nothing": "must be a function (task, client) or (task, base_url, api_key)",
     "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
     "--agent http:/here": "--agent http:/here must be an address such as http://",
-    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, large, waits",
+    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, no_number, waits",
     f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "parameters (docs/agents.md)",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
@@ -205,7 +205,7 @@ OTHERS = {
     "study bandit_seeds --seeds 0": "--seeds, --jobs and --ranks must be at least 1",
     "convert --from m --to n --max-shard-size huge": "'huge' is no size; write",
     "evaluate --load MODEL --environment bandit --samples-per-prompt 0": "must be at least 1",
-    "evaluate --load MODEL --environment bandit --temperature -1": "eval_temperature must be",
+    "evaluate --load MODEL --environment bandit --temperature -1": "temperature must be",
     "evaluate --load MODEL --environment bandit --eval-environments sokoban": "--environment stands"
     " for --environments and --eval-environments, and --eval-environments is given too",
     "evaluate --load MODEL --environment bandit --num-prompts 4 --eval_prompts 5": "--num-prompts"

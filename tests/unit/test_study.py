@@ -641,7 +641,11 @@ def test_a_study_that_is_stopped_says_by_what_and_passes_a_second_signal_on(
 ) -> None:
     monkeypatch.setattr(study_runs, "ThreadPoolExecutor", pool)
     second = signal.SIGTERM if number == signal.SIGUSR1 else number
-    assert stopped(tmp_path, monkeypatch, [number], [second]) == 128 + number
+    before = signal.signal(number, signal.SIG_DFL)  # nohup lets these tests ignore SIGHUP
+    try:
+        assert stopped(tmp_path, monkeypatch, [number], [second]) == 128 + number
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_study_outlives_its_terminal_where_nohup_says_so(
