@@ -71,7 +71,7 @@ def nothing():
     return 1.0
 
 
-def no_number(answer, reference, row):
+def blank(answer, reference, row):
     return float("nan")
 
 
@@ -154,19 +154,19 @@ TRAIN = {
     f"{MODEL} --tasks nulls.jsonl": "nulls.jsonl must have a value in answer, which is null",
     f"{MODEL} --tasks wide.jsonl": "wide.jsonl, line 1 must be UTF-8 ('utf-8' codec can't decode",
     f"{MODEL} --tasks latin.jsonl": "latin.jsonl, line 2 must be UTF-8 ('utf-8' codec can't",
-    f"{MODEL} --tasks rows.jsonl --score mistaken.py:no_number": "write mistaken:no_number, a module",
+    f"{MODEL} --tasks rows.jsonl --score mistaken.py:blank": "write mistaken:blank, a module",
     f"{MODEL} --tasks one_row.jsonl": "must hold two prompts",
-    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, no_number, waits",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:nosuch": "has run, two, nothing, blank, waits",
     f"{MODEL} --tasks rows.jsonl --score mistaken:fails": "KeyError: 'nothing' (in fails,",
     f"{MODEL} --tasks rows.jsonl --score mistaken:waits": "write def, and call services by",
-    f"{MODEL} --tasks rows.jsonl --score mistaken:no_number": "must be a finite number, not nan",
+    f"{MODEL} --tasks rows.jsonl --score mistaken:blank": "must be a finite number, not nan",
     "--score mistaken:two": "--score does nothing without --tasks FILE",
     "--agent mistaken": "unknown agent 'mistaken'; give an import path",
     "--agent mistaken.py": "'mistaken.py' (a file: write mistaken:NAME, a class or function in it)",
     "--agent mistaken:nothing": "must be a function (task, client) or (task, base_url, api_key)",
     "--agent mistaken:run": "set --agent-example my_module:example, or --load a model",
     "--agent http:/here": "--agent http:/here must be an address such as http://",
-    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, no_number, waits",
+    "--agent mistaken:run --agent-example mistaken:nosuch": "has run, two, nothing, blank, waits",
     f"--agent mistaken:run {MODEL} --agent-reward mistaken:two": "parameters (docs/agents.md)",
     "--recipe bandit --agent-timeout 5": "agent_timeout does nothing without an agent",
 }
