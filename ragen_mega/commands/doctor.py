@@ -29,11 +29,20 @@ REQUIRED = (
     "transformers",
     "tokenizers",
     "safetensors",
+    "gguf",
     "numpy",
     "numba",
+    "jsonschema",
+    "regex",
+    "httpx2",
+    "psutil",
     "rich",
+    "tensorboard",
+    "plotly",
 )
-"""Packages that training needs on every machine."""
+"""Requirements of setup.py, without extras; also for a clone that is not installed, of which no
+metadata tells them.
+"""
 ON_H100 = ("triton", "transformer-engine")
 """Packages that training on an H100 needs in addition."""
 SGLANG = "0.5.17"

@@ -32,9 +32,9 @@ class RecordedRun:
         evaluations ("eval"), or both.
 
         An episode has kind, step, environment, group, seed, kept (whether it was trained on),
-        reward, success, ended ("terminated", or the limit that cut it), and turns. A turn has
-        prompt (what came before its answer, since the last one), answer, reward and info; for an
-        agent info["call"] has the messages that are new.
+        reward, success, ended ("terminated", or the limit that cut it: "truncated" in a trace that
+        does not name it), and turns. A turn has prompt (what came before its answer, since the last
+        one), answer, reward and info; for an agent info["call"] has the messages that are new.
         """
         for path, its_kind, step, _ in traces(self.directory / TRACES):
             if kind not in (None, its_kind):
@@ -44,11 +44,13 @@ class RecordedRun:
                 about = {"kind": its_kind, "step": step, "environment": group["environment"]}
                 about |= {"group": group["id"], "seed": group["seed"]}
                 for member in group["members"]:
+                    # traces of before have no limit by its name
+                    limit = member.get("truncated_by", member["truncated"] and "truncated")
                     yield about | {
                         "kept": member.get("kept", group["kept"]),  # traces of before lack it
                         "reward": member["reward"],
                         "success": member["success"],
-                        "ended": member["truncated_by"] or "terminated",
+                        "ended": limit or "terminated",
                         "turns": _turns(member, trace["strings"]),
                     }
 

@@ -94,7 +94,13 @@ from ragen_mega.storage.checkpoints import (
 )
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.model_sources import local_directory
-from ragen_mega.storage.run_directory import BASE, CONFIG_FILE, WARM_START, recover
+from ragen_mega.storage.run_directory import (
+    BASE,
+    CONFIG_FILE,
+    FINAL_EXPORT,
+    WARM_START,
+    recover,
+)
 from ragen_mega.system.outputs import waiting
 from ragen_mega.warm_start.rehearsal import check_play, fit_context
 from ragen_mega.warm_start.small_model import (
@@ -711,9 +717,15 @@ def check_beginning(config: StarPOConfig, unread: Sequence[str]) -> None:
         check_same_start(before, config)
         return
     reasons = "".join(f"; {line}" for line in unread)
+    remedy = "mount or restore that folder, or begin anew with --overwrite"
+    if unread and all("its format is" in line for line in unread):  # they are whole
+        remedy = (
+            "go on with the version that wrote them, whose commit is in config.json, or begin"
+            f" another run with --load {directory / FINAL_EXPORT}, which a finished run has"
+        )
     raise ValueError(
-        f"run {directory} {had} and none in {directory / CHECKPOINTS} can be read{reasons}; mount"
-        " or restore that folder, or begin anew with --overwrite"
+        f"run {directory} {had} and none in {directory / CHECKPOINTS} can be read{reasons};"
+        f" {remedy}"
     )
 
 

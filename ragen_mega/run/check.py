@@ -262,12 +262,20 @@ def task_notes(config: EnvironmentConfig) -> list[str]:
 
 
 def _check_warm_start(config: StarPOConfig) -> None:
-    """Raise ValueError unless the run of warm_start_from has a warm start that fits this one."""
+    """Raise ValueError unless the run of warm_start_from has a warm start that fits this one, or
+    the run that goes on has taken it already.
+    """
     if config.warm_start.warm_start_from is None:
         return
     source = Path(config.warm_start.warm_start_from)
     needed = [BASE, WARM_START] + [WARM_START_CRITIC] * config.warm_starts_critic
-    missing = [name for name in needed if not (source / name / "model.safetensors").exists()]
+
+    def absent(run: Path) -> list[str]:
+        return [name for name in needed if not (run / name / "model.safetensors").exists()]
+
+    if config.checkpoint.resume and not absent(config.run_directory):
+        return
+    missing = absent(source)
     if missing or not (source / CONFIG_FILE).exists():
         raise ValueError(
             f"warm_start_from must be the directory of a run without --load; {source} lacks"

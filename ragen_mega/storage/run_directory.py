@@ -125,7 +125,7 @@ def check_finished(config: StarPOConfig) -> None:
     """Raise Finished if --resume finds nothing left to do, ValueError if settings
     have changed all the same.
     """
-    directory, now = config.run_directory, json.loads(json.dumps(config.to_dict()))
+    directory = config.run_directory
     summary = directory / SUMMARY_FILE
     if not (config.checkpoint.resume and summary.exists()):
         return
@@ -140,13 +140,14 @@ def check_finished(config: StarPOConfig) -> None:
         return
     text = f"run {directory} has {state} to train on, or choose another --name"
     before = read_recorded(directory)
+    now, default = (json.loads(json.dumps(each.to_dict())) for each in (config, StarPOConfig()))
     changed = [
         name
         for section, values in now.items()
         if section not in WITHOUT_EFFECT
         for name, value in values.items()
-        # the start chooses what no flag gives
-        if value is not None and before.get(section, {}).get(name) != value
+        # the start chooses what no flag gives, and a flag may be newer than the run
+        if value is not None and before.get(section, {}).get(name, default[section][name]) != value
     ]
     if changed:
         raise ValueError(f"{text}; {', '.join(changed)} would change nothing")

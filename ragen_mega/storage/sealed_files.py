@@ -48,7 +48,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def unseal(data: bytes, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and facts that `seal` was given. Raises ValueError, which calls them
-    `name`, if they have changed.
+    `name`, if they have changed or are of a version that kept facts elsewhere.
     """
     start = data.find(_FIELD) + len(_FIELD)
     digest = data[start : start + len(_BLANK)]
@@ -56,4 +56,6 @@ def unseal(data: bytes, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if start < len(_FIELD) or hashlib.sha256(blank).hexdigest().encode() != digest:
         raise ValueError(f"{name} does not have the SHA-256 that it states")
     tensors = load(data)
+    if _FACTS not in tensors:
+        raise ValueError(f"{name} holds no facts: another version of ragen_mega wrote it")
     return tensors, json.loads(tensors.pop(_FACTS).numpy().tobytes())

@@ -725,6 +725,21 @@ def test_a_run_without_a_checkpoint_begins_with_the_model_that_it_began_with(
             check_beginning(parse([*run, *flags.split()]), [])
 
 
+def test_checkpoints_of_another_format_are_no_reason_to_delete_a_run(tmp_path: Path) -> None:
+    config = parse(["--output", str(tmp_path), "--name", "a", "--resume"])
+    checkpoint = config.run_directory / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    (config.run_directory / "config.json").write_text(json.dumps(config.to_dict()))
+    write_manifest(checkpoint, {"format": 1}, {})
+    unread: list[str] = []
+    assert find_latest(checkpoint.parent, unread.append) is None
+    with pytest.raises(ValueError, match="the version that wrote .* --load .*/a/hug") as refused:
+        check_beginning(config, unread)
+    assert "--overwrite" not in str(refused.value) and "mount" not in str(refused.value)
+    with pytest.raises(ValueError, match="; mount or restore that folder"):
+        check_beginning(config, [*unread, "checkpoint x is skipped: manifest.json is damaged"])
+
+
 def test_a_fitted_context_that_stays_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

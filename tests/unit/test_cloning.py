@@ -28,6 +28,7 @@ from ragen_mega.report.console import Console
 from ragen_mega.report.pace import duration
 from ragen_mega.rollout.renderer import ChatRenderer
 from ragen_mega.rollout.tasks import TaskSampler, held_out_states
+from ragen_mega.run.check import check
 from ragen_mega.storage.model_readers import open_model
 from ragen_mega.storage.run_directory import BASE, WARM_START
 from ragen_mega.warm_start.clone import fit
@@ -245,3 +246,13 @@ def test_a_warm_start_is_taken_whole(tmp_path: Path) -> None:
     for part in (BASE, WARM_START):
         for path in (made.run_directory / part).iterdir():
             assert (own.run_directory / part / path.name).read_bytes() == path.read_bytes()
+    made.run_directory.rename(tmp_path / "elsewhere")
+    (own.run_directory / "config.json").write_text(json.dumps(own.to_dict()))
+    flags = [*FLAGS, "--output", str(tmp_path), *flags]
+    check(parse([*flags, "--resume"]), 1, 1)
+    take_warm_start(own, made.run_directory)
+    (own.run_directory / WARM_START / "model.safetensors").unlink()
+    for further in ("--resume", "--overwrite"):  # which would delete the copies
+        with pytest.raises(ValueError, match="made lacks base, warm_start"):
+            check(parse([*flags, further]), 1, 1)
+        write_small_model(own, own.run_directory / WARM_START)

@@ -56,9 +56,10 @@ def test_a_conversation_comes_back_with_its_prompts_answers_and_rewards(tmp_path
     (trace,) = (tmp_path / "run" / TRACES).glob("step_*")
     old = json.loads(gzip.decompress(trace.read_bytes()))
     for member in old["groups"][0]["members"]:
-        del member["kept"]
+        del member["kept"], member["truncated_by"]
     trace.write_bytes(gzip.compress(json.dumps(old).encode()))
     assert [each["kept"] for each in run.episodes("step")] == [True, True]  # the group's
+    assert [each["ended"] for each in run.episodes("step")] == ["truncated", "truncated"]
     assert run.rollout(0)[0].trajectories[0].tokens == one.tokens
     with pytest.raises(FileNotFoundError, match="step 1, and those of 0 to 0; train with --keep-r"):
         run.rollout(1)

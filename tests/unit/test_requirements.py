@@ -42,6 +42,14 @@ def pinned(requirement: Requirement) -> str:
     return specifier.version
 
 
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_the_doctor_misses_every_requirement(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda asked: None if asked == name else "1.0")
+    for target in ("cpu", "h100"):
+        found = doctor.check_packages(target)
+        assert [each.name for each in found if each.state == "missing"] == [name]
+
+
 @pytest.mark.parametrize("name", sorted(H100))
 def test_the_h100_set_is_pinned_within_the_base_ranges(name: str) -> None:
     version = pinned(H100[name])

@@ -2,6 +2,7 @@
 are kept.
 """
 
+import hashlib
 import itertools
 import json
 import resource
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from ragen_mega.config import parse
 from ragen_mega.data.types import Completion, Trajectory, TrajectoryGroup
@@ -209,6 +211,16 @@ def test_seals_do_not_depend_on_the_facts(tmp_path: Path) -> None:
     write_sealed(tmp_path / "file", {"x": torch.arange(3)}, facts)
     tensors, back = read_sealed(tmp_path / "file")
     assert back == facts and torch.equal(tensors["x"], torch.arange(3))
+
+
+def test_a_sealed_file_of_a_version_that_kept_facts_elsewhere_is_skipped(tmp_path: Path) -> None:
+    """It has not changed, and this version finds no facts among its tensors."""
+    blank = save({"x": torch.arange(3)}, {"sha256": "0" * 64})
+    digest = hashlib.sha256(blank).hexdigest().encode()
+    (tmp_path / "step_00000003.safetensors").write_bytes(blank.replace(b"0" * 64, digest, 1))
+    reports: list[str] = []
+    assert RolloutStore(tmp_path).recall(3, ORIGIN, reports.append) is None
+    assert "sampled again: step_00000003.safetensors holds no facts" in reports[0]
 
 
 def test_facts_may_be_longer_than_a_header(tmp_path: Path) -> None:

@@ -154,6 +154,18 @@ def test_a_finished_run_says_what_to_do(output: Path) -> None:
     assert (directory / "config.json").read_bytes() == before
 
 
+def test_a_finished_run_of_an_older_version_has_finished(output: Path) -> None:
+    """Its settings lack a flag and a section that are newer."""
+    directory = begin(settings(output, "--name", "a"), "summary.json")
+    recorded = json.loads((directory / "config.json").read_text())
+    del recorded["lora"], recorded["train"]["shared_prefixes"]
+    (directory / "config.json").write_text(json.dumps(recorded))
+    with pytest.raises(Finished, match="raise --num-steps"):
+        check_finished(settings(output, "--name", "a", "--resume"))
+    with pytest.raises(ValueError, match="another --name; lora_rank would change nothing"):
+        check_finished(settings(output, "--name", "a", "--resume", "--lora-rank", "8"))
+
+
 def test_a_run_that_has_reached_its_goal_has_finished(output: Path) -> None:
     goal = ("--eval-interval", "5", "--stop-at-success")
     directory = begin(settings(output, "--name", "a", *goal, "0.9"))
