@@ -282,6 +282,8 @@ class Episode:
         if results:
             self._is_success = is_success(last)
         info = {"success": self._is_success} | _turn_info(parsed, results)
+        if OUTCOME in last.info:
+            info[OUTCOME] = last.info[OUTCOME]
         if last.terminated and "success" not in last.info and is_partial(last.reward):
             info[BY_REWARD] = last.reward
         if parsed.problem:
@@ -445,5 +447,4 @@ def _turn_info(parsed: ParsedResponse, results: Sequence[StepResult]) -> dict[st
         "num_actions": len(results),
         "actions": parsed.actions[: len(results)],
         "thought": parsed.thought,
-        **{key: kept for last in results[-1:] for key, kept in last.info.items() if key == OUTCOME},
     }
