@@ -158,17 +158,18 @@ class FileTasks:
         is_compared = score == "exact" or answer_column is not None
         columns = _Columns(prompt_column, answer_column, answer_after, is_compared)
         file = _file(path_in(directory, path))
+        files = [file]
         if validation is None:
             parts = _parts(file, columns, validation_share)
         else:
-            other = _file(path_in(directory, validation))
-            parts = [_tasks(file, columns), _tasks(other, columns)]
+            files.append(_file(path_in(directory, validation)))
+            parts = [_tasks(each, columns) for each in files]
         self._tasks, self._trained = parts[self.splits.index(split)], parts[0]
         self.num_tasks = len(self._tasks)
         self._parts = parts
         self._score, self._solved_at = _checked_score(score, file, columns), solved_at
         self._terms = {name: _checked_score(name, file, columns) for name in terms}
-        if instruction is not None and not all(isinstance(p, str) for p in self._prompts):
+        if instruction is not None and not all(_are_texts(each, columns) for each in files):
             raise ValueError(
                 f"instruction stands before prompts that are texts, and prompts of {path} are"
                 " messages, which are read as they are; write it into them, or give --system-prompt"
@@ -201,10 +202,6 @@ class FileTasks:
             self.random_answer = self._random_answer
 
     @property
-    def _prompts(self) -> list[Observation]:
-        return [task.prompt for part in self._parts for task in part]
-
-    @property
     def split_note(self) -> str | None:
         """See `overlap_note`; of equal prompts also how many have different references."""
         note = overlap_note(*([*map(_prompt_text, part)] for part in self._parts))
@@ -221,7 +218,7 @@ class FileTasks:
     @property
     def form_note(self) -> str | None:
         """A note on prompts that hide how an answer is read; None if there are none."""
-        prompts = self._prompts
+        prompts = [task.prompt for part in self._parts for task in part]
         num_silent = sum(not isinstance(p, str) and "<answer>" not in text_of(p) for p in prompts)
         if self._after is not None or self._server is not None or not num_silent:
             return None
@@ -576,6 +573,11 @@ def held_out(name: str, prompts: Iterable[str], share: float) -> set[str]:
             " add rows, or name others by the option validation"
         )
     return set(ordered[: min(max(1, round(share * len(ordered))), len(ordered) - 1)])
+
+
+@lru_cache(maxsize=16)
+def _are_texts(file: _File, columns: _Columns) -> bool:
+    return all(isinstance(task.prompt, str) for task in _tasks(file, columns))
 
 
 @lru_cache(maxsize=16)
