@@ -7,7 +7,7 @@ from ragen_mega.algorithm.tables import find_filter, is_judge, judges_tasks
 from ragen_mega.config.sections.advantage import AdvantageConfig
 from ragen_mega.config.sections.agent import AgentConfig, is_agent
 from ragen_mega.config.sections.checkpoint import CheckpointConfig
-from ragen_mega.config.sections.environment import EnvironmentConfig
+from ragen_mega.config.sections.environment import EnvironmentConfig, is_task_file
 from ragen_mega.config.sections.evaluation import EvaluationConfig
 from ragen_mega.config.sections.filter import FilterConfig
 from ragen_mega.config.sections.guard import GuardConfig
@@ -217,7 +217,7 @@ def _check_rewards(config: Sections) -> None:
     ):
         if is_blind and term in terms:
             raise ValueError(f"reward {term} is always 0, for {why}; drop it from --reward")
-    others = [name for name in world.shares if not name.startswith("tasks:")]
+    others = [name for name in world.shares if not is_task_file(name)]
     for term in filter(judges_tasks, terms):
         if others:
             raise ValueError(

@@ -15,6 +15,7 @@ from ragen_mega.config import EnvironmentConfig, StarPOConfig
 from ragen_mega.config.cli import read_words
 from ragen_mega.config.rules import Sections
 from ragen_mega.config.sections.agent import is_agent
+from ragen_mega.config.sections.environment import is_task_file
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments import calls
 from ragen_mega.environments.boards import (
@@ -532,7 +533,7 @@ def check_first_prompts(
     for name, make_episode, seed, board in first + trained:
         with briefly(name, make_episode, world.environment_timeout) as (worker, episode):
             tried, row = [(seed, name)], ""
-            if name.startswith("tasks:"):
+            if is_task_file(name):
                 rows: Any = episode.environment
                 longest, row = rows.longest
                 tried.append((longest, f"{name}, {row},"))

@@ -28,6 +28,7 @@ from ragen_mega.algorithm.tables import is_judge
 from ragen_mega.config import StarPOConfig
 from ragen_mega.config.recorded import flat
 from ragen_mega.config.rules import Sections
+from ragen_mega.config.sections.environment import TASKS, is_task_file
 from ragen_mega.models.directory import MODEL_FILES
 from ragen_mega.ranks import collectives, watch
 from ragen_mega.ranks.launcher import GLOO_INTERFACE, loopback
@@ -288,15 +289,14 @@ def _files(config: StarPOConfig) -> dict[str, str]:
     """Return a map: setting -> digest of the file or the model that it names, which ranks of all
     nodes read.
     """
-    tasks = "tasks:"
     read = config.model, config.lora, config.environment, config.warm_start, config.evaluation
     named = {name: path for section in read for name, path in section.paths().items()}
     named.pop("teacher_load", None)  # may hold several
     named |= {f"teacher_load {name}".strip(): path for name, path in config.model.teachers.items()}
     named |= {
-        name: name.removeprefix(tasks)
+        name: name.removeprefix(TASKS)
         for name in config.environment.evaluated
-        if name.startswith(tasks)
+        if is_task_file(name)
     }
     return {name: _sampled(Path(path)) for name, path in named.items()}
 

@@ -23,6 +23,8 @@ from ragen_mega.environments.protocol import Budget
 from ragen_mega.environments.registry import held_out_options
 from ragen_mega.system.paths import expanded
 
+TASKS = "tasks:"
+"""Beginning of the name of an environment that has the rows of a file as tasks."""
 _OPTIONS = '{"sokoban": {"observation": "grid"}}'
 _CURRICULUM = f'{{"0": {_OPTIONS}, "30": {{}}}}'
 _NAME_AND_SHARE = re.compile(r"(?s)(.+?://(?:\[.*?\]|[^:/]*)(?::\d+)?(?:/.*?)?|.*?)(?::(\d+))?")
@@ -45,6 +47,11 @@ def parse_shares(environments: str) -> dict[str, int]:
             )
         shares[name] = int(share)
     return shares
+
+
+def is_task_file(name: str) -> bool:
+    """Return whether the environment with this name has the rows of a file as tasks."""
+    return name.startswith(TASKS)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class EnvironmentConfig(Section):
             return self
         options = json.loads(self.environment_options)
         for name in self.evaluated:
-            if name.startswith("tasks:"):
+            if is_task_file(name):
                 options[name] = options.get(name, {}) | {"terms": [*terms]}
         return replace(self, environment_options=json.dumps(options))
 
