@@ -71,7 +71,6 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
             batch = batches.pack(groups, kept, step)  # a rank holds no more than it trains
             batch = run.score(batch, kept, log)
             batch = run.estimate_advantages(batch, kept)
-            shown = batches.with_trace_logprobs(groups, kept, batch)
 
         # Update: first the critic, then the actor, by the clipped surrogate.
         run.stop_if_asked()
@@ -79,7 +78,7 @@ def train_step(run: Run, step: int, log: StepLog) -> None:
             for name, learner in run.learners(step).items():
                 for minibatch in batches.minibatches(batch, step):
                     run.check_update(name, minibatch, learner.update(minibatch), log)
-        run.log.trace(log, groups, kept, shown)
+        run.log.trace(log, groups, kept, batches.with_passes(batch, log))
     run.advance(groups, log)
 
 

@@ -102,8 +102,10 @@ class MegatronPolicy(Scorer):
             decoupled_lr=train.decoupled_lr,
             adam_eps=train.adam_eps,
         )
-        self.pass_logprobs: Tensor
-        """[T] of the latest update's minibatch, under the weights before it."""
+        self.passed: Tensor
+        """[T, 2] log-probabilities and entropies of the latest update's minibatch, under the
+        weights before it.
+        """
         self._records_routes = train.routing_replay == "policy"
         self._keep_reference = keep_reference
         self._reference: HostCopy | None = None
@@ -224,10 +226,11 @@ class MegatronPolicy(Scorer):
             optional = {"ref_kl": stats.ref_kl, "teacher_kl": stats.teacher_kl}
             per_token |= {name: kl for name, kl in optional.items() if kl is not None}
             sums = torch.stack([per_token[name].float() for name in self._means]).sum(1)
-            return value, torch.cat([value.detach().float().reshape(1), sums]), stats.logprobs
+            passed = torch.stack([stats.logprobs, stats.entropy], dim=1)
+            return value, torch.cat([value.detach().float().reshape(1), sums]), passed
 
-        sums, self.pass_logprobs, step = self.trainer.step(
-            minibatch, loss, 1 + len(self._means), self.aggregation
+        sums, self.passed, step = self.trainer.step(
+            minibatch, loss, 1 + len(self._means), 2, mode=self.aggregation
         )
         num_tokens = max(1, int(minibatch.loss_mask.sum()))
         loss_sum, *totals = sums.tolist()

@@ -56,8 +56,8 @@ forest has a cost.
 PerToken = Callable[[Microbatch, Tensor], Tensor]
 """(microbatch, model output) -> [T] float32"""
 Loss = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics, [T] float32 per-token
-values
+"""(microbatch, model output) -> scalar loss, [M] float32 sums of metrics, [T] or [T, V] float32
+per-token values
 """
 
 
@@ -324,11 +324,16 @@ class Trainer(Passes):
         load_weights(self.chunks, read, start)
 
     def step(
-        self, batch: TokenBatch, loss: Loss, num_metrics: int, mode: AggregationMode = "token-mean"
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        num_metrics: int,
+        num_values: int = 1,
+        mode: AggregationMode = "token-mean",
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Take one optimizer step on a loss that `mode` aggregates. Returns the metric sums [M]
-        over the batch, the loss first, the per-token values [T] of the pass, equal on every rank,
-        and metrics of the update.
+        over the batch, the loss first, the per-token values [T, V] of the pass, equal on every
+        rank, and metrics of the update.
 
         `grad_norm` is the norm before clipping. A loss or gradient that is not finite leaves
         weights and optimizer as they are, on all ranks; then `grad_norm` is nan and `skipped` is 1.
@@ -360,7 +365,7 @@ class Trainer(Passes):
             counts.append(_num_nodes(batch, self._parts(batch.without(ROUTES))))
             counts[-1] *= self.groups.cp.rank() == 0
         totals, square, counted, numbers, values = self._exchange(
-            batch, micros, results, counted, counts, num_metrics
+            batch, micros, results, counted, counts, (num_metrics, num_values)
         )
         norm = math.nan
         # megatron-core's optimizer looks for inf and nan only when it scales the loss, which
@@ -416,23 +421,25 @@ class Trainer(Passes):
         results: list[Any],
         counted: Tensor,
         counts: list[int],
-        num_metrics: int,
+        num_results: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the metric sums [M], the square of the gradient norm [1], what routers have
-        counted, the sums of the counts and the values [T] of a pass, exchanged among all ranks. The
-        host waits for the device once.
+        counted, the sums of the counts and the values [T, V] of a pass, exchanged among all ranks.
+        `num_results` are M and V. The host waits for the device once.
         """
+        num_metrics, num_values = num_results
         found = torch.cat([self._squared_norm(), counted.flatten()])
         sizes = [1, counted.numel(), num_metrics, len(counts)]
         positions = torch.empty(0, dtype=torch.int64)
-        totals, whole = torch.zeros(sum(sizes)).double(), torch.zeros(batch.num_positions)
+        totals = torch.zeros(sum(sizes)).double()
+        whole = torch.zeros(batch.num_positions, num_values)
         if self._reports and results:
             sums = torch.stack([sums for sums, _ in results]).double().sum(0)
             positions, values = _joined(micros, [values for _, values in results])
-            found = torch.cat([found, sums, values.double()])
+            found = torch.cat([found, sums, values.double().flatten()])
             totals[-len(counts) :] = torch.tensor(counts)
         found, values = found.cpu().tensor_split([sum(sizes[:3])])
-        totals[: len(found)], whole[positions] = found, values.float()
+        totals[: len(found)], whole[positions] = found, values.view(-1, num_values).float()
         values = _on_all_ranks(whole, batch.loss_mask)
         square, routed, totals, numbers = collectives.sum_over_ranks(totals).split(sizes)
         return totals, square, routed.view_as(counted), numbers, values

@@ -2,6 +2,7 @@
 had, and their minibatches.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -94,25 +95,20 @@ class Batches:
         log.add("mismatch", engine_vs_policy(batch, batch.old_logprobs))
         return batch
 
-    def with_trace_logprobs(
-        self, groups: Sequence[TrajectoryGroup], kept: Sequence[TrajectoryGroup], batch: TokenBatch
-    ) -> TokenBatch:
-        """Fill old_logprobs and entropies of the traced trajectories with the policy's, for the
-        viewer only, where the engine's log-probabilities serve as the old ones. `batch` packs
-        `kept`.
+    def with_passes(self, batch: TokenBatch, log: StepLog) -> TokenBatch:
+        """`batch` for the viewer: where no pass has computed the old log-probabilities, each token
+        has log-probability and entropy of its first update, or neither.
         """
-        if batch.old_logprobs is None or batch.entropies is not None:
+        if batch.entropies is not None:
             return batch
-        traced = groups[: self.config.logging.trace_groups]
-        shown = {id(member) for group in traced for member in group.trajectories}
-        trained = [member for group in kept for member in group.trajectories]
-        ids = on_main(lambda: [row for row, member in enumerate(trained) if id(member) in shown])
-        if not ids:
-            return batch
-        logprobs, entropies = (
-            values.new_zeros(batch.num_positions).index_copy(0, batch.positions(ids), values)
-            for values in self.policy.logprobs_and_entropies(batch.select(ids))
-        )
+        found = torch.full((batch.num_positions, 2), math.nan)
+        num_first = count_minibatches(batch.num_trajectories, self._sizes[0])
+        plan = minibatch_ids(batch.num_trajectories, *self._sizes, self._generator(log.step))
+        for ids, passed in zip(plan, log.passes[:num_first]):
+            found[batch.positions(ids)] = passed
+        if not found[batch.loss_mask].isfinite().all():  # the critic alone was trained, or nothing
+            return replace(batch, old_logprobs=None)
+        logprobs, entropies = found.unbind(1)
         return batch.with_fields(old_logprobs=logprobs, entropies=entropies)
 
     def _unmasked(self, batch: TokenBatch, log: StepLog) -> TokenBatch:

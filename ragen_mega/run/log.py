@@ -31,8 +31,8 @@ class StepLog(Metrics):
         """Context manager: the seconds of a part of the step are logged as time/<name>."""
         self.empty: str | None = None
         """The reason why the step trained nothing."""
-        self.first_pass: Tensor | None = None
-        """[T] the policy's log-probabilities in the forward pass of its first update."""
+        self.passes: list[Tensor] = []
+        """[T, 2] log-probabilities and entropies of each of the policy's updates."""
         self.success: float | None = None
         """Mean success of an evaluation after this step, but for the last one."""
         self.went_back = False
@@ -96,8 +96,6 @@ class RunLog:
         shown = groups[: self._config.trace_groups]
         if not shown:
             return
-        if batch is not None and batch.old_logprobs is None and log.first_pass is not None:
-            batch = batch.with_fields(old_logprobs=log.first_pass)
         with log.stage("rollout_files"):
             on_main(lambda: self._traces.write_step(log.step, shown, kept, batch))
 

@@ -316,10 +316,10 @@ class Run:
         """
         finite = self.guard.check(log.step, name, minibatch, result)
         log.add(name, update_metrics(finite, minibatch))
-        if name == "actor" and not log.has("mismatch"):
-            logprobs = self.policy.pass_logprobs  # under the weights that sampled
-            log.add("mismatch", engine_vs_policy(minibatch, logprobs))
-            log.first_pass = None if result["skipped"] else logprobs
+        if name == "actor":
+            log.passes.append(self.policy.passed)
+        if name == "actor" and not log.has("mismatch"):  # under the weights that sampled
+            log.add("mismatch", engine_vs_policy(minibatch, self.policy.passed[:, 0]))
 
     # The end of a step
 
