@@ -33,7 +33,7 @@ from ragen_mega.environments.registry import make
 from ragen_mega.models.tokenizer import train_tokenizer
 from ragen_mega.rollout.renderer import ChatRenderer
 from tests.support import mcp_server, plain_mcp_server
-from tests.support.processes import is_alive, wait_until
+from tests.support.processes import command_of, is_alive, wait_until
 
 OURS = f"{sys.executable} {mcp_server.__file__}"
 PLAIN = f"{sys.executable} -S {plain_mcp_server.__file__}"
@@ -290,9 +290,14 @@ def test_a_server_of_the_protocols_authors() -> None:
     assert said["target"]["datetime"].endswith("T21:00:00+09:00")
     assert "Error" in ask(tools, "convert_time", **noon | {"target_timezone": "Nowhere"})
     assert ask(tools, "add", a=4, b=5) == "9 in call 1"
-    assert sum("mcp_server_time" in child.cmdline() for child in psutil.Process().children()) == 1
+
+    def are_running() -> list[bool]:
+        children = psutil.Process().children()
+        return ["mcp_server_time" in command_of(child.pid) for child in children]
+
+    assert sum(are_running()) == 1
     tools.close()
-    assert not any("mcp_server_time" in child.cmdline() for child in psutil.Process().children())
+    assert not any(are_running())
     # Its tools are read-only by its own word, so one process serves all episodes unless told.
     assert McpTools(time_server)._is_shared == {time_server: True}
 

@@ -128,8 +128,10 @@ def test_everything_ends_when_the_owner_is_killed(family: Family, number: signal
     assert len(set(family.members)) in (3, 4) and all(map(is_alive, family.members))
     other = Path(f"/dev/shm/other_test_{family.command}")
     wait_until(other.exists)
+    wait_until(lambda: other.stat().st_ino in supervisor.shared_memory(family.supervisor))
     inodes = supervisor.shared_memory(family.supervisor)
-    shared = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
+    with os.scandir("/dev/shm") as found:  # other programs may delete theirs meanwhile
+        shared = [Path(entry.path) for entry in found if entry.inode() in inodes]
     assert other in shared and len(shared) == 3  # the lock's and the queue's
     os.kill(family.owner.pid, number)
     family.owner.wait()

@@ -167,31 +167,31 @@ def test_hanging_environments_cost_their_time_limit_once(play: Callable) -> None
     left to themselves.
     """
     start = time.monotonic()
-    (group,) = play("sleep", timeout=0.5)
+    (group,) = play("sleep", timeout=3.0)
     num_bad = sum(trajectory.outcome_seed % 2 == 0 for trajectory in group.trajectories)
-    assert time.monotonic() - start < num_bad * 0.5 + 5 < 20
+    assert time.monotonic() - start < 20  # nobody has waited for a sleep to end
     assert (
         sorted(trajectory.truncated for trajectory in group.trajectories)
         == [False] * (8 - num_bad) + [True] * num_bad
     )
-    assert {why for _, why in environment_errors([group])} == {"took longer than 0.5 s"}
+    assert {why for _, why in environment_errors([group])} == {"took longer than 3 s"}
     said = describe_errors([group])
     assert said and said.endswith("end sooner, or raise --environment-timeout")
     assert late_advice("agent:my:run", said).endswith("raise --agent-timeout")
 
 
 def test_calls_that_do_not_return_wait_together() -> None:
-    """Four calls that never return, each of which may take half a second; another one answers."""
+    """Four calls that never return, each of which may take three seconds; another one answers."""
     forever = threading.Event()
 
     async def work() -> None:
-        workers = [Worker(0.5) for _ in range(5)]
+        workers = [Worker(3.0) for _ in range(5)]
         calls = [worker.call(forever.wait) for worker in workers[:4]]
         *failed, answered = await asyncio.gather(
             *calls, workers[4].call(lambda: 5), return_exceptions=True
         )
         assert [type(error) for error in failed] == [EnvironmentFailed] * 4 and answered == 5
-        assert str(failed[0]) == "took longer than 0.5 s"
+        assert str(failed[0]) == "took longer than 3 s"
         for worker in workers:
             worker.end(lambda: None)
         forever.set()
