@@ -19,7 +19,9 @@ import openai
 import psutil
 import pytest
 
+from ragen_mega.agents import server
 from ragen_mega.agents.call_tree import CALL
+from ragen_mega.agents.protocol import Connection
 from ragen_mega.agents.repetition import RecordedAnswers
 from ragen_mega.config import EnvironmentConfig
 from ragen_mega.data.types import Completion
@@ -38,6 +40,7 @@ from tests.support.door import (
     refusal,
     sampled,
 )
+from tests.support.processes import wait_until
 from tests.support.small_policy import tiny_qwen2
 from tests.support.web_server import Request, serving
 
@@ -194,12 +197,22 @@ def test_keys_are_told_apart():
     assert sampled(trajectory) == ["yes"]
 
 
-def test_an_answer_that_nobody_waits_for_has_no_part_in_the_episode():
+def test_an_answer_that_nobody_waits_for_has_no_part_in_the_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections: list[Connection] = []
+
+    def connect() -> Connection:
+        connections.append(Connection())
+        return connections[-1]
+
+    monkeypatch.setattr(server, "Connection", connect)
+
     def run(task: dict[str, Any], client: openai.OpenAI) -> float:
         for text in ("lost", "asked again"):
             with pytest.raises(openai.APITimeoutError):
-                ask(client.with_options(max_retries=0, timeout=1.0), text)
-        time.sleep(0.5)  # the door notices that nobody waits
+                ask(client.with_options(max_retries=0, timeout=3.0), text)
+        wait_until(lambda: all(each.is_lost for each in connections))
         are_lost.set()
         ask(client, "asked again")
         ask(client, "kept")
