@@ -114,7 +114,13 @@ def tested_versions(target: str) -> dict[str, str]:
     """Return a map: distribution -> the version that was tested for `target`."""
     lines = [line.strip() for line in CONSTRAINTS[target].read_text().splitlines()]
     pins = {name.lower(): pin for name, _, pin in (line.partition("==") for line in lines) if pin}
-    return {name: pins[name] for name in REQUIRED + (ON_H100 if target == "h100" else ())}
+    names = REQUIRED + (ON_H100 if target == "h100" else ())
+    if missing := [name for name in names if name not in pins]:
+        raise ValueError(
+            f"{CONSTRAINTS[target]} must pin {', '.join(missing)}; if it holds a path alone, a"
+            " symbolic link was lost: put the file of that path in its place"
+        )
+    return {name: pins[name] for name in names}
 
 
 def check_packages(target: str) -> list[Finding]:
