@@ -64,7 +64,7 @@ PARTS = (
         "flash-attn",
         "flash_attn",
         "cuDNN's attention through Transformer Engine on Hopper, where nothing is lost, or torch's;"
-        " pip install '.[flash]' builds it for an hour or more, for GPUs before Hopper",
+        " pip install 'ragen-mega[flash]' builds it for an hour or more, for GPUs before Hopper",
     ),
     ("Triton kernels", "triton", "triton", "their references in plain torch"),
 )
@@ -194,7 +194,7 @@ def check_sglang(target: str, python: str | None) -> list[Finding]:
         "no interpreter named; the embedded engine samples",
         f"pip install 'sglang=={SGLANG}' or --sglang-python"
         if on_h100
-        else "bash tools/setup_sglang_cpu.sh",
+        else "bash tools/setup_sglang_cpu.sh of a clone",
     )
     if not chosen:
         return [absent]

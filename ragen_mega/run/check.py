@@ -93,7 +93,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
         raise ValueError(
             f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
             " needs Transformer Engine, which is not installed; drop them, or pip install"
-            " --no-build-isolation -e '.[h100]' on a machine with GPUs"
+            " --no-build-isolation 'ragen-mega[h100]' on a machine with GPUs"
         )
     if config.logging.wandb_project is not None and (reason := lack("wandb:init")):
         raise ValueError(
@@ -308,7 +308,7 @@ def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_sglang(python: str | None) -> None:
-    remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh makes"
+    remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh of a clone makes"
     # A folder without code has no origin.
     program = (
         "import importlib.util, sys;"
