@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ragen_mega.config import LoraConfig, ParallelConfig
-from ragen_mega.config.recorded import beside
+from ragen_mega.config.recorded import beside, known_config
 from ragen_mega.megatron.model_writer import MegatronWriter
 from ragen_mega.models.directory import content_digest, find_gguf
 from ragen_mega.models.families import find_family
@@ -123,7 +123,7 @@ def _adapter_of_run(
     """Return the adapter of the actor, its settings and the directory of its model, None if all
     weights were trained. Raises ValueError if another model is there.
     """
-    lora = LoraConfig(**checkpoint.config.get("lora", {}))
+    lora = known_config(checkpoint.config).lora
     if not lora.rank:
         return None
     cloned = checkpoint.directory.absolute().parents[1] / WARM_START

@@ -64,7 +64,7 @@ PARTS = (
         "flash-attn",
         "flash_attn",
         "cuDNN's attention through Transformer Engine on Hopper, where nothing is lost, or torch's;"
-        " pip install '.[flash]' builds it for an hour or more, for GPUs before Hopper",
+        " pip install 'ragen-mega[flash]' builds it for an hour or more, for GPUs before Hopper",
     ),
     ("Triton kernels", "triton", "triton", "their references in plain torch"),
 )
@@ -114,7 +114,13 @@ def tested_versions(target: str) -> dict[str, str]:
     """Return a map: distribution -> the version that was tested for `target`."""
     lines = [line.strip() for line in CONSTRAINTS[target].read_text().splitlines()]
     pins = {name.lower(): pin for name, _, pin in (line.partition("==") for line in lines) if pin}
-    return {name: pins[name] for name in REQUIRED + (ON_H100 if target == "h100" else ())}
+    names = REQUIRED + (ON_H100 if target == "h100" else ())
+    if missing := [name for name in names if name not in pins]:
+        raise ValueError(
+            f"{CONSTRAINTS[target]} must pin {', '.join(missing)}; if it holds a path alone, a"
+            " symbolic link was lost: put the file of that path in its place"
+        )
+    return {name: pins[name] for name in names}
 
 
 def check_packages(target: str) -> list[Finding]:
@@ -188,7 +194,7 @@ def check_sglang(target: str, python: str | None) -> list[Finding]:
         "no interpreter named; the embedded engine samples",
         f"pip install 'sglang=={SGLANG}' or --sglang-python"
         if on_h100
-        else "bash tools/setup_sglang_cpu.sh",
+        else "bash tools/setup_sglang_cpu.sh of a clone",
     )
     if not chosen:
         return [absent]

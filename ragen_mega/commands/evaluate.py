@@ -22,7 +22,7 @@ from ragen_mega.commands.command_line import JSON, command, flag, name_or_path
 from ragen_mega.config import EnvironmentConfig, EvaluationConfig, LoggingConfig, StarPOConfig
 from ragen_mega.config.cli import read_words
 from ragen_mega.config.flags import in_one_form
-from ragen_mega.config.recorded import is_run, read_recorded
+from ragen_mega.config.recorded import is_run, read_recorded, runnable, under_recorded
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.environments.registry import ENVIRONMENTS
@@ -113,9 +113,9 @@ def main(arguments: argparse.Namespace) -> None:
             " sokoban, or --tasks, --agent or --recipe as in training"
         )
     if recorded:
-        plan = EvaluationConfig(
-            **recorded.get("evaluation", {}) | {"boards": None} | settings.get("evaluation", {})
-        )
+        asked_plan = {"boards": None} | settings.get("evaluation", {})
+        with under_recorded(load):
+            plan = EvaluationConfig(**runnable(recorded, asked_plan)["evaluation"] | asked_plan)
     else:  # under the rules of training
         model = settings.get("model", {}) | {"load": load}
         plan = StarPOConfig.from_dict(settings | {"model": model}).evaluation

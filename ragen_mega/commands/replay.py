@@ -21,7 +21,7 @@ import argparse
 import sys
 
 from ragen_mega.commands.command_line import JSON, any_path, command, flag, relaunch
-from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.recorded import read_recorded, unknown_note
 from ragen_mega.ranks.launcher import is_rank
 
 
@@ -48,8 +48,10 @@ from ragen_mega.ranks.launcher import is_rank
     JSON,
 )
 def main(arguments: argparse.Namespace) -> int:
-    read_recorded(arguments.run)
+    note = unknown_note(read_recorded(arguments.run))
     if not is_rank():
+        if note:
+            print(note, file=sys.stderr)
         print(
             f"step {arguments.step} of {arguments.run}: loading the program that trains",
             file=sys.stderr,

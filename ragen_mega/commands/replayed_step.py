@@ -4,7 +4,6 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,15 @@ import torch
 
 from ragen_mega.agents.repetition import find_difference
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import WITHOUT_EFFECT, flat, read_recorded
+from ragen_mega.config.recorded import (
+    STARTS,
+    WITHOUT_EFFECT,
+    flat,
+    known_config,
+    read_recorded,
+    runnable,
+    under_recorded,
+)
 from ragen_mega.data.exchange import read_on_main
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.engines.embedded.engine import EmbeddedEngine
@@ -25,7 +32,7 @@ from ragen_mega.ranks.collectives import on_main
 from ragen_mega.ranks.launcher import is_rank
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, RunLogger, read_metrics
-from ragen_mega.report.provenance import STARTS, read_settings
+from ragen_mega.report.provenance import read_settings
 from ragen_mega.report.step_metrics import OF_COMPUTED
 from ragen_mega.rollout.renderer import load_renderer
 from ragen_mega.rollout.tasks import TaskSampler
@@ -202,22 +209,21 @@ def read_config(arguments: argparse.Namespace) -> tuple[StarPOConfig, int]:
     settings, start = read_settings(arguments.run, arguments.step)
     if start:
         settings["parallel"] = start["parallel"]
-    named = {name: getattr(arguments, name) for name in LAYOUT}
-    settings["parallel"] |= {name: value for name, value in named.items() if value is not None}
-    if settings["parallel"]["tensor_model_parallel_size"] == 1:
-        settings["parallel"]["sequence_parallel"] = False
-    if settings["parallel"]["pipeline_model_parallel_size"] == 1:
-        settings["parallel"]["virtual_pipeline_model_parallel_size"] = 1
-    config, directory = StarPOConfig.from_dict(settings), arguments.run.resolve()
-    logging = replace(
-        config.logging,
-        output=str(directory.parent),
-        name=directory.name,
-        overwrite=False,
-        trace_groups=0,
-    )
+    given = {name: getattr(arguments, name) for name in LAYOUT}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings, directory = runnable(settings, given), arguments.run.resolve()
+    settings["parallel"] |= given
+    settings["logging"] |= {
+        "output": str(directory.parent),
+        "name": directory.name,
+        "overwrite": False,
+        "trace_groups": 0,
+    }
     num_ranks = arguments.num_ranks or (check_ranks(start) if start else 1)
-    return replace(config, logging=logging), num_ranks
+    if not given:  # it has run so, whatever the rules are now
+        return known_config(settings), num_ranks
+    with under_recorded(arguments.run, "replay it on its own layout, or give another one"):
+        return StarPOConfig.from_dict(settings), num_ranks
 
 
 def has_layout_of_run(arguments: argparse.Namespace) -> bool:

@@ -116,7 +116,7 @@ def main(arguments: argparse.Namespace) -> int | None:
     match = arguments.match or "none"
     if arguments.report:
         study, match, mixed = recorded(folder, study, arguments.match, mixed=arguments.mixed)
-    for arm in study.arms:
+    for arm in () if arguments.report else study.arms:
         # a wrong flag is said before anything runs
         try:
             check_environments(parse(flags_of(study, arm, match)).environment)

@@ -17,7 +17,7 @@ from ragen_mega.config.flags import (
     in_one_form,
     read_settings,
 )
-from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.recorded import read_recorded, runnable, under_recorded
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.config.starpo import StarPOConfig
@@ -153,24 +153,24 @@ def with_recorded(run: Path, argv: Sequence[str]) -> list[str]:
             f"--resume {run} says which run goes on, under the flags that it has recorded; drop"
             f" {', '.join(map(flag_of, taken))}, or give --resume without a directory"
         )
-    recorded, flags = read_recorded(run), []
-    kept = recorded.get("rollout", {})
-    length, asked = kept.get("max_context_length"), given.get("max_context_length")
-    if asked not in (None, length) and given.get("fit_context", kept.get("fit_context")):
+    recorded, flags = runnable(read_recorded(run), given), []
+    kept = recorded["rollout"]
+    length, asked = kept["max_context_length"], given.get("max_context_length")
+    if asked not in (None, length) and given.get("fit_context", kept["fit_context"]):
         raise ValueError(
             f"max_context_length {asked} does nothing: fit_context keeps the {length} of {run}; add"
             " --no-fit-context, or drop --max-context-length"
         )
     for setting in all_flags():
-        value = recorded.get(setting.section, {}).get(setting.name, setting.default)
-        flag, text = flag_of(setting.name), str(value)
+        value, flag = recorded[setting.section][setting.name], flag_of(setting.name)
+        is_needed = value != setting.default and setting.name not in given
         is_chosen = flag in (*_BELONGS_TO, "--environments")
-        if (value == setting.default and not is_chosen) or setting.name in _OF_A_START:
+        if not (is_needed or is_chosen) or setting.name in _OF_A_START:
             continue
         if setting.is_switch:
             flags.append(flag if value else f"--no-{flag[2:]}")
         else:
-            flags.append(f"{flag}={text}")
+            flags.append(f"{flag}={value}")
     run = run if run.name else run.resolve()
     return [*_under(flags, argv), "--resume", "--output", str(run.parent), "--name", run.name]
 
@@ -339,10 +339,15 @@ def parse(argv: Sequence[str], *, recipe: str = "none") -> StarPOConfig:
             chosen = read_settings(with_recipe([], default=name))
             print(help_text(name, chosen, recipe_names()), end="")
         raise SystemExit(0)
-    if resumed is not None:
-        settings = read_settings(with_recorded(resumed, argv))
-        name = read_recorded(resumed).get("logging", {}).get("recipe", "none")
-    else:
-        settings = read_words([f"--recipe={name}", *rest])
-    settings.setdefault("logging", {})["recipe"] = name
+    if resumed is None:
+        return _configured(with_recipe([f"--recipe={name}", *rest]), name)
+    words = with_recorded(resumed, argv)
+    name = read_recorded(resumed).get("logging", {}).get("recipe", "none")
+    with under_recorded(resumed):
+        return _configured(words, name)
+
+
+def _configured(words: Sequence[str], recipe: str) -> StarPOConfig:
+    settings = read_settings(words)
+    settings.setdefault("logging", {})["recipe"] = recipe
     return StarPOConfig.from_dict(settings)

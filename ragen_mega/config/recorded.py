@@ -1,13 +1,21 @@
 """The record that a run leaves of itself: its config.json, and JSON objects of other files."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+from ragen_mega.config.rules import section_types
+from ragen_mega.config.sections.section import idle_fields
+from ragen_mega.config.starpo import StarPOConfig
 from ragen_mega.system.paths import named
 
 CONFIG_FILE = "config.json"
+STARTS = "provenance"
+"""Key of config.json beside the settings: a list, one entry for every time the run was started."""
 WITHOUT_EFFECT = ("logging", "checkpoint", "parallel")
 """Sections of the settings that leave the numbers of a step as they are, but for rounding."""
 _PLAYED = ("environment", "agent")
@@ -22,6 +30,7 @@ _ASIDE = (
 )
 """Settings of the sections _PLAYED that leave the success of an evaluation as it is."""
 _MOST_RUNS = 8
+_T = TypeVar("_T")
 
 
 def read_recorded(directory: Path) -> dict[str, Any]:
@@ -33,6 +42,77 @@ def read_recorded(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory} {what}; give a run directory{beside(directory)}")
     remedy = "restore it; each of checkpoints/step_*/manifest.json has the settings as `config`"
     return read_object(directory / CONFIG_FILE, remedy)
+
+
+def with_defaults(recorded: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a copy of a run's settings in which flags that are newer than the run have their
+    defaults.
+    """
+    default = StarPOConfig().to_dict()
+    known = {**default, **recorded}
+    return {
+        name: default.get(name, {}) | dict(values)
+        for name, values in known.items()
+        if name != STARTS
+    }
+
+
+def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
+    """Return the configuration of a run of any version, to look things up in: no rule judges it,
+    what this version does not know is left out, and flags that are newer than the run have their
+    defaults.
+    """
+    settings = with_defaults(recorded)
+    sections = {
+        name: _unjudged(kind, {item.name: settings[name][item.name] for item in fields(kind)})
+        for name, kind in section_types().items()
+    }
+    return _unjudged(StarPOConfig, sections)
+
+
+def _unjudged(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    found = kind.__new__(kind)
+    vars(found).update(values)
+    return found
+
+
+def unknown_note(recorded: Mapping[str, Any]) -> str | None:
+    """Return a line about recorded settings that this version does not know, if there are any."""
+    unknown = flat(with_defaults(recorded)).keys() - flat(StarPOConfig().to_dict()).keys()
+    if not unknown:
+        return None
+    return f"this version does not know these settings of the run: {', '.join(sorted(unknown))}"
+
+
+def runnable(
+    recorded: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run of any version that it runs again under, beside the `given` ones
+    (name -> value): as `known_config` has them, and those that do nothing at their defaults, which
+    may have been others. Rules are still to judge them.
+    """
+    settings, default = known_config(recorded).to_dict(), StarPOConfig().to_dict()
+    while True:
+        beside = {
+            section: {name: given.get(name, value) for name, value in values.items()}
+            for section, values in settings.items()
+        }
+        idle = {name for name, _ in idle_fields(*vars(known_config(beside)).values())}
+        if not (idle := idle - given.keys()):
+            return settings
+        for section, values in settings.items():
+            values |= {name: default[section][name] for name in values.keys() & idle}
+
+
+@contextlib.contextmanager
+def under_recorded(
+    run: Path | str, remedy: str = "a flag given now replaces it, and its default drops it"
+) -> Iterator[None]:
+    """Add to a refusal of settings where those come from that no flag gives, and what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} (what no flag gives is recorded in {run}; {remedy})") from None
 
 
 def flat(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

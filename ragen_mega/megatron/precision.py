@@ -33,7 +33,7 @@ Implementation = Literal["local", "transformer_engine"]
 
 MIN_TRANSFORMER_ENGINE = "2.9"
 """Version that megatron-core 0.16.1 requires; 2.11.0 is the version whose source was read."""
-_INSTALL = "pip install --no-build-isolation -e '.[h100]'"
+_INSTALL = "pip install --no-build-isolation 'ragen-mega[h100]'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ragen_mega.config.recorded import CONFIG_FILE, flat, read_json, read_recorded
+from ragen_mega.config.recorded import CONFIG_FILE, STARTS, flat, read_json, read_recorded
 from ragen_mega.report.markdown import table
-from ragen_mega.report.provenance import STARTS, append_start
+from ragen_mega.report.provenance import append_start
 from ragen_mega.storage.integrity import cut_lines, sync, write_whole
 from ragen_mega.storage.run_directory import (
     METRICS_FILE,

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import read_recorded
+from ragen_mega.config.recorded import STARTS, read_recorded, with_defaults
 from ragen_mega.report.hardware import device, versions
 
 REPOSITORY = Path(__file__).parents[2]
-STARTS = "provenance"
-"""Key of config.json beside the settings: a list, one entry for every time the run was started."""
 
 
 def code() -> dict[str, Any]:
@@ -97,36 +95,13 @@ def alike(recorded: Mapping[str, Any]) -> str:
     """Return a digest that is equal for runs whose model and settings differ by their seed only,
     however old they are: flags that are newer than a run have their defaults.
     """
-    settings = with_defaults({name: values for name, values in recorded.items() if name != STARTS})
+    settings = with_defaults(recorded)
     seed, start = settings["train"].pop("seed"), settings["warm_start"]
     if start["warm_start_from"] is not None:  # in a study another arm's, seed by seed
         start["warm_start_from"] = re.sub(rf"seed{seed}\b", "seed", start["warm_start_from"])
     for section in ("logging", "checkpoint"):  # do not affect training
         del settings[section]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def with_defaults(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a copy of a run's settings in which flags that are newer than the run have their
-    defaults.
-    """
-    default = StarPOConfig().to_dict()
-    known = {**default, **settings}
-    return {name: default.get(name, {}) | dict(values) for name, values in known.items()}
-
-
-def known_config(recorded: Mapping[str, Any]) -> StarPOConfig:
-    """Return the configuration of a run of any version: what this one does not know is left out,
-    and flags that are newer than the run have their defaults. Raises ValueError if its rules forbid
-    it.
-    """
-    settings = {
-        section: {
-            name: recorded.get(section, {}).get(name, value) for name, value in values.items()
-        }
-        for section, values in StarPOConfig().to_dict().items()
-    }
-    return StarPOConfig.from_dict(settings)
 
 
 def read_settings(
@@ -137,10 +112,10 @@ def read_settings(
     belongs to, None for an older run. Raises ValueError if the directory holds no run.
     """
     recorded = read_recorded(run)
-    settings = {name: dict(values) for name, values in recorded.items() if name != STARTS}
+    settings = with_defaults(recorded)
     starts = list(recorded.get(STARTS, []))
     while len(starts) > 1 and starts[-1]["first_step"] > step:
         for key, (old, _) in starts.pop()["changed"].items():
             section, name = key.split(".")
-            settings[section][name] = old
-    return with_defaults(settings), starts[-1] if starts else None
+            settings.setdefault(section, {})[name] = old
+    return settings, starts[-1] if starts else None

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ragen_mega.agents.examples import find_references
 from ragen_mega.config import EnvironmentConfig, StarPOConfig, TrainConfig
-from ragen_mega.config.recorded import flat, read_recorded
+from ragen_mega.config.recorded import flat, known_config, read_recorded
 from ragen_mega.config.sections.section import flag_of
 from ragen_mega.data.fields import (
     ROUTES,
@@ -49,7 +49,7 @@ from ragen_mega.ranks import collectives
 from ragen_mega.ranks.collectives import on_main
 from ragen_mega.report.console import Console
 from ragen_mega.report.metrics import METRICS_FILE, SUMMARY_FILE, RunLogger, read_metrics
-from ragen_mega.report.provenance import describe_start, known_config
+from ragen_mega.report.provenance import describe_start
 from ragen_mega.rollout.engine import EngineShard, RolloutEngine
 from ragen_mega.rollout.renderer import ChatRenderer, load_renderer
 from ragen_mega.rollout.tasks import (

@@ -14,7 +14,7 @@ from typing import Any
 from ragen_mega.config import EnvironmentConfig, ModelConfig, StarPOConfig, parse
 from ragen_mega.config.cli import DEFAULT_RECIPE, OWN_RECIPE, staying
 from ragen_mega.config.flags import all_flags
-from ragen_mega.config.recorded import CONFIG_FILE, read_recorded
+from ragen_mega.config.recorded import CONFIG_FILE, read_recorded, with_defaults
 from ragen_mega.config.sections.agent import is_agent
 from ragen_mega.config.sections.environment import parse_shares
 from ragen_mega.config.sections.section import flag_of
@@ -93,7 +93,7 @@ def check(config: StarPOConfig, num_ranks: int, ranks_per_node: int) -> None:
         raise ValueError(
             f"fp8 {config.parallel.fp8} with transformer_impl {config.parallel.transformer_impl}"
             " needs Transformer Engine, which is not installed; drop them, or pip install"
-            " --no-build-isolation -e '.[h100]' on a machine with GPUs"
+            " --no-build-isolation 'ragen-mega[h100]' on a machine with GPUs"
         )
     if config.logging.wandb_project is not None and (reason := lack("wandb:init")):
         raise ValueError(
@@ -281,7 +281,7 @@ def _check_warm_start(config: StarPOConfig) -> None:
             f"warm_start_from must be the directory of a run without --load; {source} lacks"
             f" {', '.join(missing) or CONFIG_FILE}"
         )
-    there = _shape_of_warm_start(read_recorded(source))
+    there = _shape_of_warm_start(with_defaults(read_recorded(source)))
     for name, here in _shape_of_warm_start(config.to_dict()).items():
         if there[name] != here:
             raise ValueError(
@@ -308,7 +308,7 @@ def _shape_of_warm_start(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_sglang(python: str | None) -> None:
-    remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh makes"
+    remedy = "; set --sglang-python to the one that tools/setup_sglang_cpu.sh of a clone makes"
     # A folder without code has no origin.
     program = (
         "import importlib.util, sys;"

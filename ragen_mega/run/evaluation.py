@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,13 @@ import torch
 
 from ragen_mega.agents.examples import find_references
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import is_run, read_recorded
+from ragen_mega.config.recorded import (
+    is_run,
+    read_recorded,
+    runnable,
+    under_recorded,
+    unknown_note,
+)
 from ragen_mega.config.rules import Sections, section_types
 from ragen_mega.config.sections.environment import json_object, parse_shares
 from ragen_mega.config.sections.section import flag_of
@@ -235,9 +241,12 @@ def evaluate_sets(
     files = {name: os.path.abspath(expanded(file)) for name, file in boards.items() if file}
     of_run = is_run(Path(load))
     recorded = read_recorded(Path(load)) if of_run else {"model": {"load": load}}
-    settings = {name: _settings(recorded, name, rules or {}) for name in environments}
+    with under_recorded(load) if of_run else nullcontext():
+        settings = {name: _settings(recorded, name, rules or {}) for name in environments}
     collectives.start(max(map(minutes_to_wait, settings.values())))
     console = Console(is_writer=collectives.is_main(), num_steps=0)
+    if note := unknown_note(recorded):
+        console.say(note)
     directory = _policy_of(load) if of_run else local_directory(load)
     reader, hf = open_model(directory), load_config(str(directory))
     first = next(iter(settings.values()))
@@ -304,10 +313,9 @@ def _settings(
         "curriculum": "{}",
         "curriculum_success": None,
     }
-    parts: dict[str, Any] = {}
+    settings, parts = runnable(recorded, rules), dict[str, Any]()
     for name, kind in sections.items():
-        values = {**recorded.get(name, {}), **rules}
-        parts[name] = kind(**{key: values[key] for key in known[name] & values.keys()})
+        parts[name] = kind(**{key: rules.get(key, settings[name][key]) for key in known[name]})
     return Sections(**parts).located()
 
 

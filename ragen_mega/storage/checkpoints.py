@@ -24,7 +24,13 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from ragen_mega.config import StarPOConfig
-from ragen_mega.config.recorded import WITHOUT_EFFECT, flat, plays_alike
+from ragen_mega.config.recorded import (
+    WITHOUT_EFFECT,
+    flat,
+    plays_alike,
+    unknown_note,
+    with_defaults,
+)
 from ragen_mega.ranks import collectives
 from ragen_mega.storage.integrity import (
     check_files,
@@ -170,8 +176,9 @@ def check_config(
     """Return the settings that differ from the checkpoint's, one line each. Raises ValueError if
     one may not differ. A model may have moved: `models` is the content of the present ones.
     """
-    before, now = flat(checkpoint.config), flat(json.loads(json.dumps(config)))
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    before = flat(with_defaults(checkpoint.config))
+    now = flat(json.loads(json.dumps(config)))
+    changed = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     moved = {
         f"model.{flag}" for flag, digest in models.items() if checkpoint.models.get(flag) == digest
     }
@@ -185,11 +192,11 @@ def check_config(
     fixed = [k for k in changed if k.startswith("model.") or k in (*_FIXED, *further)]
     if fixed := [key for key in fixed if key not in moved]:
         raise ValueError(
-            f"{fixed[0]} was {before.get(fixed[0])} in {checkpoint.directory} and is"
-            f" {now.get(fixed[0])} now; resume with the model, precision and estimator of the run"
+            f"{fixed[0]} was {before[fixed[0]]} in {checkpoint.directory} and is"
+            f" {now[fixed[0]]} now; resume with the model, precision and estimator of the run"
         )
-    return [
-        f"{key} was {before.get(key)} and is {now.get(key)} now"
+    return [*filter(None, [unknown_note(checkpoint.config)])] + [
+        f"{key} was {before[key]} and is {now[key]} now"
         + ", which changes nothing after the start" * key.startswith(_OF_THE_START)
         for key in changed
         if key.partition(".")[0] not in WITHOUT_EFFECT

@@ -15,6 +15,7 @@ from ragen_mega.config.recorded import (
     is_run,
     read_object,
     read_recorded,
+    with_defaults,
 )
 from ragen_mega.system.paths import dangling
 
@@ -139,15 +140,14 @@ def check_finished(config: StarPOConfig) -> None:
     else:
         return
     text = f"run {directory} has {state} to train on, or choose another --name"
-    before = read_recorded(directory)
-    now, default = (json.loads(json.dumps(each.to_dict())) for each in (config, StarPOConfig()))
+    before = with_defaults(read_recorded(directory))
+    now = json.loads(json.dumps(config.to_dict()))
     changed = [
         name
         for section, values in now.items()
         if section not in WITHOUT_EFFECT
         for name, value in values.items()
-        # the start chooses what no flag gives, and a flag may be newer than the run
-        if value is not None and before.get(section, {}).get(name, default[section][name]) != value
+        if value is not None and before[section][name] != value  # a start chooses what none gives
     ]
     if changed:
         raise ValueError(f"{text}; {', '.join(changed)} would change nothing")

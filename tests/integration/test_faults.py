@@ -22,11 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ragen_mega.commands import replayed_step
 from ragen_mega.commands.replay import main as replay_command
+from ragen_mega.config.recorded import STARTS
 from ragen_mega.data.types import TrajectoryGroup
 from ragen_mega.environments.protocol import StepResult
 from ragen_mega.environments.worlds.bandit.world import Bandit
 from ragen_mega.ranks.launcher import PROGRAM, ranks_command
-from ragen_mega.report.provenance import STARTS
 from ragen_mega.run.log import StepLog
 from ragen_mega.run.rollouts import Rollouts
 from ragen_mega.run.run import Run

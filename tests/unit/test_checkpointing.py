@@ -562,7 +562,7 @@ def test_config_of_a_resumed_run() -> None:
     changed = saved.config | {
         "train": {"lr": 0.2},
         "logging": {"name": "b"},
-        "parallel": {"bf16": None},
+        "parallel": {"bf16": False},
     }
     assert check_config(saved, changed, {}) == ["train.lr was 0.1 and is 0.2 now"]
     moved = saved.config | {"model": {"hidden_size": 8, "load": "/new"}}
@@ -570,7 +570,7 @@ def test_config_of_a_resumed_run() -> None:
     started = {"warm_start": {"sft_steps": 9}, "lora": {"lora_load": "a"}}
     assert check_config(saved, saved.config | started, saved.models) == [
         f"{key} now, which changes nothing after the start"
-        for key in ("lora.lora_load was None and is a", "warm_start.sft_steps was None and is 9")
+        for key in ("lora.lora_load was None and is a", "warm_start.sft_steps was 0 and is 9")
     ]
     with pytest.raises(ValueError, match="model.load was /old"):
         check_config(saved, moved, {"load": "other content"})

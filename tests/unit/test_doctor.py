@@ -12,6 +12,7 @@ import torch
 
 from ragen_mega.commands import doctor
 from ragen_mega.ranks.launcher import PROGRAM
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,17 @@ def test_versions_are_compared_without_their_build(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "installed", found.get)
     states = {finding.name: finding.state for finding in doctor.check_packages("cpu")}
     assert (states["torch"], states["numpy"], states["rich"]) == ("ok", "differs", "missing")
+
+
+def test_pins_whose_symlink_was_lost_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unpacked archive, or a checkout on Windows, has a file with the link's target."""
+    lost = tmp_path / "constraints.txt"
+    lost.write_text("../../constraints.txt")
+    monkeypatch.setitem(doctor.CONSTRAINTS, "cpu", lost)
+    said = refused(capsys, doctor.main, [])
+    assert f"{lost} must pin torch" in said and "symbolic link" in said
 
 
 def test_sglang_is_asked_in_its_own_interpreter(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from ragen_mega.commands import replay
 from ragen_mega.config import StarPOConfig, parse
 from ragen_mega.config.cli import with_recorded
 from ragen_mega.report.provenance import read_settings
+from ragen_mega.run.check import check
 from ragen_mega.run.evaluation import evaluate
 from ragen_mega.storage import run_directory
 from ragen_mega.storage.checkpoints import DirectoryInUse, lock_named, lock_run
 from ragen_mega.storage.run_directory import (
+    BASE,
+    WARM_START,
+    WARM_START_CRITIC,
     Finished,
     check_directory,
     check_finished,
@@ -164,6 +168,36 @@ def test_a_finished_run_of_an_older_version_has_finished(output: Path) -> None:
         check_finished(settings(output, "--name", "a", "--resume"))
     with pytest.raises(ValueError, match="another --name; lora_rank would change nothing"):
         check_finished(settings(output, "--name", "a", "--resume", "--lora-rank", "8"))
+
+
+def test_recorded_values_that_are_refused_now_are_replaced_by_flags(output: Path) -> None:
+    directory = begin(settings(output, "--name", "a"))
+    recorded = json.loads((directory / "config.json").read_text())
+    recorded["loss"] |= {"kl_kind": "gone", "kl_coef": 0.5}
+    recorded["advantage"]["advantage_estimator"] = "gone"
+    (directory / "config.json").write_text(json.dumps(recorded))
+    words = ["--resume", str(directory)]
+    with pytest.raises(ValueError, match=f"kl-kind must be .* recorded in {directory}; a flag"):
+        parse(words)
+    with pytest.raises(ValueError, match="unknown flag --nosuch; --help lists all$"):
+        parse([*words, "--nosuch", "1"])
+    config = parse([*words, "--kl-kind", "k3", "--advantage-estimator", "grpo"])
+    assert (config.loss.kl_kind, config.loss.kl_coef) == ("k3", 0.5)
+
+
+def test_the_warm_start_of_an_older_run_is_taken(output: Path) -> None:
+    """Its settings lack flags that are newer, which had their defaults."""
+    source = begin(settings(output, "--name", "a"))
+    recorded = json.loads((source / "config.json").read_text())
+    del recorded["model"]["hidden_size"], recorded["environment"]["think"]
+    (source / "config.json").write_text(json.dumps(recorded))
+    for name in (BASE, WARM_START, WARM_START_CRITIC):
+        (source / name).mkdir()
+        (source / name / "model.safetensors").touch()
+    words = ("--name", "b", "--warm-start-from", str(source))
+    check(settings(output, *words), 1, 1)
+    with pytest.raises(ValueError, match="made with hidden_size 96, and this run has 64"):
+        check(settings(output, *words, "--hidden-size", "64"), 1, 1)
 
 
 def test_a_run_that_has_reached_its_goal_has_finished(output: Path) -> None:

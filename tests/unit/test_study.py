@@ -425,6 +425,13 @@ def test_a_report_has_all_seeds_that_there_are(two_presets: Path, tmp_path: Path
     assert [*found["runs"]] == ["low-seed101"]
 
 
+def test_a_report_of_runs_whose_flags_are_refused_now(two_presets: Path, tmp_path: Path) -> None:
+    finish(tmp_path / "runs" / "low-seed0")
+    for path in (two_presets, tmp_path / "runs" / "study.json"):
+        path.write_text(path.read_text().replace("3e-3", "-1"))
+    assert [*report_on(two_presets, tmp_path)["runs"]] == ["low-seed0"]
+
+
 def test_a_report_says_what_arms_have_the_same_of(tiny: Path, tmp_path: Path) -> None:
     """The flags on the page have the number of steps that the first arm alone takes."""
     study_runs.claim_folder(tmp_path / "runs", Study.read(tiny), "tokens", mixed=False)

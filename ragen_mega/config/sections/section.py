@@ -121,8 +121,14 @@ class Section:
 
 
 def check_effects(*sections: Section) -> None:
-    """Raise ValueError for a field that is not at its default and does nothing (see `OnlyWith`).
-    Settings of other sections than the given ones are not looked at.
+    """Raise ValueError for a field that is not at its default and does nothing."""
+    for _, why in idle_fields(*sections):
+        raise ValueError(why)
+
+
+def idle_fields(*sections: Section) -> Iterator[tuple[str, str]]:
+    """Yield each field that is not at its default and does nothing (see `OnlyWith`), and the words
+    that refuse it. Settings of other sections than the given ones are not looked at.
     """
     settings = {
         item.name: (getattr(section, item.name), item.default)
@@ -137,9 +143,8 @@ def check_effects(*sections: Section) -> None:
             value, usual = settings[needed.name]
             if value not in needed.values if needed.values else value == usual:
                 without = f"with {needed.name} {value}" if value else f"without {needed.name}"
-                raise ValueError(
-                    f"{name} does nothing {without}; drop {flag_of(name)} or set {needed.remedy}"
-                )
+                remedy = f"drop {flag_of(name)} or set {needed.remedy}"
+                yield name, f"{name} does nothing {without}; {remedy}"
 
 
 def _parts(annotation: Any) -> Iterator[Any]:

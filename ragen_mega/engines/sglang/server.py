@@ -161,8 +161,8 @@ class ServerSettings:
         if self.address is None and not os.access(self.python, os.X_OK):
             raise ValueError(
                 f"sglang_python must be the Python of an environment with SGLang, and {self.python}"
-                " cannot be executed; build one with tools/setup_sglang_cpu.sh or the h100 extra"
-                " and name its bin/python"
+                " cannot be executed; build one with tools/setup_sglang_cpu.sh of a clone or the"
+                " h100 extra and name its bin/python"
             )
         if self.kv_cache_tokens < self.max_context + SPARE_CONTEXT:
             raise ValueError(
