@@ -36,14 +36,15 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> ProcessGroupCollectio
     )
     if not parallel_state.model_parallel_is_initialized() or _groups_are_for != wanted:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_tensor_parallel_size=1,  # experts are whole, see models/cuts.py
-            create_gloo_process_groups=False,
-        )
+        with cpu.sharing_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+                pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+                expert_model_parallel_size=parallel.expert_model_parallel_size,
+                context_parallel_size=parallel.context_parallel_size,
+                expert_tensor_parallel_size=1,  # experts are whole, see models/cuts.py
+                create_gloo_process_groups=False,
+            )
         _groups_are_for = wanted
     # what the last layout of this process has set would stay
     chunks = parallel.virtual_pipeline_model_parallel_size

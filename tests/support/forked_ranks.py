@@ -48,7 +48,8 @@ def fork_ranks(work: Callable[[], None], num_ranks: int) -> list[Process]:
     # What is left of it is destroyed here or never: a fork has not the threads that it waits for.
     RotaryEmbedding.forward.cache_clear()  # which keeps models alive, with their process groups
     gc.collect()
-    gc.freeze()  # for good, or the next collection would go through every import again
+    if not gc.get_freeze_count():  # or every collection would go through all imports
+        gc.freeze()  # once: what is frozen and later forgotten would keep its threads for good
     processes = [_FORK.Process(target=rank, args=(index,)) for index in range(num_ranks)]
     for process in processes:
         process.start()

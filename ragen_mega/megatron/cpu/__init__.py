@@ -11,10 +11,11 @@ import functools
 import importlib
 import logging
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.tensor_parallel import random
@@ -114,6 +115,26 @@ def install() -> None:
     optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm
     token_dispatcher.maybe_move_tensor_to_cpu = _in_host_memory
     clip_grads.l2_norm_impl = _norm
+
+
+@contextlib.contextmanager
+def sharing_groups() -> Iterator[None]:
+    """Let groups of the same ranks, which megatron-core builds in the block, be one where gloo
+    serves them: each has threads that poll a hundred times a second.
+    """
+    create, made = parallel_state.create_group, {}
+
+    def create_once(ranks: Sequence[int], **options: Any) -> Any:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, **options)
+        return made[tuple(ranks)]
+
+    if is_active():
+        parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def cuda_literals_as_cpu() -> contextlib.AbstractContextManager[Any]:
