@@ -99,7 +99,7 @@ class Batches:
         """`batch` for the viewer: where no pass has computed the old log-probabilities, each token
         has log-probability and entropy of its first update, or neither.
         """
-        if batch.entropies is not None:
+        if batch.entropies is not None or not self.config.logging.trace_groups:
             return batch
         found = torch.full((batch.num_positions, 2), math.nan)
         num_first = count_minibatches(batch.num_trajectories, self._sizes[0])

@@ -313,9 +313,11 @@ def _settings(
         "curriculum": "{}",
         "curriculum_success": None,
     }
-    settings, parts = runnable(recorded, rules), dict[str, Any]()
-    for name, kind in sections.items():
-        parts[name] = kind(**{key: rules.get(key, settings[name][key]) for key in known[name]})
+    settings = runnable(recorded, rules)
+    parts: dict[str, Any] = {
+        name: kind(**{key: rules.get(key, settings[name][key]) for key in known[name]})
+        for name, kind in sections.items()
+    }
     return Sections(**parts).located()
 
 

@@ -318,8 +318,8 @@ class Run:
         log.add(name, update_metrics(finite, minibatch))
         if name == "actor":
             log.passes.append(self.policy.passed)
-        if name == "actor" and not log.has("mismatch"):  # under the weights that sampled
-            log.add("mismatch", engine_vs_policy(minibatch, self.policy.passed[:, 0]))
+            if not log.has("mismatch"):  # these are under the weights that sampled
+                log.add("mismatch", engine_vs_policy(minibatch, self.policy.passed[:, 0]))
 
     # The end of a step
 

@@ -195,7 +195,8 @@ def check_config(
             f"{fixed[0]} was {before[fixed[0]]} in {checkpoint.directory} and is"
             f" {now[fixed[0]]} now; resume with the model, precision and estimator of the run"
         )
-    return [*filter(None, [unknown_note(checkpoint.config)])] + [
+    note = unknown_note(checkpoint.config)
+    return ([note] if note else []) + [
         f"{key} was {before[key]} and is {now[key]} now"
         + ", which changes nothing after the start" * key.startswith(_OF_THE_START)
         for key in changed
