@@ -28,6 +28,7 @@ from ragen_mega.config.sections.section import flag_of
 from ragen_mega.environments.registry import ENVIRONMENTS
 from ragen_mega.models.directory import check_model_directory
 from ragen_mega.report.console import Console, set_titles
+from ragen_mega.system.imports import importing
 from ragen_mega.system.outputs import waiting
 
 FLAGS = (
@@ -127,7 +128,8 @@ def main(arguments: argparse.Namespace) -> None:
         ENVIRONMENTS.get(name)
     if not recorded:
         check_model_directory("--load", load, needs_tokenizer=True)
-    with waiting("importing torch and the engine"):  # only here: flags are checked before
+    # only here: flags are checked before
+    with waiting("importing torch and the engine"), importing():
         from ragen_mega.ranks import collectives
         from ragen_mega.report.metrics import write_json
         from ragen_mega.run.evaluation import PLAYED, evaluate_sets

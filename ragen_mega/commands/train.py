@@ -20,6 +20,7 @@ from ragen_mega.environments.processes import end_hosts
 from ragen_mega.ranks.launcher import PROGRAM, check_process, is_rank, num_processors, ranks_command
 from ragen_mega.report.console import fail
 from ragen_mega.run.check import check_flags
+from ragen_mega.system.imports import importing
 from ragen_mega.system.outputs import guard_outputs, waiting
 
 
@@ -51,7 +52,7 @@ def run_rank(argv: Sequence[str]) -> None:
     check_flags(argv, *ranks)
     sys.argv = ["ragen-mega", "train", *argv]  # the run records this command
 
-    with waiting("importing torch and megatron-core"):
+    with waiting("importing torch and megatron-core"), importing():
         from ragen_mega.run.stop import end_process
         from ragen_mega.train import main as train
 

@@ -1,6 +1,7 @@
 """Everything on megatron-core and Transformer Engine; no other package imports them."""
 
 import ctypes
+import importlib
 import logging
 import sys
 import warnings
@@ -38,8 +39,23 @@ def load_cudnn_of_torch() -> list[str]:
     return paths
 
 
+def _import_megatron_core() -> None:
+    """Import what this package needs of megatron-core. It hands some fifty small functions to
+    torch.compile while it is imported. None of them runs compiled on a CPU, where importing the
+    compiler would take a quarter of a rank's start.
+    """
+    compiled = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+    finally:
+        torch.compile = compiled
+
+
 if not is_found("transformer_engine"):
     # megatron-core would take a folder of that name in the working directory for the package.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # forbids its import
 elif torch.cuda.is_available():
     load_cudnn_of_torch()
+_import_megatron_core()

@@ -1,12 +1,15 @@
 """What a process says while its user waits."""
 
+import gc
 import io
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
+from ragen_mega.system.imports import importing
 from ragen_mega.system.outputs import waiting
 
 
@@ -28,3 +31,17 @@ def test_a_long_wait_says_what_it_is_for_and_a_short_one_nothing(
     with waiting("another rank", seconds=0.0):
         pass
     assert said.getvalue() == "importing a library ...\n"
+
+
+def test_no_garbage_is_collected_while_modules_are_imported() -> None:
+    with suppress(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
