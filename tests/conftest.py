@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import importlib.util
 import signal
 import sys
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+gc.disable()  # until all is collected: what modules and tests make stays
 
 # What draws examples passes on a busy machine too.
 settings.register_profile(
@@ -75,6 +78,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif item.get_closest_marker("silicon") and IS_FAKE:
             item.add_marker(pytest.mark.skip(reason="needs real kernels"))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture

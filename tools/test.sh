@@ -17,7 +17,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the layouts under test start se
 builder=$!
 compiled=ragen_mega/__pycache__/compiled # once for each clone; numba's cache is in the user's home
 if [ ! -e "$compiled" ]; then
-    "$PYTHON" -m tests.support.compile >/dev/null
+    "$PYTHON" -m tests.support.compile
     mkdir -p "${compiled%/*}" && touch "$compiled"
 fi
 wait "$builder"

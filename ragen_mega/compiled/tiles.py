@@ -71,39 +71,55 @@ def put_product(typing, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows,
 
 def _product(x, m, y, *, adds):
     def emit(context, builder, signature, arguments):
-        x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns = data_of(
-            context, builder, signature, arguments
-        )
-        x, m, y = builder.gep(x, [x_at]), builder.gep(m, [m_at]), builder.gep(y, [y_at])
-        index, row_start = x_at.type, x_at.type(0)
-        for num_rows in _ROWS:
-            row_end = builder.and_(rows, index(-num_rows))
-            with _steps(builder, row_start, row_end, num_rows) as row:
-                column_start = index(0)
-                for widths in _WIDTHS:
-                    width = sum(widths)
-                    left = builder.sub(columns, column_start)
-                    whole = builder.and_(left, index(-width)) if width == 32 else index(width)
-                    fits = builder.icmp_signed(">=", left, index(width))
-                    column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
-                    with _steps(builder, column_start, column_end, width) as column:
-                        place = builder.add(builder.mul(row, y_step), column)
-                        emit_tile(
-                            builder,
-                            num_rows,
-                            widths,
-                            (builder.gep(x, [builder.mul(row, x_step)]), x_step, x_next),
-                            (builder.gep(m, [column]), columns),
-                            (builder.gep(y, [place]), y_step),
-                            depth,
-                            chains=2,
-                            adds=adds,
-                        )
-                    column_start = column_end
-            row_start = row_end
+        values = data_of(context, builder, signature, arguments)
+        kinds = [value.type for value in values]
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        name = f"{'add' if adds else 'put'}_product.{'.'.join(map(str, kinds))}"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        if not function.blocks:
+            # One for each module: its tiles would be optimized anew wherever it is called.
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            body = ir.IRBuilder(function.append_basic_block())
+            _emit_product(body, *function.args, adds=adds)
+            body.ret_void()
+        builder.call(function, values)
         return context.get_dummy_value()
 
     return types.void(x, _AT, _AT, _AT, m, _AT, y, _AT, _AT, _AT, _AT, _AT), emit
+
+
+def _emit_product(
+    builder, x, x_at, x_step, x_next, m, m_at, y, y_at, y_step, rows, depth, columns, *, adds
+):
+    """Emit the tiles of a product, whose matrices are pointers."""
+    x, m, y = builder.gep(x, [x_at]), builder.gep(m, [m_at]), builder.gep(y, [y_at])
+    index, row_start = x_at.type, x_at.type(0)
+    for num_rows in _ROWS:
+        row_end = builder.and_(rows, index(-num_rows))
+        with _steps(builder, row_start, row_end, num_rows) as row:
+            column_start = index(0)
+            for widths in _WIDTHS:
+                width = sum(widths)
+                left = builder.sub(columns, column_start)
+                whole = builder.and_(left, index(-width)) if width == 32 else index(width)
+                fits = builder.icmp_signed(">=", left, index(width))
+                column_end = builder.add(column_start, builder.select(fits, whole, index(0)))
+                with _steps(builder, column_start, column_end, width) as column:
+                    place = builder.add(builder.mul(row, y_step), column)
+                    emit_tile(
+                        builder,
+                        num_rows,
+                        widths,
+                        (builder.gep(x, [builder.mul(row, x_step)]), x_step, x_next),
+                        (builder.gep(m, [column]), columns),
+                        (builder.gep(y, [place]), y_step),
+                        depth,
+                        chains=2,
+                        adds=adds,
+                    )
+                column_start = column_end
+        row_start = row_end
 
 
 def data_of(context: Any, builder: Any, signature: Any, arguments: Sequence[Any]) -> list[Any]:

@@ -257,8 +257,10 @@ def attend(
             end += 1
         for h in range(kv_heads):
             for w in range(start, end):
-                row, t = (w - start) * group, queries[w]
-                query[row : row + group] = by_head[t, h * group : (h + 1) * group]
+                for n in range(group):
+                    head, numbers = by_head[queries[w], h * group + n], query[(w - start) * group + n]
+                    for i in range(d):
+                        numbers[i] = head[i]
             sums[:] = 0
             for b in range(num_blocks):
                 w, stop = _next_readers(b, start, end, queries, rows, positions, table)
@@ -343,7 +345,10 @@ def draw(
             continue
         share, block = uniform[n], 0
         if num_blocks > 1:
-            reached = share * masses[n].sum()
+            reached = 0.0
+            for mass in masses[n]:
+                reached += mass
+            reached *= share
             while reached >= masses[n, block] and block < num_blocks - 1:
                 reached -= masses[n, block]
                 block += 1

@@ -113,6 +113,14 @@ def _fill_columns(x, g, group, start, stop, factor, rows, columns, width):
 
 
 @jit(fastmath=EXACT)
+def _longest(lengths):
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+    return longest
+
+
+@jit(fastmath=EXACT)
 def _mask_future(scores, first, count, seen, group, width):
     """Let no query score a key behind itself: of `count` keys from key `first` on, the query nodes
     see `seen` and one more each.
@@ -144,7 +152,7 @@ def attend_forest(
     `given` first keys, of nodes that other ranks compute.
     """
     d, group = q.shape[2], q.shape[1] // k.shape[1]
-    tile, room = max(1, QUERIES // group), (lengths.max() + 1) // 2 * 2
+    tile, room = max(1, QUERIES // group), (_longest(lengths) + 1) // 2 * 2
     most = (tile * group + LANES - 1) // LANES * LANES
     keys, values = np.zeros(room * d, q.dtype), np.zeros(room * d, q.dtype)
     rows, queries = np.empty(most * d, q.dtype), np.empty(most * d, q.dtype)
@@ -205,7 +213,7 @@ def attend_forest_backward(
 ) -> None:
     """Add the gradients of `attend_forest` to d_q, d_k and d_v."""
     d, group, real = q.shape[2], q.shape[1] // k.shape[1], q.dtype.type
-    tile, room = max(1, QUERIES // group), (lengths.max() + 1) // 2 * 2
+    tile, room = max(1, QUERIES // group), (_longest(lengths) + 1) // 2 * 2
     most = (tile * group + LANES - 1) // LANES * LANES
     keys, values = np.zeros(room * d, q.dtype), np.zeros(room * d, q.dtype)
     d_keys, d_values = np.empty(room * d, q.dtype), np.empty(room * d, q.dtype)
@@ -218,7 +226,8 @@ def attend_forest_backward(
     for g in range(first, last):
         _fill(k, g, 0, given, 0, keys)
         _fill(v, g, 0, given, 0, values)
-        path[:given] = np.arange(given)
+        for j in range(given):
+            path[j] = j
         for c in range(len(lengths)):
             before = lengths[c] - starts[c + 1]
             _fill(k, g, starts[c] + given, starts[c + 1] + given, before + starts[c], keys)
