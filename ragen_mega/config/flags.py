@@ -174,13 +174,7 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read the settings that flags give; the last one wins. Raises ValueError, in one line, for an
     unknown flag or a value that its flag does not take.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for setting in all_flags():
-        if setting.is_switch:
-            parser.add_argument(flag_of(setting.name), action=argparse.BooleanOptionalAction)
-        else:
-            parser.add_argument(flag_of(setting.name), type=setting.read)
-    given, others = parser.parse_known_args(in_one_form(argv))
+    given, others = _parser().parse_known_args(in_one_form(argv))
     for word in others:
         name = word.split("=", 1)[0]
         if not name.startswith("--"):
@@ -208,6 +202,17 @@ def read_settings(argv: Sequence[str]) -> dict[str, dict[str, Any]]:
         if setting.name in given:
             settings.setdefault(setting.section, {})[setting.name] = getattr(given, setting.name)
     return settings
+
+
+@cache
+def _parser() -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for setting in all_flags():
+        if setting.is_switch:
+            parser.add_argument(flag_of(setting.name), action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(flag_of(setting.name), type=setting.read)
+    return parser
 
 
 def in_one_form(argv: Sequence[str]) -> list[str]:

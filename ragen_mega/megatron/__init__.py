@@ -7,6 +7,7 @@ import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,18 +40,21 @@ def load_cudnn_of_torch() -> list[str]:
     return paths
 
 
-def _import_megatron_core() -> None:
-    """Import what this package needs of megatron-core. It hands some fifty small functions to
-    torch.compile while it is imported. None of them runs compiled on a CPU, where importing the
-    compiler would take a quarter of a rank's start.
+def _import_without_compiler() -> None:
+    """Import megatron-core on a CPU without torch's compiler, which takes a quarter of a rank's
+    start: megatron-core decorates some fifty small functions, of which a CPU runs none compiled.
     """
-    compiled = torch.compile
-    if not torch.cuda.is_available():
-        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)  # type: ignore[assignment]
+    if torch.cuda.is_available():
+        return
+
+    def leave(function: Any = None, **_: Any) -> Any:
+        return function or leave  # `@torch.compile` and `@torch.compile(dynamic=True)`
+
+    compile_, torch.compile = torch.compile, leave  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core.models.gpt.gpt_model")
     finally:
-        torch.compile = compiled
+        torch.compile = compile_
 
 
 if not is_found("transformer_engine"):
@@ -58,4 +62,4 @@ if not is_found("transformer_engine"):
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # forbids its import
 elif torch.cuda.is_available():
     load_cudnn_of_torch()
-_import_megatron_core()
+_import_without_compiler()

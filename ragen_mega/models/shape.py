@@ -170,17 +170,18 @@ class ModelShape(HeadSizes):
         """
         return math.prod(weight.cut.padded(self.whole(weight), tp)) // weight.cut.num_parts(tp)
 
-    def layer_sizes(self, tp: int = 1, ep: int = 1, *, matrices: bool = False) -> list[int]:
+    @lru_cache(maxsize=1024)  # a search for a layout asks a hundred thousand times
+    def layer_sizes(self, tp: int = 1, ep: int = 1, *, matrices: bool = False) -> tuple[int, ...]:
         """Return the elements of the parameters of a layer on a rank that tensor and expert
         parallelism leave it, in the order of megatron-core's local layer. With `matrices` only
         its linear layers count.
         """
-        return [
+        return tuple(
             size
             for weight in self.family.layer
             if weight.is_matrix or not matrices
             for size in [self.num_elements(weight, tp)] * self.num_local(weight, ep)
-        ]
+        )
 
     @property
     def attention_size(self) -> int:
@@ -235,6 +236,7 @@ class ModelShape(HeadSizes):
         return self.num_layers * 2 * heads * self.head_dim * itemsize
 
     @property
+    @lru_cache(maxsize=1024)
     def num_parameters(self) -> int:
         """Parameters of the whole policy."""
         outer = map(

@@ -259,8 +259,8 @@ def test_what_was_taken_is_forgotten(world: type[FrozenLake]) -> None:
             while (left := alive())[Worker] > before[Worker] and time.monotonic() < deadline:
                 time.sleep(0.01)  # their threads end
             counts.append(left)
-    # What tests before have left may end meanwhile.
-    assert all(counts[-1][kind] <= counts[0][kind] for kind in counts[-1])
+    # What tests before have left may end meanwhile, and one of a kind may be at work.
+    assert all(counts[-1][kind] <= counts[0][kind] + 1 for kind in counts[-1])
     assert all(counts[-1][kind] <= before[kind] for kind in (Task, Trajectory, Worker))
 
 

@@ -110,6 +110,12 @@ class Section:
 
     @classmethod
     @cache
+    def defaults(cls) -> dict[str, Any]:
+        """Return field -> its default, which is no factory's."""
+        return {item.name: item.default for item in fields(cls)}
+
+    @classmethod
+    @cache
     def _declared(cls, kind: type) -> dict[str, Any]:
         """Return field -> the item of this kind in its annotation, for fields that have one."""
         return {
@@ -130,17 +136,14 @@ def idle_fields(*sections: Section) -> Iterator[tuple[str, str]]:
     """Yield each field that is not at its default and does nothing (see `OnlyWith`), and the words
     that refuse it. Settings of other sections than the given ones are not looked at.
     """
-    settings = {
-        item.name: (getattr(section, item.name), item.default)
-        for section in sections
-        for item in fields(section)
-    }
     for section in sections:
         for name, needed in section._declared(OnlyWith).items():
-            own, default = settings[name]
-            if own == default or needed.name not in settings:
+            if getattr(section, name) == section.defaults()[name]:
                 continue
-            value, usual = settings[needed.name]
+            owner = next((each for each in sections if needed.name in each.defaults()), None)
+            if owner is None:
+                continue
+            value, usual = getattr(owner, needed.name), owner.defaults()[needed.name]
             if value not in needed.values if needed.values else value == usual:
                 without = f"with {needed.name} {value}" if value else f"without {needed.name}"
                 remedy = f"drop {flag_of(name)} or set {needed.remedy}"

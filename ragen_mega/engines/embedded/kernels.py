@@ -258,9 +258,9 @@ def attend(
         for h in range(kv_heads):
             for w in range(start, end):
                 for n in range(group):
-                    head, numbers = by_head[queries[w], h * group + n], query[(w - start) * group + n]
+                    head, row = by_head[queries[w], h * group + n], (w - start) * group + n
                     for i in range(d):
-                        numbers[i] = head[i]
+                        query[row, i] = head[i]
             sums[:] = 0
             for b in range(num_blocks):
                 w, stop = _next_readers(b, start, end, queries, rows, positions, table)
