@@ -199,6 +199,7 @@ class ModelShape(HeadSizes):
         return self.vocab_size * self.hidden_size
 
     @property
+    @lru_cache(maxsize=1024)
     def active_size(self) -> int:
         """Elements of a layer's matrices by which a token is multiplied: of the experts only those
         that the router chooses.

@@ -112,12 +112,12 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[Recipe]:
 
 def whole(recipe: Recipe, plan: ReshardPlan) -> Iterator[tuple[str, Tensor]]:
     """What `gather` streams, by shape: the slices of all tensor-parallel ranks put together."""
+    tensors = {
+        place: {slot.names: tensor for slot, tensor in held} for place, held in recipe.held.items()
+    }
     for entry in plan.entries:
         (own,) = entry.slots
-        first, last = (
-            next(t for slot, t in recipe.held[entry.stage, rank] if slot.names == own.names)
-            for rank in (0, recipe.tp - 1)
-        )
+        first, last = (tensors[entry.stage, rank][own.names] for rank in (0, recipe.tp - 1))
         pieces = [first.detach()] * (recipe.tp - 1) + [last.detach()]
         yield from zip(own.names, own.unshard(pieces), strict=True)
 
