@@ -455,6 +455,7 @@ def test_the_servers_parser_judges_further_arguments(
             server.check_command_line()
 
 
+@pytest.mark.slow  # it changes with SGLang alone
 def test_the_loader_knows_the_scales_of_an_fp8_models_cache(tmp_path: Path) -> None:
     """They are parameters of its attention that no trainer sends."""
     program = """
