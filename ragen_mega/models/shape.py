@@ -170,18 +170,12 @@ class ModelShape(HeadSizes):
         """
         return math.prod(weight.cut.padded(self.whole(weight), tp)) // weight.cut.num_parts(tp)
 
-    @lru_cache(maxsize=1024)  # a search for a layout asks a hundred thousand times
     def layer_sizes(self, tp: int = 1, ep: int = 1, *, matrices: bool = False) -> tuple[int, ...]:
         """Return the elements of the parameters of a layer on a rank that tensor and expert
         parallelism leave it, in the order of megatron-core's local layer. With `matrices` only
         its linear layers count.
         """
-        return tuple(
-            size
-            for weight in self.family.layer
-            if weight.is_matrix or not matrices
-            for size in [self.num_elements(weight, tp)] * self.num_local(weight, ep)
-        )
+        return _layer_sizes(self, tp, ep, matrices)
 
     @property
     def attention_size(self) -> int:
@@ -199,7 +193,6 @@ class ModelShape(HeadSizes):
         return self.vocab_size * self.hidden_size
 
     @property
-    @lru_cache(maxsize=1024)
     def active_size(self) -> int:
         """Elements of a layer's matrices by which a token is multiplied: of the experts only those
         that the router chooses.
@@ -237,13 +230,22 @@ class ModelShape(HeadSizes):
         return self.num_layers * 2 * heads * self.head_dim * itemsize
 
     @property
-    @lru_cache(maxsize=1024)
     def num_parameters(self) -> int:
         """Parameters of the whole policy."""
         outer = map(
             self.num_elements, self.family.outer[:-1] if self.is_tied else self.family.outer
         )
         return self.num_layers * sum(self.layer_sizes()) + sum(outer)
+
+
+@lru_cache(maxsize=1024)  # a search for a layout asks a hundred thousand times
+def _layer_sizes(shape: ModelShape, tp: int, ep: int, matrices: bool) -> tuple[int, ...]:
+    return tuple(
+        size
+        for weight in shape.family.layer
+        if weight.is_matrix or not matrices
+        for size in [shape.num_elements(weight, tp)] * shape.num_local(weight, ep)
+    )
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling:

@@ -41,6 +41,7 @@ def test_every_extra_installs_its_modules_and_the_default_installation_none():
 
 
 def test_training_and_every_command_are_imported_without_optional_packages():
+    """And on a CPU without torch's compiler, which everybody else still has."""
     without_extras(
         "from importlib import import_module\n"
         "from ragen_mega.commands.program import COMMANDS\n"
@@ -48,6 +49,11 @@ def test_training_and_every_command_are_imported_without_optional_packages():
         "for commands in COMMANDS.values():\n"
         "    for module, _ in commands.values():\n"
         "        import_module(f'ragen_mega.commands.{module}')\n"
+        "import sys, torch\n"
+        "if not torch.cuda.is_available():\n"
+        "    assert 'torch._inductor.compile_fx' not in sys.modules\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1)) == 2\n"
+        "assert 'torch._dynamo' in sys.modules\n"
     )
 
 
