@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401 every optimizer imports it, for 1 s
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from numba.core.registry import cpu_target
 
